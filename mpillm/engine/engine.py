@@ -163,12 +163,13 @@ class Engine:
                 sequence.n_unread += 1
             contexts = context_tokens = context_pairs = generation_pairs = 0
             for sequence, n_new in plan:
+                pairs = n_new * (2 * sequence.n_cached - n_new + 1) // 2
                 if sequence.n_cached - n_new < len(sequence.prompt):
                     contexts += 1
                     context_tokens += n_new
-                    context_pairs += n_new * (2 * sequence.n_cached - n_new + 1) // 2
+                    context_pairs += pairs
                 else:
-                    generation_pairs += sequence.n_cached
+                    generation_pairs += pairs
                 most = 1 if sequence.hand_over else sequence.max_output
                 sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
             self.prompt_tokens += context_tokens

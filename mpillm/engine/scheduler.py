@@ -193,7 +193,8 @@ class Scheduler:
         """Give the oldest context all it needs, then the next.
 
         Without chunking, a context that does not fit beside decode takes every other step for itself: while
-        others generate it would never have its turn.
+        others generate it would never have its turn. Only one that no step holds goes in pieces: of a
+        preempted sequence, with its answer so far.
         """
         n_generating = len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
@@ -210,7 +211,7 @@ class Scheduler:
                 left = self._max_num_tokens
             self._passed_over = False
             sequence = contexts.popleft() if contexts else self._start()
-            n = min(sequence.n_uncached, left) if self._chunked else sequence.n_uncached
+            n = min(sequence.n_uncached, left)
             plan.append((sequence, n))
             left -= n
 

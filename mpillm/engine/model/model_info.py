@@ -14,7 +14,7 @@ from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
+from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle_config
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
@@ -77,11 +77,11 @@ def check_model(config: CoreConfig) -> ModelInfo:
 
 
 @about("model_path")
-def check_fit(config: CoreConfig, info: ModelInfo) -> None:
-    """Raise ConfigError if the ranks of this node cannot hold their parts of the model.
+def check_fit(config: CoreConfig, info: ModelInfo, beside: int = 0) -> int:
+    """Return the bytes that the ranks of this node need for their parts of the model.
 
-    Call it before any rank loads. Assumes that nodes are alike, and that each rank holds as much as the
-    largest of its instance.
+    Raises ConfigError if they do not fit beside so many other bytes. Call it before any rank loads. Assumes
+    that nodes are alike, and that each rank holds as much as the largest of its instance.
     """
     weights = max(
         load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout)
@@ -91,7 +91,7 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
     tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
     kv_cache = tokens * info.config.kv_bytes_per_token(info.kv_dtype, config.tp_size, config.pp_size)
     kind = info.dtype if info.quantization == "none" else info.quantization
-    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
+    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes() - beside
     if needed > available:
         each = (
             f"each of the {config.node_ranks} ranks on this node needs"
@@ -103,11 +103,13 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
             f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory"
             f" ({shown(weights)} to load the weights in {kind},"
             f" {shown(kv_cache)} of KV cache for {tokens} tokens){together},"
-            f" and {shown(available)} are available;"
+            f" and {shown(max(0, available))} are available"
+            f"{f' beside {shown(beside)} of the model that it guesses for' if beside else ''};"
             " spread it over more nodes (tensor or pipeline parallelism),"
             " or set a smaller --kv_cache_tokens or --max_seq_len",
             about=["kv_cache_tokens", "max_seq_len"],
         )
+    return needed
 
 
 @about("model_path")
@@ -287,8 +289,9 @@ def _eagle_needs(config: CoreConfig, eagle: EagleConfig, dtype: str) -> GpuNeeds
     needs, hidden_state = gpu_needs(config, eagle.model, dtype, dtype, "none"), eagle.model.hidden_size
     hidden_state *= N_BYTES[dtype]
     rows = (len(eagle.layers) + 3) * most_rows(config)
-    # A token's hidden state waits until the head has read it.
-    return needs + GpuNeeds(weights=0, step=rows * hidden_state, per_token=hidden_state)
+    embedding = eagle.vocab_size * hidden_state if EMBEDDING in eagle.names else 0
+    # There is a hidden state for each token in the KV cache.
+    return needs + GpuNeeds(weights=embedding, step=rows * hidden_state, per_token=hidden_state)
 
 
 def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: int | None) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
-from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.model.model_info import ModelInfo, check_fit, model_info
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, draft_config
 
 
@@ -16,7 +16,9 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
         if how.decoding_type == EAGLE:
             _check_eagle(config)
     if (beside := draft_config(config)) is not None:
-        draft = check_model(beside)
+        draft = model_info(beside)
+        if config.gpu_bytes is None:  # on a GPU `model_info` counts both
+            check_fit(beside, draft, beside=check_fit(config, info))
         if draft.vocab_size != info.vocab_size:
             raise ConfigError(
                 f"--speculative_config speculative_model {beside.model_path}: its vocabulary has"

@@ -21,6 +21,7 @@ from mpillm.engine.worker import Worker
 class Drafting:
     """A sequence in the draft model's KV cache."""
 
+    sequence: Sequence
     slot: int
     blocks: list[int] = field(default_factory=list)
     n_told: int = 0  # see `Span`
@@ -70,33 +71,30 @@ class DraftModel:
         for sequence, most in wanted:
             n_seen = len(sequence.prompt) + len(sequence.output) - self._N_UNSEEN
             drafting = self._with_room(sequence, n_seen + most)
-            lacked = None if drafting is None else self._lacks(sequence, drafting)
             drafts.append([])
-            if drafting is not None and lacked is not None:
+            if drafting is not None:
+                new.append(self._lacks(drafting))
                 drafting.draft = drafts[-1]
                 work.append((drafting, most))
-                new.append(lacked)
         if work:
             self._guess(work, new)
         return drafts
 
-    def _lacks(self, sequence: Sequence, drafting: Drafting) -> list[int] | None:
-        """Forget the wrong guesses; return the sequence's tokens to compute next, at least the last.
-
-        None: they cannot be computed.
-        """
-        new = self._new(sequence, drafting)
-        n = 0
-        while n < min(len(drafting.draft), len(new)) - 1 and drafting.draft[n] == new[n]:
-            n += 1
+    def _lacks(self, drafting: Drafting) -> list[int]:
+        """Forget the wrong guesses; return the sequence's tokens to compute next, at least the last."""
+        sequence, start = drafting.sequence, self._N_UNSEEN + drafting.n_right
+        new = sequence.tokens(start, len(sequence.prompt) + len(sequence.output))
+        n = self._n_kept(drafting, new)
         drafting.n_cached = drafting.n_right + n
         drafting.n_right += len(new)
         return new[n:]
 
-    def _new(self, sequence: Sequence, drafting: Drafting) -> list[int]:
-        """Return the sequence's tokens since its last guesses."""
-        end = len(sequence.prompt) + len(sequence.output)
-        return sequence.tokens(self._N_UNSEEN + drafting.n_right, end)
+    def _n_kept(self, drafting: Drafting, new: list[int]) -> int:
+        """Return for how many of a sequence's `new` tokens keys and values are cached, as guesses."""
+        n = 0
+        while n < min(len(drafting.draft), len(new)) - 1 and drafting.draft[n] == new[n]:
+            n += 1
+        return n
 
     def _forget(self, ended: Drafting) -> None:
         """Give back what a sequence held that has ended."""
@@ -131,7 +129,7 @@ class DraftModel:
         if n > self._max_seq_len or more > self._blocks.n_free or not (drafting or self._slots):
             return None
         if drafting is None:
-            drafting = self._of[sequence] = Drafting(self._slots.pop())
+            drafting = self._of[sequence] = Drafting(sequence, self._slots.pop())
         drafting.blocks += self._blocks.take(max(0, more))
         return drafting
 
@@ -154,6 +152,7 @@ class DraftModel:
         """Start a step that adds a piece to each."""
         step, rows = Step(), []
         pieces.sort(key=self._is_context)
+        self._give(pieces)
         for drafting, new in pieces:
             n_told, drafting.n_told = drafting.n_told, len(drafting.blocks)
             span = Span(
@@ -173,7 +172,14 @@ class DraftModel:
             rows += [drafting] * n_wanted
         sampled = self._worker.run(step)
         assert sampled is not None
+        self._keep(rows)
         return Started(rows, sampled)
+
+    def _give(self, pieces: list[tuple[Drafting, list[int]]]) -> None:
+        """Give a step's rows what they read beside tokens."""
+
+    def _keep(self, rows: list[Drafting]) -> None:
+        """Keep what a step that runs makes of each row that gets a token."""
 
     def _is_context(self, piece: tuple[Drafting, list[int]]) -> bool:
         return len(piece[1]) > self._few

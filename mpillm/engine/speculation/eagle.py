@@ -9,44 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from mpillm.engine.cache.kv_cache import NULL_BLOCK
 from mpillm.engine.graphs import ladder
 from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.features import Features
 from mpillm.engine.sequence import Sequence
-from mpillm.engine.speculation.draft_model import Drafting, DraftModel, Started
+from mpillm.engine.speculation.draft_model import Drafting, DraftModel
+from mpillm.engine.staging import to_device
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
-
-
-class _HiddenStates:
-    """The model's hidden states of a sequence's tokens, from the first that the head has yet to read."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int, Tensor]] = []  # the first position of each, and its rows
-        self.end = 0  # there are none at and behind this position
-        self._is_whole = True
-
-    def add(self, start: int, rows: Tensor) -> None:
-        """Take `rows` from position `start`, in place of those that were there: of wrong guesses."""
-        self._is_whole &= start <= self.end
-        while self._pieces and self._pieces[-1][0] >= start:
-            self._pieces.pop()
-        if self._pieces:
-            first, last = self._pieces[-1]
-            self._pieces[-1] = first, last[: start - first]
-        self._pieces.append((start, rows))
-        self.end = start + len(rows)
-
-    def take(self, start: int, end: int) -> Tensor | None:
-        """Return the rows [start, end), or None if some are missing; those before `start` are forgotten."""
-        self._pieces = [(first, rows) for first, rows in self._pieces if first + len(rows) > start]
-        if not self._is_whole or not self._pieces or self._pieces[0][0] > start or self.end < end:
-            return None
-        first = self._pieces[0][0]
-        return torch.cat([rows for _, rows in self._pieces])[start - first : end - first]
 
 
 class EagleDrafter(DraftModel):
@@ -69,9 +44,11 @@ class EagleDrafter(DraftModel):
         self._few = 1 + max_draft_len  # the tokens of a step whose guesses were all right
         self._head = head
         self._features = features
-        self._seen: dict[Sequence, _HiddenStates] = {}
-        self._lacked: dict[Drafting, Tensor] = {}  # hidden states of the rows to compute
-        self._made: dict[Drafting, Tensor] = {}  # what the head made of each one's last row: [hidden]
+        # Hidden states: the model's of each place in its KV cache, then, for each slot, what the head made of
+        # the last row there.
+        self._first_slot = (1 + worker.part.info.kv_cache_tokens // tokens_per_block) * tokens_per_block
+        with torch.inference_mode():
+            self._states = head.hidden.new_zeros(self._first_slot + max_batch_size, head.hidden.shape[1])
 
     def warm_up(self) -> None:
         """Run every kind of step, and `fuse`, so that tests compile nothing."""
@@ -84,48 +61,38 @@ class EagleDrafter(DraftModel):
     @torch.inference_mode()
     def computed(self, step: Step, sequences: Mapping[int, Sequence]) -> None:
         """Keep what the model thought in a step. `sequences`: those that may want guesses, by slot."""
-        for ended in [sequence for sequence in self._seen if sequence.is_done]:
-            del self._seen[ended]
-        if not sequences:
-            return
-        hidden, at = self._head.fuse(self._features.rows[: len(step.tokens)]), 0
-        for span in step.spans:
-            if (sequence := sequences.get(span.slot)) is not None:
-                seen = self._seen.setdefault(sequence, _HiddenStates())
-                seen.add(span.n_cached, hidden[at : at + span.n_new])
-            at += span.n_new
+        if sequences:
+            places = [self._places(sequences.get(s.slot), s.n_cached, s.n_new) for s in step.spans]
+            there = to_device(np.concatenate(places), self._states.device)
+            self._states.index_copy_(0, there, self._head.fuse(self._features.rows[: len(there)]))
 
-    def _forget(self, ended: Drafting) -> None:
-        super()._forget(ended)
-        self._made.pop(ended, None)
+    def _places(self, sequence: Sequence | None, start: int, n: int) -> NDArray[np.int64]:
+        """Return where the states of a sequence's tokens [start, start + n) are; without one, nowhere."""
+        if sequence is None:
+            return np.full(n, NULL_BLOCK * self._size)
+        at, first = np.arange(start, start + n), start // self._size
+        blocks = np.array(sequence.blocks[first : (start + n - 1) // self._size + 1])
+        places: NDArray[np.int64] = blocks[at // self._size - first] * self._size + at % self._size
+        return places
 
-    @torch.inference_mode()
-    def _lacks(self, sequence: Sequence, drafting: Drafting) -> list[int] | None:
-        n, new, seen = drafting.n_right, self._new(sequence, drafting), self._seen.get(sequence)
-        hidden = None if seen is None else seen.take(n, n + len(new))
-        if hidden is None:
-            return None
-        self._lacked[drafting] = hidden
-        drafting.n_cached = n
-        drafting.n_right += len(new)
-        return new
+    def _n_kept(self, drafting: Drafting, new: list[int]) -> int:
+        return 0  # they had the head's own hidden states
 
     @torch.inference_mode()
-    def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
-        pieces.sort(key=self._is_context)
-        hidden = torch.cat([self._hidden_of(drafting, len(new)) for drafting, new in pieces])
-        self._head.hidden[: len(hidden)] = hidden
-        started = super()._run(pieces)
-        self._made |= zip(started.rows, self._head.hidden[: len(started.rows)].clone(), strict=True)
-        return started
+    def _give(self, pieces: list[tuple[Drafting, list[int]]]) -> None:
+        read = np.concatenate([self._read_by(drafting, len(new)) for drafting, new in pieces])
+        there = to_device(read, self._states.device)
+        torch.index_select(self._states, 0, there, out=self._head.hidden[: len(there)])
 
-    def _hidden_of(self, drafting: Drafting, n: int) -> Tensor:
-        """Return the hidden states that a sequence's next `n` rows read."""
-        if drafting not in self._lacked:
-            return self._made[drafting][None]
-        lacked = self._lacked[drafting]
-        if n < len(lacked):
-            self._lacked[drafting] = lacked[n:]
-        else:
-            del self._lacked[drafting]
-        return lacked[:n]
+    def _read_by(self, drafting: Drafting, n: int) -> NDArray[np.int64]:
+        """Return which hidden states a sequence's next `n` rows read."""
+        if drafting.n_cached < drafting.n_right:
+            return self._places(drafting.sequence, drafting.n_cached, n)
+        return np.array([self._first_slot + drafting.slot])  # behind a guess
+
+    @torch.inference_mode()
+    def _keep(self, rows: list[Drafting]) -> None:
+        places = np.array([self._first_slot + drafting.slot for drafting in rows])
+        places[:-1][places[:-1] == places[1:]] = NULL_BLOCK * self._size  # the last row of each counts
+        there = to_device(places, self._states.device)
+        self._states.index_copy_(0, there, self._head.hidden[: len(there)])

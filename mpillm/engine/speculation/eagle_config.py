@@ -31,6 +31,7 @@ _PLAIN = {
     "use_aux_hidden_state": True,
 }
 LAYER = "model.layers.0."
+EMBEDDING = "embed_tokens.weight"
 _PREFIXES = "midlayer.", "layers.0."
 
 
@@ -88,11 +89,14 @@ def read_eagle(folder: Path, target: ModelConfig) -> EagleConfig:
         )
     head = dataclasses.replace(model, vocab_size=n_drafted, tie_word_embeddings=False)
     before_residual = bool(raw.get("norm_before_residual", False))
-    found = _names(folder, head, len(layers), mapped=n_drafted != model.vocab_size)
+    shapes = tensors(head, len(layers), mapped=n_drafted != model.vocab_size)
+    found = _names(folder, shapes, {EMBEDDING: (model.vocab_size, model.hidden_size)})
     return EagleConfig(folder, head, model.vocab_size, layers, before_residual, found)
 
 
-def _names(folder: Path, model: ModelConfig, n_layers: int, *, mapped: bool) -> dict[str, tuple[Path, str]]:
+def _names(
+    folder: Path, needed: dict[str, tuple[int, ...]], known: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[Path, str]]:
     """Return where each tensor is. Raises ConfigError if one is missing or has another shape."""
     found: dict[str, tuple[Path, str, Entry]] = {}
     for file in weight_files(folder):
@@ -102,10 +106,11 @@ def _names(folder: Path, model: ModelConfig, n_layers: int, *, mapped: bool) -> 
                 if plain.startswith(prefix):
                     plain = LAYER + plain.removeprefix(prefix)
             found[plain] = file, name, entry
-    for name, shape in tensors(model, n_layers, mapped=mapped).items():
+    for name in needed:
         if name not in found:
             raise ConfigError(f"{folder}: no tensor {name.replace(LAYER, _PREFIXES[0])} of an EAGLE-3 head")
-        if (has := found[name][2].shape) != shape:
+    for name, shape in (known | needed).items():
+        if name in found and (has := found[name][2].shape) != shape:
             raise ConfigError(f"{folder}: tensor {found[name][1]} has shape {list(has)}, not {list(shape)}")
     return {name: (file, there) for name, (file, there, _) in found.items()}
 

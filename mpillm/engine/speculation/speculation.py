@@ -62,7 +62,8 @@ class Speculation:
             for s, n in plan
             if n == s.n_uncached == 1 and s.output and not s.n_unread and s.special is None and s.width == 1
         ]
-        share = (self._max_num_tokens - sum(n for _, n in plan)) // max(1, len(chosen))
+        n_planned = sum(s.width if n == 1 else n for s, n in plan)  # a row for each beam
+        share = (self._max_num_tokens - n_planned) // max(1, len(chosen))
         longest = min(share, self._max_draft_len)
         wanted = [(s, most) for s in chosen if (most := min(longest, s.max_output - len(s.output) - 1)) > 0]
         if not wanted:

@@ -9,6 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.model.model_config import load_model_config
 
 NGRAM, DRAFT_TARGET, EAGLE = "NGram", "Draft_Target", "Eagle"
 _OF_TYPE = {
@@ -79,6 +80,9 @@ def draft_config(config: CoreConfig) -> CoreConfig | None:
     how = SpeculativeConfig.read(config.speculative_config)
     if how.decoding_type != DRAFT_TARGET:
         return None
+    longest = config.max_seq_len
+    if longest is not None:
+        longest = min(longest, load_model_config(how.speculative_model).max_position_embeddings)
     return replace(
         config,
         role="executor",
@@ -86,7 +90,7 @@ def draft_config(config: CoreConfig) -> CoreConfig | None:
         engine_dir=None,
         quantization="auto",
         kv_cache_dtype="auto",
-        max_seq_len=None,
+        max_seq_len=longest,
         end_ids=(),
         stop_words=(),
         speculative_config=None,
@@ -96,5 +100,5 @@ def draft_config(config: CoreConfig) -> CoreConfig | None:
         tp_rank=0,
         pp_rank=0,
         ep_rank=0,
-        node_ranks=1,
+        node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one of each instance
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from mpillm.engine.cpu_steps import CpuSteps
 from mpillm.engine.kernels.cpu_products import cpu_products
 from mpillm.engine.model import linear
 from mpillm.engine.model.model_info import check_model
-from mpillm.engine.speculation.eagle import _HiddenStates
 from mpillm.engine.speculation.eagle_config import read_eagle
-from mpillm.engine.step import Step
 from tests.helpers.eagle_heads import NaiveHead, Seen, eagle, save_head
+from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.oracle import Oracle, Tokens
@@ -79,8 +79,7 @@ def test_guesses_are_those_of_a_naive_head(
     assert counts["drafted_tokens"] > 100
     drafter: Any = core.engine.speculation and core.engine.speculation._drafter
     drafter.draft([])
-    drafter.computed(Step(), {})
-    assert not (drafter._of or drafter._seen or drafter._made or drafter._lacked)
+    assert not drafter._of
     assert drafter._blocks.n_free == drafter._blocks.n_blocks
     if replaced:
         assert 0.2 < counts["accepted_tokens"] / counts["drafted_tokens"] < 0.7
@@ -91,6 +90,14 @@ def test_guesses_are_those_of_a_naive_head(
     assert len(drafts) > 20
     equal = [guesses == naive.guesses(tokens, len(guesses)) for tokens, guesses in drafts]
     assert sum(equal) >= len(equal) - 1  # a near tie
+
+
+def add_embedding(head: Path, path: Path, n_tokens: int) -> None:
+    """Copy a head, with an embedding of its own of zeros."""
+    shutil.copytree(head, path)
+    tensors = load_file(head / "model.safetensors")
+    width = len(tensors["norm.weight"])
+    save_file(tensors | {"embed_tokens.weight": torch.zeros(n_tokens, width)}, path / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -175,24 +182,21 @@ def test_guesses_begin_when_few_requests_run(
     assert sum(equal) >= len(equal) - 1
 
 
-def test_hidden_states_of_wrong_guesses_are_replaced() -> None:
-    states = _HiddenStates()
-
-    def rows(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32)[:, None]
-
-    states.add(0, rows(0, 1, 2))
-    states.add(3, rows(3, 4, 5))
-    states.add(4, rows(14, 15))
-    taken = states.take(1, 6)
-    assert taken is not None and taken[:, 0].tolist() == [1, 2, 3, 14, 15]
-    assert states.take(3, 7) is None
-    states.add(5, rows(25, 26))
-    taken = states.take(3, 7)
-    assert taken is not None and taken[:, 0].tolist() == [3, 14, 25, 26]
-    assert states.take(2, 4) is None  # forgotten
-    states.add(9, rows(9))
-    assert states.take(9, 10) is None  # a gap: of blocks that others have computed
+@pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
+def test_a_preempted_sequence_is_longer_than_a_step(
+    folder: Path, head_folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step makes for the head has room for `max_num_tokens` rows, in whole contexts, too."""
+    if way == "of a GPU":
+        monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
+    prompts = random_prompts([20] * 4)
+    options = {"enable_chunked_context": False, "max_num_tokens": 24, "max_batch_size": 4}
+    plain = answer(make_core(folder, **options), make_batch(prompts, max_output=60))
+    core = make_core(
+        folder, speculative_config=eagle(head_folder), kv_cache_tokens=160, max_seq_len=None, **options
+    )
+    assert answer(core, make_batch(prompts, max_output=60)) == plain
+    assert core.statistics()["preemptions"] > 0
 
 
 def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> None:
@@ -203,7 +207,7 @@ def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> N
     assert core.statistics()["drafted_tokens"] > 0
 
 
-def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path) -> None:
+def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path, tmp_path: Path) -> None:
     config = make_core(folder, max_batch_size=1000, max_seq_len=4096).config
     config = dataclasses.replace(config, gpu_bytes=3 << 30)
     guessing = dataclasses.replace(config, speculative_config=eagle(head_folder, 1))
@@ -220,6 +224,11 @@ def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path) -> 
     )
     assert beside.feature_layers == (0, 2, 4)
     TorchCore.check(guessing)
+    add_embedding(head_folder, tmp_path / "head", 512)
+    with_embedding = dataclasses.replace(guessing, speculative_config=eagle(tmp_path / "head", 1))
+    lost = beside.kv_cache_tokens - check_model(with_embedding).kv_cache_tokens
+    of_row = 4 * plain.config.hidden_size
+    assert lost * (per_token + of_head + of_row) > 0.9 * fraction * 512 * of_row
     with pytest.raises(ConfigError, match="/head0 beside it does not fit"):
         check_model(dataclasses.replace(guessing, gpu_bytes=1 << 30))
 
@@ -265,3 +274,5 @@ def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> Non
     del tensors["midlayer.hidden_norm.weight"]
     save_file(tensors, tmp_path / "head/model.safetensors")
     assert "no tensor midlayer.hidden_norm.weight" in refused(tmp_path / "head")
+    add_embedding(head_folder, tmp_path / "embedding", 100)
+    assert "embed_tokens.weight has shape [100, 128], not [512, 128]" in refused(tmp_path / "embedding")

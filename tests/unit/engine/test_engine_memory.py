@@ -13,6 +13,7 @@ import pytest
 import mpillm.engine.model.model_info
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
+from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.model.model_info import check_model, model_info
 from mpillm.engine.weights.memory import available_bytes, load_bytes
 
@@ -54,6 +55,27 @@ def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads
     assert info.max_seq_len == length
     assert info.dtype == "bfloat16"
     assert (info.config.rope_scaling.kind == "llama3") == preset.startswith("llama3")
+
+
+def test_a_draft_model_must_fit_beside_the_model(node: Any) -> None:
+    """Its KV cache holds sequences of the model, not as many tokens as it could read."""
+    guessing = config(
+        "llama3.2-1b",
+        max_seq_len=512,
+        kv_cache_tokens=4096,
+        speculative_config={
+            "decoding_type": "Draft_Target",
+            "max_draft_len": 2,
+            "speculative_model": "llama3.2-1b",
+        },
+    )
+    alone = load_bytes(model_info(guessing).config, model_info(guessing).layout, "bfloat16", "none") / GIB
+    node(2.2 * alone + 1)
+    TorchCore.check(guessing)
+    node(1.5 * alone + 1)
+    with pytest.raises(ConfigError, match=r"llama3.2-1b does not fit: .* of the model that it guesses for"):
+        TorchCore.check(guessing)
+    check_model(guessing)
 
 
 def test_a_model_that_does_not_fit(node: Any) -> None:

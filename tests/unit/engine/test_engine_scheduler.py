@@ -191,6 +191,24 @@ def test_a_prompt_as_long_as_a_step_takes_turns_with_decode() -> None:
     ]
 
 
+def test_a_preempted_sequence_longer_than_a_step_goes_in_pieces() -> None:
+    """With its answer it is longer than any prompt may be, and steps never have more than their tokens."""
+    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, chunked=False)
+    first, second = sequence(0, [1] * 40), sequence(1, [1] * 30)
+    second.output += [1] * 75
+    for s in (first, second):
+        scheduler.add(s)
+    plans = []
+    for _ in range(7):
+        plan = scheduler.plan()
+        Step.of(plan)
+        for s, _ in plan:
+            if s.n_uncached == 0:
+                s.output.append(1)
+        plans.append({s.id: n for s, n in plan})
+    assert plans == [{0: 40}, {0: 1}, {1: 50}, {0: 1}, {1: 50}, {0: 1, 1: 5}, {0: 1, 1: 1}]
+
+
 # --- stop words ---
 
 
