@@ -191,7 +191,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         folder=folder,
         engine=engine,
         feature_layers=() if eagle is None else eagle.layers,
-        feature_rows=most_rows(config),
+        feature_rows=0 if eagle is None else most_rows(config),
     )
 
 

@@ -69,8 +69,8 @@ def decode_rows(config: CoreConfig) -> int:
 
 
 def most_rows(config: CoreConfig) -> int:
-    """Return the rows that no step has more of: contexts' tokens, and those of sequences that generate."""
-    return config.max_num_tokens + decode_rows(config)
+    """Return the rows that no step has more of."""
+    return max(config.max_num_tokens, decode_rows(config))
 
 
 def draft_config(config: CoreConfig) -> CoreConfig | None:
