@@ -63,7 +63,8 @@ def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[di
         except ConfigError as error:
             return failed(str(error)), Drawn()
         if not ended.result:
-            return failed(" | ".join(ended.tail.splitlines()[-3:]) or f"exit code {ended.code}"), Drawn()
+            last = [line.lstrip(" |") for line in ended.tail.splitlines()[-2:]]
+            return failed(": ".join(last) or f"exit code {ended.code}"), Drawn()
         try:
             telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
         except FileNotFoundError:  # of a run that failed

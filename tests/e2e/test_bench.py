@@ -21,14 +21,19 @@ def test_a_handoff_is_measured(one: Starter) -> None:
 def test_a_table_of_whole_runs(one: Starter) -> None:
     """Each pair has a line, also one that cannot run, and the exit code says so."""
     small = ("--models", "tiny-llama", "--num_samples", 3, "--max_batch_size", 2, "--max_num_tokens", 64)
-    ended = one.mpillm(
-        "bench", "table", *small, "--pairs", "9/4,90000/4", "--extra", "device:cpu,min_duration:0"
-    )
+    extra = ("--extra", "device:cpu,min_duration:0")
+    ended = one.mpillm("bench", "table", *small, "--pairs", "9/4,90000/4", *extra)
     assert ended.code == 1
     assert re.search(
-        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +([\d,]+ +[\d.]+|- +-)( +-){4} +VALID", ended.out
+        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +([\d,]+ +[\d.]+|- +-)( +-){5} +VALID", ended.out
     ), ended.out
-    assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
+    assert re.search(r"tiny-llama +90000/4 failed: .*: max_seq_len 90004: tiny-llama allows", ended.out), (
+        ended.out
+    )
+    many = one.mpillm("bench", "table", *small[:2], *small[4:], "--pairs", "9/4,90000/4", *extra)
+    assert many.code == 1
+    assert re.search(r"tiny-llama +9/4 +6 ", many.out), many.out
+    assert "90000/4 failed: max_seq_len 90004: tiny-llama allows 1 to 4096" in many.out, many.out
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
 
 
