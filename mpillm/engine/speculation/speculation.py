@@ -94,9 +94,10 @@ class Speculation:
             while n < len(draft) and draft[n] == numbers[places[n]]:
                 n += 1
             sequence.n_cached -= len(draft) - n
-            self.drafted_tokens += len(draft)
+            if not sequence.is_cancelled:
+                self.drafted_tokens += len(draft)
             for i, place in enumerate(places[: n + 1]):
-                self.accepted_tokens += i < n and not sequence.is_done
+                self.accepted_tokens += i < n and not (sequence.is_done or sequence.is_cancelled)
                 yield sequence, place
 
     def _is_crowded(self) -> bool:

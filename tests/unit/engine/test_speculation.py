@@ -118,6 +118,23 @@ def test_right_guesses_spare_steps_and_are_counted() -> None:
     assert speculation.drafted_tokens == speculation.accepted_tokens == 15
 
 
+def test_guesses_of_a_cancelled_request_do_not_count() -> None:
+    """Nobody reads what the model makes of them."""
+    engine = make_engine(n_stages=2, max_num_tokens=64)
+    speculation = speculating(engine, np.random.default_rng(0), share_right=1.0)
+    speculation._drafter._random = Always()
+    one = sequence(0, [1, 2, 3], 20)
+    engine.add(one)
+    while not one.draft:
+        engine.step()
+    before = speculation.drafted_tokens, speculation.accepted_tokens
+    engine.cancel(0)
+    run(engine)
+    assert one.is_cancelled and one.output
+    assert (speculation.drafted_tokens, speculation.accepted_tokens) == before
+    check_empty(engine)
+
+
 class Always:
     """As a generator of random numbers: as many guesses as are allowed, all right."""
 
