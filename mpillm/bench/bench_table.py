@@ -178,11 +178,7 @@ def _run(config: Options, model: str, n_in: int, n_out: int) -> tuple[dict[str, 
 
 
 def _row(
-    config: Options,
-    model: str,
-    lengths: tuple[int, int],
-    result: Mapping[str, Any],
-    drawn: Drawn,
+    config: Options, model: str, lengths: tuple[int, int], result: Mapping[str, Any], drawn: Drawn
 ) -> str:
     ours, instances, n_gpus = result["tokens_per_second"], result["per_instance"], config.ranks - 1
     theirs = PUBLISHED.get(Path(model).name, {}).get("/".join(map(str, lengths)), math.nan)

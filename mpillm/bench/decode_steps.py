@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from disagg.errors import ConfigError
 from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.engine import Engine
@@ -21,6 +22,7 @@ from mpillm.engine.worker import Worker
 
 WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
+_DEADLINE_S = 600.0  # of a batch's steps
 
 
 class Decoded(NamedTuple):
@@ -83,8 +85,9 @@ def decode_steps(
     sequences = [Sequence(i, [1 + i] * context, n_output, 0, SamplingParams()) for i in range(batch)]
     for sequence in sequences:
         begin(engine, sequence)
+    end = time.perf_counter() + _DEADLINE_S
     while not all(sequence.output for sequence in sequences):
-        engine.step()
+        _go_on(engine, batch, end)
     power = PowerReader()
     arrivals: list[float] = []
     host_times: list[float] = []
@@ -95,7 +98,7 @@ def decode_steps(
         if not engine.has_work():
             time.sleep(_PAUSE_S)
         began = time.perf_counter()
-        engine.step()
+        _go_on(engine, batch, end)
         host_s += time.perf_counter() - began
         if len(sequences[0].output) == seen:
             continue
@@ -113,6 +116,12 @@ def decode_steps(
     return Decoded(
         statistics.median(steps), statistics.median(host_times[WARM_UP:]), metered_s, watts, sm_mhz
     )
+
+
+def _go_on(engine: Engine, batch: int, end: float) -> None:
+    if time.perf_counter() > end:
+        raise ConfigError(f"steps of {batch} sequences did not end within {_DEADLINE_S:g} s")
+    engine.step()
 
 
 def context_steps(core: CoreConfig, batch: int, context: int) -> int:

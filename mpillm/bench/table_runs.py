@@ -35,12 +35,13 @@ def fit_at_once(options: Mapping[str, Any], n_ranks: int) -> int:
     `options`: of the run, by name. Raises ConfigError if the model does not fit a GPU, or does not exist.
     """
     tp_size, pp_size = (int(options.get(f"{name}_parallelism", 1)) for name in ("tensor", "pipeline"))
+    gpus = TorchCore.gpus() if options.get("device") != "cpu" else ()
     names = {place.field.name: place.in_core or place.field.name for place in CORE}
     core = CoreConfig(
         core_type="torch",
         model_path=options["model_path"],
         quantization=options["quantization"],
-        gpu_bytes=min((gpu.free for gpu in TorchCore.gpus()), default=None),
+        gpu_bytes=min((gpu.free for gpu in gpus), default=None),
         tp_size=tp_size,
         pp_size=pp_size,
         **{names[name]: value for name, value in options.items() if name in names},

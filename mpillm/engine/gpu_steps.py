@@ -29,7 +29,7 @@ from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.paged_attention import Contexts, PagedAttention
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.staging import to_device
+from mpillm.engine.staging import last_of_each, to_device
 from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.memory import most_copied
 
@@ -112,9 +112,9 @@ class GpuSteps:
             graph.replay()
         else:
             out = self._forward_decode(size)
-        slots, fed = rows[1], self._fed(rows[1])
-        there = self._rows[size : size + n] if fed is slots else to_device(fed, self._part.device)
-        return out[:n], there
+        fed = last_of_each(rows[1], self._nobody)
+        is_each = np.array_equal(fed, rows[1])
+        return out[:n], self._rows[size : size + n] if is_each else to_device(fed, self._part.device)
 
     def _forward_decode(self, size: int) -> Tensor:
         """Run a decode step on what the buffers hold."""
@@ -140,7 +140,8 @@ class GpuSteps:
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         wanted = np.array(step.wanted, np.int64)
-        arrays = [self._padded(rows, size), wanted, self._fed(rows[1, wanted]), *plan.tiles, plan.copies]
+        fed = last_of_each(rows[1, wanted], self._nobody)
+        arrays = [self._padded(rows, size), wanted, fed, *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
         there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
@@ -158,15 +159,6 @@ class GpuSteps:
         padded[1] = self._nobody
         padded[:, : rows.shape[1]] = rows
         return padded
-
-    def _fed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots that tokens go to: of several rows of a sequence, the last one's token counts."""
-        is_followed = slots[:-1] == slots[1:]
-        if not is_followed.any():
-            return slots
-        fed = slots.copy()
-        fed[:-1][is_followed] = self._nobody
-        return fed
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part

@@ -28,6 +28,11 @@ def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def last_of_each(places: NDArray[np.int64], nowhere: int) -> NDArray[np.int64]:
+    """Return `places` with `nowhere` for each that the next one repeats: a device may write in any order."""
+    return np.where(np.append(places[:-1] == places[1:], False), nowhere, places)
+
+
 class Staging:
     """Memory for small arrays (int64) on their way to a GPU, used again once the GPU has read them.
 

@@ -17,7 +17,9 @@ SCARCE = {"kv_cache_tokens": 160, "max_seq_len": None}
 def answer(core: TorchCore, batch: Any) -> Tokens:
     core.enqueue(batch)
     answers = Answers()
+    end = time.monotonic() + 120
     while not core.engine.is_idle():
+        assert time.monotonic() < end, "not all answers within 120 s"
         if core.has_work():
             answers.poll(core)
         else:

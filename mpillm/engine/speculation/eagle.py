@@ -19,7 +19,7 @@ from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.features import Features
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.speculation.draft_model import Drafting, DraftModel
-from mpillm.engine.staging import to_device
+from mpillm.engine.staging import last_of_each, to_device
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
 
@@ -93,6 +93,5 @@ class EagleDrafter(DraftModel):
     @torch.inference_mode()
     def _keep(self, rows: list[Drafting]) -> None:
         places = np.array([self._first_slot + drafting.slot for drafting in rows])
-        places[:-1][places[:-1] == places[1:]] = NULL_BLOCK * self._size  # the last row of each counts
-        there = to_device(places, self._states.device)
+        there = to_device(last_of_each(places, NULL_BLOCK * self._size), self._states.device)
         self._states.index_copy_(0, there, self._head.hidden[: len(there)])

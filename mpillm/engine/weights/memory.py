@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _MOST_COPIED = 1 << 16  # tokens
 # Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
-# vocabulary, and sums in float64. That is 64 bytes a number on a GPU; a batch of 1,024 would take 8 GB.
+# vocabulary, and sums in float64. On a GPU that is up to 64 bytes a number by PyTorch's source (tests/gpu
+# measures it); a batch of 1,024 would take 8 GB.
 CHOSEN_AT_ONCE = 64
 BYTES_TO_CHOOSE = 64
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory

@@ -16,12 +16,9 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
 
 
-@pytest.mark.parametrize(
-    ("extra", "expected"), [((), "500"), (("--extra", "enable_chunked_context:true"), "64")]
-)
-def test_a_step_holds_a_whole_prompt_only_where_it_must(
-    extra: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Options of the last run, which fails."""
     given: dict[str, str] = {}
 
     def run_in(folder: Path, mpirun: Sequence[str], options: Sequence[str], **_: Any) -> EndedRun:
@@ -29,6 +26,15 @@ def test_a_step_holds_a_whole_prompt_only_where_it_must(
         return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
 
     monkeypatch.setattr(table_runs, "run_in", run_in)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), [((), "500"), (("--extra", "enable_chunked_context:true"), "64")]
+)
+def test_a_step_holds_a_whole_prompt_only_where_it_must(
+    extra: tuple[str, ...], expected: str, given: dict[str, str]
+) -> None:
     words = ["--models", "tiny-llama", "--pairs", "500/20", "--max_num_tokens", "64", *extra]
     assert main(["bench", "table", *words]) == 1
     assert given["--max_num_tokens"] == expected
@@ -44,16 +50,9 @@ def test_a_step_holds_a_whole_prompt_only_where_it_must(
     ],
 )
 def test_as_many_samples_as_run_at_once_or_a_multiple(
-    words: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    words: str, expected: int, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples that are left over would run alone, at a small part of the rate."""
-    given: dict[str, str] = {}
-
-    def run_in(folder: Path, mpirun: Sequence[str], options: Sequence[str], **_: Any) -> EndedRun:
-        given.update(zip(options[::2], options[1::2], strict=True))
-        return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
-
-    monkeypatch.setattr(table_runs, "run_in", run_in)
     gpus = tuple(Gpu(f"{i}", "H200", 150_750_000_000, 150_200_000_000) for i in range(2))
     monkeypatch.setattr(TorchCore, "gpus", lambda: gpus)
     assert main(["bench", "table", "--kv_cache_free_gpu_mem_fraction", "0.95", *words.split()]) == 1

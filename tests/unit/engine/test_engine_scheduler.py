@@ -167,20 +167,26 @@ def test_equal_progress_is_equal() -> None:
                 s.output.append(1)
 
 
+def plans(scheduler: Scheduler, n_steps: int) -> list[dict[int, int]]:
+    """Return the tokens of each sequence in the next steps, each of which has its tokens at once."""
+    found = []
+    for _ in range(n_steps):
+        plan = scheduler.plan()
+        Step.of(plan)
+        for s, _ in plan:
+            if s.n_uncached == 0:
+                s.output.append(1)
+        found.append({s.id: n for s, n in plan})
+    return found
+
+
 def test_a_prompt_as_long_as_a_step_takes_turns_with_decode() -> None:
     """It never fits beside a generating sequence: it would wait until none is left."""
     scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, chunked=False)
     sequences = [sequence(i, [1] * n) for i, n in enumerate([50, 50, 20, 20, 49])]
     for s in sequences:
         scheduler.add(s)
-    plans = []
-    for _ in range(8):
-        plan = scheduler.plan()
-        Step.of(plan)
-        for s, _ in plan:
-            s.output.append(1)
-        plans.append({s.id: n for s, n in plan})
-    assert plans == [
+    assert plans(scheduler, 8) == [
         {0: 50},
         {0: 1},
         {1: 50},
@@ -198,15 +204,7 @@ def test_a_preempted_sequence_longer_than_a_step_goes_in_pieces() -> None:
     second.output += [1] * 75
     for s in (first, second):
         scheduler.add(s)
-    plans = []
-    for _ in range(7):
-        plan = scheduler.plan()
-        Step.of(plan)
-        for s, _ in plan:
-            if s.n_uncached == 0:
-                s.output.append(1)
-        plans.append({s.id: n for s, n in plan})
-    assert plans == [{0: 40}, {0: 1}, {1: 50}, {0: 1}, {1: 50}, {0: 1, 1: 5}, {0: 1, 1: 1}]
+    assert plans(scheduler, 7) == [{0: 40}, {0: 1}, {1: 50}, {0: 1}, {1: 50}, {0: 1, 1: 5}, {0: 1, 1: 1}]
 
 
 # --- stop words ---
