@@ -125,15 +125,20 @@ def tell_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
 
     Only rank 0 may call this, as the last thing before it ends (or before `MPI_Abort`): `mpirun`'s own status
     says little after a rank was lost. The launcher gives the other ranks a grace time from here, then ends
-    them.
+    them. A full disk does not keep rank 0 from ending the run: the launcher then returns `mpirun`'s status.
     """
     name = env.get(EXIT_FILE)
     if name is None:
         return
     path = Path(name)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(f"{code}\n", encoding="ascii")
-    draft.replace(path)
+    try:
+        draft.write_text(f"{code}\n", encoding="ascii")
+        draft.replace(path)
+    except OSError as error:
+        print(
+            f"mpillm: exit code {code} can't be told: {path}: {error.strerror}", file=sys.stderr, flush=True
+        )
 
 
 def told_exit_code(exit_file: Path) -> int | None:

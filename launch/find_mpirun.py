@@ -25,6 +25,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version())
 """
+_ANSWER_S = 60.0  # over a slow network file system, too
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,21 @@ def detect() -> Mpi:
     paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
     asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    launchers = [(path, process.communicate()[0]) for path, process in versions]
-    library, problem = asked.communicate()
+    launchers = [(path, _answer(process)[0]) for path, process in versions]
+    library, problem = _answer(asked)
     if asked.returncode != 0:
         reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"
         raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
     return choose(launchers, library)
+
+
+def _answer(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what a process prints, and its errors, once it has ended or was given up."""
+    try:
+        return process.communicate(timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "", f"no answer within {_ANSWER_S:g} s"
 
 
 def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -37,6 +37,8 @@ _ENDED = (
     "OUT_OF_MEMORY",
     "PREEMPTED",
     "BOOT_FAIL",
+    "DEADLINE",
+    "REVOKED",
 )
 
 EPILOG = """\

@@ -113,7 +113,9 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return process.wait(), self._signals[0] if self._signals else None
+        # A process stuck in the kernel outlives even SIGKILL.
+        status = process.returncode if _ended_within(process, KILL_GRACE_S) else -signal.SIGKILL
+        return status, self._signals[0] if self._signals else None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if not self._echoes.has(number):
@@ -149,7 +151,10 @@ class Supervisor:
                 say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
                 tell(self._signals[0])
                 process.send_signal(self._ask)
-                stop_at = time.monotonic() + self._asked_grace_s
+                # Before rank 0 has started nobody drains requests.
+                runs = start_by is None or started()
+                grace = self._asked_grace_s if runs else self._grace_s
+                stop_at = time.monotonic() + grace
             elif (stop_at is None or stop_at == math.inf) and finished():
                 stop_at = time.monotonic() + self._grace_s
             elif start_by is not None and started():
@@ -194,7 +199,7 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
         others = [other for other in [*mine, *below] if other.pid != process.pid]
         if process.poll() is None:
             process.kill()
-            process.wait()
+            _ended_within(process, KILL_GRACE_S)
         else:
             # It ended by itself: what it started may just be ending, too.
             others = psutil.wait_procs(others, timeout=0.5)[1]

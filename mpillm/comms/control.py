@@ -91,7 +91,8 @@ class RankControl:
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
             away, self._rank0_checked = now - self._rank0_checked, now
-            self._rank0_heard += away if away > 1 else 0.0  # its beats of that time are still unread
+            if away > 1:  # its beats of that time may be still unread
+                self._rank0_heard = min(now, self._rank0_heard + away)
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked

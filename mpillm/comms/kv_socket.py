@@ -27,6 +27,7 @@ _NOTHING = -1
 _FETCHED = b"\x01"
 _HELLO_S = 10.0  # for a client's key
 _BACKLOG = 256
+_PAUSE_S = 0.1
 _CHUNK = 1 << 20  # bytes of one call
 
 Cache = NDArray[np.uint8]  # shape [bytes]
@@ -116,8 +117,11 @@ class KvStore:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # the caller has gone by now, or no file descriptor is left
+                if self._socket.fileno() < 0:
+                    return  # closed
+                time.sleep(_PAUSE_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

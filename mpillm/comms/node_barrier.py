@@ -39,7 +39,10 @@ def meet(name: str, n: int) -> None:
                 _count(mine, n - 1)
                 return
             if _succeeds(mine.connect, address):
-                mine.recv(1)  # the first one's patience, and the deadline of MPI's start, bound this wait
+                # The first one's patience, and the deadline of MPI's start, bound this wait. If it closes before
+                # it has seen this caller, the connection is reset.
+                with contextlib.suppress(OSError):
+                    mine.recv(1)
                 return
             time.sleep(_RETRY_S)  # the first one does not listen yet
 

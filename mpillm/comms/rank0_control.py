@@ -120,9 +120,9 @@ class Rank0Control:
         self._seen_cut = len(self.cut())
         away, self._checked = now - self._checked, now
         if away > 1:
-            # Beats that came while rank 0 itself was busy are still unread: that time does not count.
+            # Beats that came while rank 0 itself was busy may be still unread: that time does not count.
             for state in self.ranks:
-                state.heard += away
+                state.heard = min(now, state.heard + away)
         self.heard_now(0)
         if gone := self.losses(self.gone()):
             self._go_on_without(gone)

@@ -8,6 +8,7 @@ import secrets
 import socket
 import statistics
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ _CLOCK_S = 0.5
 _SLOW = 0.5  # of the median of all pairs
 _LEAST_RATE = 100e6  # bytes per second between nodes
 _KEY_BYTES = 16
+_PAUSE_S = 0.1
 
 Hosts = Mapping[int, "HostFacts"]
 
@@ -72,8 +74,11 @@ class Listener:
 
     def _serve(self) -> None:
         while True:
-            with contextlib.suppress(OSError), self._socket.accept()[0] as connection:
-                connection.sendall(self.key)
+            try:
+                with self._socket.accept()[0] as connection:
+                    connection.sendall(self.key)
+            except OSError:  # the caller has gone by now, or no file descriptor is left
+                time.sleep(_PAUSE_S)
 
 
 def host_facts(listener: Listener) -> HostFacts:

@@ -128,10 +128,16 @@ class Engine:
         """
         self.handoffs.cancel(sequence_id)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            if sequence.id == sequence_id and not (self.handoffs.leaves(sequence_id) and sequence.blocks):
+            if sequence.id == sequence_id and not self._is_handed_over(sequence):
                 sequence.is_cancelled = True
                 if not sequence.in_flight:
                     self._end_cancelled(sequence)
+
+    def _is_handed_over(self, sequence: Sequence) -> bool:
+        """Return whether it has blocks for its receiver, or had: a preempted one is computed again."""
+        return self.handoffs.leaves(sequence.id) and (
+            bool(sequence.blocks) or self.handoffs.has_started(sequence.id)
+        )
 
     def _end_cancelled(self, sequence: Sequence) -> None:
         sequence.is_done = True

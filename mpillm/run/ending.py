@@ -80,9 +80,15 @@ def failures_of(
 
 def _explained(failure: Failure) -> Failure:
     """Return a failure of this host with what `mpillm doctor` finds here of what it speaks of."""
-    from mpillm.doctor.alone import explain  # few runs need it
+    if failure.interrupted:
+        return failure
+    try:
+        from mpillm.doctor.alone import explain  # few runs need it
 
-    return failure if failure.interrupted else replace(failure, doctor=explain(failure.cause))
+        return replace(failure, doctor=explain(failure.cause))
+    except Exception:  # looking may fail for the same reason: no file or memory is left
+        _log.exception("what mpillm doctor finds here")
+        return failure
 
 
 class Ending(ABC):
@@ -255,7 +261,8 @@ class RankEnding(Ending):
             f" was lost in phase '{self._watch.phase}': {cause}"
         )
         if self._control.sees_rank0:
-            os.kill(rank0.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(rank0.pid, signal.SIGKILL)
 
 
 class Rank0Ending(Ending):

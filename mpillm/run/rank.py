@@ -80,7 +80,7 @@ class Rank:
         self._comms = comms
         self._config = config
         self._usage_error = usage_error
-        limits = Limits(DEADLINES)
+        limits = Limits(dict(DEADLINES))
         if config is not None:
             limits = Limits(
                 {phase: config[field] for phase, field in FIELD_OF.items()},

@@ -114,6 +114,10 @@ class EngineHandoffs:
         """Return whether its blocks come back with `release` instead of when it ends."""
         return sequence_id in self._leaving
 
+    def has_started(self, sequence_id: int) -> bool:
+        """Return whether `started` has named a sequence that leaves."""
+        return sequence_id not in self._not_started
+
     def forget(self, sequence_id: int) -> None:
         """Hand over nothing of a sequence that was cancelled before it had blocks."""
         if self._leaving.pop(sequence_id, None):

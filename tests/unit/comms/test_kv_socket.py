@@ -148,3 +148,28 @@ def test_a_server_that_breaks_off_or_says_nothing(sent: bytes | None, message: s
             fetch(HOST, listening.getsockname()[1], bytes(16), CACHE.nbytes, timeout_s)
         over.set()
         thread.join(TIMEOUT_S)
+
+
+def test_a_caller_that_cannot_be_accepted_does_not_end_the_store(store: KvStore) -> None:
+    class Full:
+        """A socket without a file descriptor left for one caller."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self.real, self.calls = real, 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.calls += 1
+            if self.calls == 1:
+                raise OSError(24, "Too many open files")
+            return self.real.accept()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.real, name)
+
+    with contextlib.suppress(ConnectionError), socket.create_connection((HOST, store.port)):
+        store._socket = Full(store._socket)  # type: ignore[assignment]
+    for i in (1, 2):
+        store.open(i)
+        store.put(i, CACHE)
+        assert np.array_equal(fetched(store, i), CACHE)
+    assert store._socket.calls > 1  # type: ignore[attr-defined]

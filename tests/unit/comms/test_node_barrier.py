@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import threading
 import time
@@ -58,6 +59,20 @@ def test_the_first_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
         came: list[int] = []
         thread = arrive(name, N, came)
         first.accept()[0].close()
+    thread.join(LONG_S)
+    assert came
+
+
+def test_the_first_may_close_before_it_has_seen_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits in its backlog then is reset."""
+    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
+    name = secrets.token_hex(8)
+    came: list[int] = []
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(f"\0{name}".encode())
+        first.listen(N)
+        thread = arrive(name, N, came)
+        select.select([first], [], [], LONG_S)
     thread.join(LONG_S)
     assert came
 

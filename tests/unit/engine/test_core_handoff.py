@@ -135,6 +135,22 @@ def test_a_handed_over_request_streams_on_behind_its_first_token(
     assert streamed == {i: tokens[1:-1] for i, tokens in enumerate(expected)}
 
 
+def test_a_request_that_is_handed_over_and_preempted_is_left_to_its_receiver(folder: Path) -> None:
+    """It has no blocks then, as one has that nobody was asked to take."""
+    context, _ = make_pair(folder)
+    context.enqueue(make_batch([[3] * 15, [4] * 16], generation=1))
+    assert context.started() == [0, 1]
+    (sequence,) = (one for one in context.engine.scheduler.running if one.id == 1)
+    scheduler = context.engine.scheduler
+    scheduler.drop(sequence)
+    scheduler.free(sequence)
+    scheduler.waiting.append(sequence)
+    context.cancel([1])
+    assert not sequence.is_cancelled
+    answers = Answers().run(context)
+    assert set(answers.first) == {0, 1} and not answers.cancelled
+
+
 def test_a_request_that_is_handed_over_is_cancelled_by_its_receiver(folder: Path, prompts: Tokens) -> None:
     context, generation = make_pair(folder, {"max_num_tokens": 20}, {"batch_scheduler_policy": "no_evict"})
     batch = make_batch([[3] * 15, [4] * 16, [5] * 30, [6] * 50], generation=1)

@@ -198,3 +198,13 @@ def test_a_launch_type_that_nothing_reads_is_reported_once(
     monkeypatch.setenv("PMI_RANK", "1")
     drop_launch_type("run")
     assert not capsys.readouterr().err
+
+
+def test_an_exit_code_that_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk rank 0 still has the other ranks to stop."""
+    file = tmp_path / "gone" / "exit_code"
+    tell_exit_code(4, {EXIT_FILE: str(file)})
+    said = capsys.readouterr().err
+    assert said == f"mpillm: exit code 4 can't be told: {file}: No such file or directory\n"

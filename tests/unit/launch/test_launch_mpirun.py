@@ -6,13 +6,16 @@ No MPI is started.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
-from launch import mpirun, supervisor
+from launch import find_mpirun, mpirun, supervisor
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
 from launch.mpirun import (
     command_line,
@@ -352,3 +355,30 @@ def test_servers_of_one_host_leave_an_allocation_alone() -> None:
     assert on_this_host(OPEN_MPI_5, job) == ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "^slurm"]
     assert on_this_host(OPEN_MPI_4, job) == ["--mca", "ras", "^slurm", "--mca", "plm", "^slurm"]
     assert on_this_host(MPICH, job) == ["-rmk", "user", "-launcher", "fork"]
+
+
+def test_a_signal_before_the_start_of_a_server_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody drains requests then, so that the grace time of an ordinary stop holds."""
+    line = [sys.executable, "-c", "import signal, time; signal.signal(12, signal.SIG_IGN); time.sleep(600)"]
+    made = supervisor.Supervisor(openmpi=True, stop_grace_s=0.2, drains=True)
+    timer = threading.Timer(1.0, made._note, (signal.SIGINT, None))
+    timer.start()
+    began = time.monotonic()
+    assert made.run(line, os.environ, lambda: False, lambda: False)[1] == signal.SIGINT
+    assert time.monotonic() - began < 60
+    assert "Ctrl-C: stopping the ranks" in capsys.readouterr().err
+
+
+def test_a_silent_mpirun_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "mpirun"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(find_mpirun, "find_launchers", lambda *_: [str(silent)])
+    monkeypatch.setattr(find_mpirun, "_ANSWER_S", 1.0)
+    asked = [sys.executable, "-c", "print('Open MPI v5.0.11')"]
+    start = find_mpirun._start
+    monkeypatch.setattr(
+        find_mpirun, "_start", lambda line, env: start(asked if line[0] == sys.executable else line, env)
+    )
+    with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind\)"):
+        find_mpirun.detect()

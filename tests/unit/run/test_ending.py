@@ -280,3 +280,14 @@ def test_a_file_that_may_not_be_read_is_a_wrong_option_until_all_have_joined() -
     (unknown,) = failures_of(ZeroDivisionError("x"), 3, "test", None)
     assert (unknown.cause, unknown.rank, unknown.code) == ("ZeroDivisionError: x", 3, None)
     assert unknown.traceback.endswith("ZeroDivisionError: x\n")
+
+
+def test_what_cannot_be_explained_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For "Too many open files" even looking at the machine fails."""
+
+    def explain(cause: str) -> tuple[str, ...]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("mpillm.doctor.alone.explain", explain)
+    world = World(monkeypatch, 0)
+    assert world.ended(world.ending.fail, BROKEN)[:3] == ["told broken", "launcher 3", "stop all"]
