@@ -113,7 +113,8 @@ class LoadTest:
         self._end()
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        self.records[call.id].error = str(error)
+        record = self.records[call.id]
+        record.start, record.error = call.sent_at, str(error)
         self._end()
 
     def on_cancelled(self, call: Call) -> None:

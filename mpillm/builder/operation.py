@@ -109,7 +109,8 @@ class Operation(ABC):
             return f"{missing[0]} is missing"
         if not self.hand_edited:
             for name, size in stamp["files"].items():
-                if not _has(self.output / name) or (self.output / name).stat().st_size != size:
+                path = self.output / name
+                if not path.is_file() or path.stat().st_size != size:
                     return f"{name} was changed after it was made"
         return ""
 
@@ -185,23 +186,26 @@ def _make(op: Operation) -> None:
             with Children() as children:
                 work.mkdir()
                 log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
+                # Before: an input that changes meanwhile is not what the output was made from.
+                state = {"digest": op.digest(), "inputs": op.inputs()}
                 op.make(made, children, log)
                 if missing := op.missing(made):
                     raise StageError(
                         f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}"
                     )
-                (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
+                (made / STAMP).write_text(
+                    json.dumps(_stamp(op, made, state), indent=2) + "\n", encoding="utf-8"
+                )
                 replace_folder(made, op.output, before)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _stamp(op: Operation, made: Path) -> dict[str, Any]:
+def _stamp(op: Operation, made: Path, state: dict[str, Any]) -> dict[str, Any]:
     return {
         "operation": op.name,
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "digest": op.digest(),
-        "inputs": op.inputs(),
+        **state,
         "commands": [str(command) for command in op.commands(op.output)],
         "files": {str(p.relative_to(made)): p.stat().st_size for p in sorted(made.rglob("*")) if p.is_file()},
     }

@@ -14,8 +14,9 @@ from mpillm.fields import BY_NAME
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.files import as_writable, as_written, write_json
-from mpillm.report.certificate import CERTIFICATE, certificate, certificate_table
+from mpillm.report.certificate import certificate, certificate_table
 from mpillm.report.repeat import repeated
+from mpillm.report.run_directory import CERTIFICATE
 from mpillm.report.run_files import RunFiles
 
 BESIDE = "certify"  # the run's folder in the run directory

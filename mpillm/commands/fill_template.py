@@ -6,6 +6,7 @@ It takes the words of `tools/fill_template.py` of TensorRT-LLM's backend for Tri
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -81,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"fill-template: {words.file_path} has no placeholder '{name}'{nearest(name, known)}{listed}"
             )
+        if name not in known:  # as for the script, it is enough that the file has the word
+            print(f"fill-template: {words.file_path}: '{name}' is no placeholder in it", file=sys.stderr)
     filled = fill(text, values)
     if words.in_place:
         with as_writable(words.file_path):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from launch.environment import tell_exit_code
+from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
 from mpillm.config.options import parse_serve
 
@@ -21,16 +23,32 @@ if TYPE_CHECKING:  # they need MPI
 
 def main(argv: Sequence[str]) -> int:
     """Run ``python -m mpillm serve`` on one rank."""
-    if any("leader" in word for word in argv):  # otherwise errors are told once for all ranks
-        config = parse_serve(argv)
-        if config.server_role == "leader":
-            try:
-                from mpillm.serve.leader_run import lead
-            except ImportError as error:
-                raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
-            return lead(config)
+    if any("leader" in word for word in argv):
+        try:
+            code = _lead(parse_serve(argv))
+        except ConfigError as error:
+            raise EveryRankError(str(error)) from error
+        if code is not None:
+            tell_exit_code(code)
+            return code
     code, _ = start_rank("serve", argv, parse_serve, _serve, serves=True, share=_share)
     return code
+
+
+def _lead(config: RunConfig) -> int | None:
+    """Be the leader, and return the exit code; None if this is to be something else."""
+    if config.server_role != "leader":
+        return None
+    launcher = find_launcher()
+    if launcher is not None and (launcher.size or 1) > 1:
+        raise ConfigError(
+            f"--server_role leader is one process, but {launcher.name} has started {launcher.size}"
+        )
+    try:
+        from mpillm.serve.leader_run import lead
+    except ImportError as error:
+        raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
+    return lead(config)
 
 
 def _share(config: RunConfig, comms: RunComms) -> Share:
@@ -38,6 +56,10 @@ def _share(config: RunConfig, comms: RunComms) -> Share:
 
     if config.server_role == "worker":
         return share(config, comms.control)
+    if config.server_role == "leader":
+        raise EveryRankError(
+            "--server_role leader needs no ranks: write it on the command line, not in a file"
+        )
     return Share(config, comms)
 
 

@@ -39,8 +39,8 @@ def meet(name: str, n: int) -> None:
                 _count(mine, n - 1)
                 return
             if _succeeds(mine.connect, address):
-                # The first one's patience, and the deadline of MPI's start, bound this wait. If it closes before
-                # it has seen this caller, the connection is reset.
+                # The first one's patience, and the deadline of MPI's start, bound this wait. A caller that it
+                # has not seen when it closes is reset.
                 with contextlib.suppress(OSError):
                     mine.recv(1)
                 return

@@ -161,7 +161,6 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
 @bind(fields.triton_server_urls, "server_urls")
 @bind(fields.triton_num_clients_per_server, "clients_per_server")
 @bind(fields.triton_num_models_per_server, "models_per_server")
-@bind(fields.triton_num_frontends_per_model, "frontends_per_model")
 @bind(fields.triton_num_clients_per_frontend, "clients_per_frontend")
 @bind(fields.triton_request_timeout, "request_timeout")
 @bind(fields.triton_num_servers, "num_servers")
@@ -179,7 +178,6 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
     server_urls: tuple[str, ...] = ()
     clients_per_server: int = 1
     models_per_server: int | None = None  # None, here and below: by the GPUs
-    frontends_per_model: int = 1
     clients_per_frontend: int = 1
     request_timeout: float | None = None  # seconds
     num_servers: int | None = None

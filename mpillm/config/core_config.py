@@ -37,7 +37,7 @@ class CoreConfig:
     quantization: str = fields.quantization.default
     # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
     kv_cache_dtype: str = fields.kv_cache_dtype.default
-    # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
+    # weights as each rank holds them (see `engine.weights.rank_weights`), instead of the checkpoint's
     engine_dir: str | None = None
     max_batch_size: int = 64
     max_num_tokens: int = 1024  # most tokens of one engine step

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, size
+from mpillm.telemetry.free_memory import available_bytes
 
 UNLIMITED = -1
 _FILES = 64  # that a rank has open beside its connections: libraries, logs, data
@@ -47,9 +48,6 @@ def limit_facts() -> LimitFacts:
     processes = UNLIMITED if root else resource.getrlimit(resource.RLIMIT_NPROC)[0]
     group = _control_group()
     pids = _least(group, "pids.max", "pids.current")
-    memory = [psutil.virtual_memory().available]
-    if (left := _least(group, "memory.max", "memory.current")) is not None:
-        memory.append(left)
     quotas = [quota for folder in group if (quota := _quota(folder)) is not None]
     shm: tuple[int, int] | None = None
     with contextlib.suppress(OSError):
@@ -64,7 +62,7 @@ def limit_facts() -> LimitFacts:
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         rdma=any(Path("/sys/class/infiniband").glob("*")),
         shm=shm,
-        memory=min(memory),
+        memory=available_bytes(),
         oom_kills=_oom_kills(group),
         cores=len(os.sched_getaffinity(0)),
         quota=min(quotas, default=None),

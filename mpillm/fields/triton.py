@@ -14,7 +14,7 @@ class TritonFields(Options):
     )
     triton_num_clients_per_server = Field(
         "triton_num_clients_per_server",
-        "gRPC clients for each server, of the core triton_grpc",
+        "an older name of triton_num_clients_per_frontend: the larger of both counts",
         positive,
         default=1,
         group="triton",
@@ -27,7 +27,7 @@ class TritonFields(Options):
     )
     triton_num_frontends_per_model = Field(
         "triton_num_frontends_per_model",
-        "frontend processes for each model, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
+        "taken and not needed: each worker rank of the core triton_grpc is a frontend",
         positive,
         default=1,
         group="triton",

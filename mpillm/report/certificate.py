@@ -7,8 +7,6 @@ from typing import Any
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.run_files import RunFiles
 
-CERTIFICATE = "certificate.json"
-
 _PERCENTILES = ("p50", "p90", "p99")
 _LATENCIES = {
     "ttft_ms": "time to first token",

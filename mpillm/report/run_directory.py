@@ -29,6 +29,7 @@ TIMELINE = "timeline.jsonl"
 TELEMETRY = "telemetry.json"
 REQUESTS = "requests.bin"
 PAGE, TRACE = "report.html", "trace.json"
+CERTIFICATE = "certificate.json"
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
@@ -38,6 +39,7 @@ OF_AN_EARLIER_RUN = (
     TELEMETRY,
     PAGE,
     TRACE,
+    CERTIFICATE,
     "machines.json",
     "accuracy.txt",
     "accuracy.json",

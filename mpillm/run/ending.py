@@ -86,7 +86,7 @@ def _explained(failure: Failure) -> Failure:
         from mpillm.doctor.alone import explain  # few runs need it
 
         return replace(failure, doctor=explain(failure.cause))
-    except Exception:  # looking may fail for the same reason: no file or memory is left
+    except Exception:  # noqa: BLE001 - looking may fail for the same reason: no file or memory is left
         _log.exception("what mpillm doctor finds here")
         return failure
 

@@ -64,7 +64,7 @@ class Ask:
             except BaseException as error:
                 self._pool.give_back(self._place)
                 # Nothing was sent: another server may have it
-                if isinstance(error, aiohttp.ClientConnectorError):
+                if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     self.worker.lose(reason(error))
                     tried.append(self.worker)
                 elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):

@@ -29,13 +29,13 @@ class Choice:
         self.index = index
         self.answer = answer
         self.prompt = prompt
-        self.n_tokens = 0  # characters passed on
+        self.n_tokens = 0  # passed on
         self.max_tokens = max_tokens
         self.asked = asked
         self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
         self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
-        self._n_characters = 0  # tokens whose log probabilities were returned
+        self._n_characters = 0  # of the tokens whose log probabilities were returned
         self._stop = StopStrings(asked.stop)
         self._one_by_one = bool(asked.stop or asked.stop_token_ids)
 

@@ -163,16 +163,19 @@ class HttpThread:
 
     async def _drain(self, seconds: float) -> None:
         """Accept no connections and answer 503 on open ones, until all requests have ended or time is up."""
-        self._service.draining = True
-        if self._site is not None:
-            await self._site.stop()
-        for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
-            if given_up:
-                self._requests.give_up_all()
-            end = time.monotonic() + patience
-            while (len(self._requests) or self._service.active) and time.monotonic() < end:
-                await asyncio.sleep(_LOOK_S)
-        self._drained.set()
+        try:
+            self._service.draining = True
+            if self._site is not None:
+                await self._site.stop()
+            for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
+                if given_up:
+                    self._requests.give_up_all()
+                end = time.monotonic() + patience
+                while (len(self._requests) or self._service.active) and time.monotonic() < end:
+                    await asyncio.sleep(_LOOK_S)
+            self._drained.set()
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
 
     async def _close(self) -> None:
         if self._runner is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from mpillm.roles.harness import Totals
 from mpillm.serve.open_requests import Answer
 
@@ -73,7 +71,7 @@ class ServeMetrics:
     def first_token(self, answer: Answer) -> None:
         seconds = answer.first_at - answer.opened_at
         self._histograms["time_to_first_token_seconds"].add(seconds)
-        self.totals.ttft.add(np.array([seconds]))
+        self.totals.ttft.add_one(seconds)
         self._prompt_tokens += answer.n_prompt
 
     def more_tokens(self, n: int, seconds: float) -> None:
@@ -95,11 +93,13 @@ class ServeMetrics:
         self._histograms["request_prompt_tokens"].add(answer.n_prompt)
         self._histograms["request_generation_tokens"].add(n_tokens)
         if reason in ("stop", "length"):
-            self._histograms["e2e_request_latency_seconds"].add(answer.last_at - answer.opened_at)
+            latency = answer.last_at - answer.opened_at
+            self._histograms["e2e_request_latency_seconds"].add(latency)
+            totals.latency.add_one(latency)
             if n_tokens > 1:
                 seconds = (answer.last_at - answer.first_at) / (n_tokens - 1)
                 self._histograms["request_time_per_output_token_seconds"].add(seconds)
-                totals.tpot.add(np.array([seconds]))
+                totals.tpot.add_one(seconds)
 
     @property
     def aborted(self) -> int:

@@ -7,7 +7,6 @@ but the checker accepts is in `mpillm.submission.runs`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from mpillm.submission.rules import (
     missing_scenarios,
 )
 from mpillm.submission.runs import Result, Run
+from mpillm.submission.scores import printed_scores
 from mpillm.submission.targets import check
 from mpillm.workloads import Workload
 from mpillm.workloads.workload import Limits
@@ -139,9 +139,8 @@ def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
 
 def _missed(run: Run, text: str) -> list[str]:
     """Return the scores of an accuracy.txt that miss their target, as "rouge1 20.1 (at least 44.4)"."""
-    scores = {name: float(value) for name, value in re.findall(r"'(\w+)':\s+'?(\d+(?:\.\d+)?)", text)}
     target = float(run.directory.config["accuracy_target"])
-    return [c.text() for c in check(run.workload.accuracy, scores, target) if not c.passed]
+    return [c.text() for c in check(run.workload.accuracy, printed_scores(text), target) if not c.passed]
 
 
 def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:

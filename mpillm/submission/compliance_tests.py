@@ -6,7 +6,6 @@ Settings, bounds and files are those of mlcommons/inference, compliance/TEST06, 
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from disagg.errors import ConfigError
 from mpillm.files import as_writable, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.scores import printed_scores
 from mpillm.submission.test06 import check_test06
 
 # They override every other LoadGen setting; the sample indices follow no permutation.
@@ -129,9 +129,8 @@ def _test07(answers: Sequence[LoggedAnswer], printed: Path) -> Verified:
         text = printed.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"--evaluated {printed}: {error.strerror}") from None
-    if (match := re.search(r"'exact_match':\s*([\d.]+)", text)) is None:
+    if (score := printed_scores(text).get("exact_match")) is None:
         raise ConfigError(f"--evaluated {printed}: no 'exact_match': <number> in it")
-    score = float(match[1])
     passed = score >= TEST07_LEAST
     lines = ["", _RULE, "TEST07 Verification Summary", _RULE, f"Accuracy score: {score}"]
     lines += [f"Accuracy threshold: {TEST07_LEAST}", f"Accuracy check pass: {passed}", _verdict(passed), ""]

@@ -105,12 +105,17 @@ def by_reference(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
     return Scores(_lengths(answers, 0))
 
 
+def printed_scores(text: str) -> dict[str, float]:
+    """Return all scores of a text as evaluators print them: ``'rouge1': 44.43`` or ``'rouge1': '44.43'``."""
+    return {name: float(value) for name, value in re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", text)}
+
+
 def reference_scores(names: Iterable[str], printed: str, lengths: Mapping[str, float]) -> dict[str, float]:
     """Return the scores of these names from what the reference's evaluator printed: ``'exact_match': 81.36``.
 
     Raises ConfigError if one is not there, or the text is about answers of another number or length.
     """
-    said = {name: float(value) for name, value in re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", printed)}
+    said = printed_scores(printed)
     if missing := [name for name in names if name not in said]:
         raise ConfigError(f"no '{missing[0]}': <number> in it: is it what the evaluator printed?")
     for theirs, ours in (("num-samples", "gen_num"), ("tokens_per_sample", "tokens_per_sample")):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.make_folder import make_folder
-from tests.helpers.support import DONE, NOT_READY, Command, Starter, free_ports, wait_until
+from tests.helpers.support import DONE, NOT_READY, USAGE, Command, Starter, free_ports, wait_until
 
 TIMEOUT_S = 120.0
 MODEL = ("--model_path", "tiny-llama", "--max_seq_len", 512)
@@ -209,6 +209,26 @@ class TestTwoServers:
         wait_until(lambda: taken(port), "the leader to have its port", TIMEOUT_S)
         leader.process.send_signal(signal.SIGINT)
         assert leader.end().code == 128 + signal.SIGINT
+
+    def test_a_file_that_asks_for_a_leader(self, one: Starter) -> None:
+        """Ranks can't be one, and would have served the model themselves."""
+        (one.folder / "mine.yaml").write_text("server_role: leader\n")
+        said = (
+            one.mpillm("mpirun", "-n", 1, "serve", "--config_file", "mine.yaml", *MODEL).must(USAGE).message
+        )
+        assert "--server_role leader needs no ranks: write it on the command line" in said
+
+    @pytest.mark.parametrize(
+        ("ranks", "says"),
+        [
+            (1, "--server_role leader needs --disagg_config"),
+            (2, "--server_role leader is one process, but Open MPI's mpirun has started 2"),
+        ],
+    )
+    def test_a_leader_under_mpirun(self, one: Starter, ranks: int, says: str) -> None:
+        """One rank is a leader like any other; the launcher learns its exit code."""
+        said = one.mpillm("mpirun", "-n", ranks, "serve", "--server_role", "leader").must(USAGE).message
+        assert said.count("mpillm: ") == 1 and said.startswith(f"mpillm: {says}"), said
 
     def test_a_leader_whose_servers_never_come(self, one: Starter) -> None:
         port, context, generation = free_ports(3)

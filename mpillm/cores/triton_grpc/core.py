@@ -113,7 +113,7 @@ class TritonGrpcCore(LLMCore):
         """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
         deadline = EARLIER * self._harness.load_deadline
         for url in self._urls:
-            n = self._harness.clients_per_frontend
+            n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
                 until_ready(url, channel, deadline)

@@ -105,7 +105,7 @@ class Fp8Linear(Linear):
     """
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        """float8_e4m3fn [out, in], both multiples of 16 (see `check_fp8`); float32 [out, 1]."""
+        """float8_e4m3fn [out, in], both multiples of 16 (`model_info` checks it); float32 [out, 1]."""
         from mpillm.engine.kernels.few_rows import FewRows
 
         self.out_features, self.in_features = weight.shape

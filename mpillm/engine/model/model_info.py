@@ -21,7 +21,6 @@ from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read
 from mpillm.engine.weights.entries import is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
     GpuNeeds,
-    available_bytes,
     gpu_needs,
     gpu_room,
     load_bytes,
@@ -30,6 +29,7 @@ from mpillm.engine.weights.memory import (
 )
 from mpillm.engine.weights.quantization import ALGORITHMS, held
 from mpillm.files import read_object
+from mpillm.telemetry.free_memory import available_bytes
 
 _CHOICES = {
     "load_format": ("auto", "dummy"),

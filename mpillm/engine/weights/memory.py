@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
@@ -29,16 +25,6 @@ _MOST_COPIED = 1 << 16  # tokens
 CHOSEN_AT_ONCE = 64
 BYTES_TO_CHOOSE = 72
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
-
-# For cgroup v2 and v1: limit, usage, and the part of it that is cached files, which the system can drop.
-_CGROUP_FILES = {
-    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -107,11 +93,6 @@ def most_copied(max_seq_len: int) -> int:
     return min(_MOST_COPIED, max_seq_len)
 
 
-def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the memory this process can still get within the node and its cgroups (container, Slurm job)."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroups, own)])
-
-
 def stages(layout: Layout) -> list[Layout]:
     return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
 
@@ -131,31 +112,6 @@ def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str
         + tied * width
         + under_way * max(sizes.values())
     )
-
-
-def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
-    """Yield the free memory, cached files included, of each cgroup around this process that limits it."""
-    lines = own.read_text().splitlines() if own.is_file() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        version = "memory" if "memory" in controllers.split(",") else ""
-        if controllers and not version:
-            continue
-        limit_file, usage_file, cached = _CGROUP_FILES[version]
-        top = cgroups / version
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            try:
-                limit, usage = (
-                    (folder / limit_file).read_text().strip(),
-                    int((folder / usage_file).read_text()),
-                )
-                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except OSError:  # the topmost group has no limit; a container does not see groups outside it
-                continue
-            if limit != "max":
-                yield int(limit) - usage + sum(int(counts.get(name, 0)) for name in cached)
 
 
 def shown(n_bytes: int) -> str:

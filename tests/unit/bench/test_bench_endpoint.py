@@ -123,10 +123,13 @@ def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.
         wrong = request.json["prompt"] in ([3], [7]) and request.json.get("stream")
         return plain({"error": "no"}, "500 Internal Server Error") if wrong else good(request)
 
-    file = tmp_path / "result.json"
+    file, details = tmp_path / "result.json", tmp_path / "details.json"
     with ScriptedServer(fails) as server:
-        options = ["--dataset_path", data, *SMALL[:2], "--output_len", 4, "--result_filename", file]
-        code, out, err = bench(capsys, "--url", server.address, *options)
+        options = ["--dataset_path", data, *SMALL[:2], "--output_len", 4, "--result_filename"]
+        bench(capsys, "--url", server.address, *options, details, "--save_detailed")
+        code, out, err = bench(capsys, "--url", server.address, *options, file)
+    starts = json.loads(details.read_text())["start_times"]
+    assert max(starts) - min(starts) < 600, "all were sent"
     assert code == 4 and err == f"mpillm: {server.url}/v1/completions: HTTP 500: no\n"
     assert re.search("Successful requests: +10 ", out) and re.search("Failed requests: +2 ", out)
     assert not {*DETAILS} & {*json.loads(file.read_text())}

@@ -89,6 +89,29 @@ def test_a_damaged_output_is_made_again(tmp_path: Path) -> None:
     assert "(text has changed: 'text' -> 'other')" in lines_of(Stage(out, "other"))[0]
 
 
+def test_an_input_that_changes_while_the_output_is_made(tmp_path: Path) -> None:
+    """The output was made from what was there at first, so it is not up to date."""
+
+    class Changes(Stage):
+        def commands(self, target: Path) -> Sequence[Command]:
+            commands = super().commands(target)
+            self.text = "new"
+            return commands
+
+    out = tmp_path / "made"
+    lines_of(Changes(out, "old"))
+    assert (out / "out").read_text() == "old"
+    assert "(text has changed: 'old' -> 'new')" in lines_of(Stage(out, "new"))[0]
+
+
+def test_an_empty_file_among_the_outputs(tmp_path: Path) -> None:
+    """Only those that `files` names must have something in them."""
+    out = tmp_path / "made"
+    program = f"{WRITES}; (t / 'empty').touch()"
+    lines_of(Stage(out, "a", program))
+    assert lines_of(Stage(out, "a", program)) == [f"  stage  {out} is up to date"]
+
+
 def test_hand_edited_files_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "made"
     stage = Stage(out, "text")

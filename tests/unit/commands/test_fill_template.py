@@ -79,6 +79,13 @@ def test_what_is_wrong_is_named(
     assert file.read_text() == TEMPLATE
 
 
+def test_a_word_of_the_file_that_is_no_placeholder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script takes it, for example where the file is filled already."""
+    assert main(["fill-template", "-i", str(file), "max_batch_size:4"]) == 0
+    assert capsys.readouterr().err == f"fill-template: {file}: 'max_batch_size' is no placeholder in it\n"
+    assert file.read_text() == TEMPLATE.replace("$$", "$").replace("${max_queue_size}", "0")
+
+
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fill-template", str(tmp_path / "none"), "a:b"]) == 2
     assert f"mpillm: {tmp_path / 'none'}: No such file" in capsys.readouterr().err

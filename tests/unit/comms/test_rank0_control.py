@@ -76,7 +76,7 @@ def test_only_a_rank_that_was_released_from_the_last_phase_may_end(phase: Phase)
 
 
 def test_who_was_heard_after_rank_0_was_busy_is_not_heard_from_the_future() -> None:
-    """Where beats are read before the time that rank 0 was away is added, a silent rank is noticed as soon."""
+    """Where beats are read before the time that rank 0 was away is added."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=10.0)
     cluster.arrive("join")
     cluster.live(5.0, BEATS_S)

@@ -118,14 +118,9 @@ def test_triton_servers() -> None:
     clients = built(
         TritonHarnessConfig,
         triton_num_clients_per_server=4,
-        triton_num_frontends_per_model=2,
         triton_num_clients_per_frontend=8,
     )
-    assert (clients.clients_per_server, clients.frontends_per_model, clients.clients_per_frontend) == (
-        4,
-        2,
-        8,
-    )
+    assert (clients.clients_per_server, clients.clients_per_frontend) == (4, 8)
     ports = {"host_foo": (8001,), "host_bar": (8003,)}
     there = built(TritonHarnessConfig, triton_grpc_ports=ports, triton_skip_server_spawn=True)
     assert there.server_urls == ("host_foo:8001", "host_bar:8003")

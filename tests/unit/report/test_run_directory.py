@@ -11,7 +11,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.files import read_json, write_json
-from mpillm.report.run_directory import lock, unused
+from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, unused
+from mpillm.submission.compliance_tests import FILES
 
 TAKE = """
 import sys; from pathlib import Path; from mpillm.report.run_directory import lock
@@ -45,3 +46,8 @@ def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"log_dir": name, "title": "café"})
     assert read_json(tmp_path / "config.json") == {"log_dir": name, "title": "café"}
     assert "café" in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+def test_nothing_of_an_earlier_run_passes_for_this_ones() -> None:
+    assert CERTIFICATE in OF_AN_EARLIER_RUN
+    assert {f"{test}/{name}" for test, name in FILES.items()} <= {*OF_AN_EARLIER_RUN}

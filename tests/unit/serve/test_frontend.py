@@ -98,6 +98,21 @@ def test_a_signal_lets_what_is_open_end_and_takes_nothing_more() -> None:
     assert not rank0.http._thread.is_alive() and not rank0.cancelled
 
 
+def test_what_fails_while_requests_end_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under serve the test has no deadline."""
+    rank0 = Rank0()
+    rank0.serve()
+
+    async def stop(site: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("aiohttp.web.SockSite.stop", stop)
+    rank0.role.end_early()
+    with pytest.raises(RunError, match="Too many open files"):
+        rank0.turn_until(lambda: rank0.role.done("test"))
+    rank0.role.stop()
+
+
 def test_what_has_not_ended_when_the_time_is_over_is_cancelled() -> None:
     rank0 = Rank0(drain_s=0.01)
     rank0.serve()

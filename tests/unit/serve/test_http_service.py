@@ -298,6 +298,8 @@ def test_metrics() -> None:
                 == values[f"mpillm:num_requests_waiting{{{label}}}"]
                 == 0
             )
+            totals = a.service.metrics.totals  # for result.json
+            assert totals.latency.summary_ms() is not None and totals.ttft.summary_ms() is not None
             for name in (
                 "time_to_first_token_seconds",
                 "e2e_request_latency_seconds",

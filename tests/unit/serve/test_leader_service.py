@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, ConnectionTimeoutError
 from aiohttp.web import AppRunner, SockSite
 
 from disagg.instances import Instance
@@ -199,6 +199,32 @@ def test_routers() -> None:
             for prompt in ([*range(20)], [*range(50, 70)]) * 4:
                 await it.ask({"prompt": prompt})
             assert [len({tuple(body["prompt"]) for body in it.asked(i)}) for i in (0, 1)] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_host_that_does_not_answer_is_named_and_others_get_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection that is not made in time: nothing was sent, so it is no silent answer."""
+
+    async def run() -> None:
+        async with led([context, context]) as it:
+            request, unreachable = ClientSession.request, it.servers[0].address
+
+            def asks(session: ClientSession, method: str, url: str, **words: Any) -> Any:
+                if unreachable in url:
+                    raise ConnectionTimeoutError(f"Connection timeout to host {url}")
+                return request(session, method, url, **words)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(ClientSession, "request", asks)
+                for _ in range(2):
+                    service = await ClientSession.post(it.session, f"{it.base}/v1/completions", json=BODY)
+                    assert service.status == 200
+                it.servers[1].stop()
+                message = await it.error(503, BODY)
+            assert f"{it.names[0]} does not answer: no answer in time" in message
 
     asyncio.run(run())
 
