@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import ConfigError
 
 # What PyYAML lets through for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
 CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
+_MOST_VALUES = 1_000_000
 
 
 def read(text: str, source: str) -> Mapping[Any, Any]:
@@ -87,13 +89,17 @@ def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
     So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument holds.
     Raises ConfigError, which begins with `source`, for any other value.
     """
+    left = itertools.count(_MOST_VALUES, -1)
     try:
-        return {_name(key, source): _plain(value, f"{source}: {key}") for key, value in data.items()}
+        return {_name(key, source): _plain(value, f"{source}: {key}", left) for key, value in data.items()}
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, or an alias refers to itself") from error
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, left: Iterator[int]) -> Any:
+    """`left`: counts how many more values there may be."""
+    if next(left) <= 0:  # a few aliases of aliases can stand for any number
+        raise ConfigError(f"{where}: more than {_MOST_VALUES} values; do its aliases repeat each other?")
     if (
         value is None
         or isinstance(value, (bool, int, str))
@@ -101,9 +107,9 @@ def _plain(value: Any, where: str) -> Any:
     ):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{where}[{index}]", left) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {_name(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_name(key, where): _plain(item, f"{where}.{key}", left) for key, item in value.items()}
     allowed = "null, true, false, a finite number, a string, a list or a mapping"
     raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")
 

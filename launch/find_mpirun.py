@@ -76,7 +76,8 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
         parsed = parse_mpirun_version(text)
         if parsed is not None and parsed[0] == kind:
             return Mpi(kind, parsed[1], path)
-        seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else 'unknown kind'})")
+        said = text.strip().splitlines() or ["it says nothing"]
+        seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else f'unknown kind: {said[-1]}'})")
     raise ConfigError(
         f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: each rank would"
         f" run alone. Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
@@ -99,7 +100,7 @@ def detect() -> Mpi:
     paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
     asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    launchers = [(path, _answer(process)[0]) for path, process in versions]
+    launchers = [(path, "".join(_answer(process))) for path, process in versions]
     library, problem = _answer(asked)
     if asked.returncode != 0:
         reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"

@@ -118,7 +118,9 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS
         if word.startswith("-"):
             name = word.lstrip("-")
             takes_values = False
-            if name in _RANKS:
+            if match := re.fullmatch(rf"(-+(?:{'|'.join(_RANKS)}))(?:=|(?=[0-9]))(.*)", word):  # -n=5, -n5
+                ranks = _number_of_ranks(match[1], [match[2]])
+            elif name in _RANKS:
                 ranks = _number_of_ranks(word, words)
             elif name.replace("-", "_") == "dry_run":
                 dry_run = True
@@ -368,6 +370,9 @@ def main(
             text = f"MPI can't start: {supervisor.lost} has ended"
             print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
+        if told is None and interrupted is None and status > 0 and not told_started(exit_file):
+            say(f"mpirun ended with {status} before rank 0 had started: what it printed says why")
+            told = NOT_READY
     code = exit_code(told, status, interrupted, survive)
     if told is None and interrupted is not None:
         say(f"interrupted ({title(interrupted)})")

@@ -7,6 +7,7 @@ import gc
 import importlib
 import io
 import os
+import pwd
 import signal
 import sys
 import threading
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _told(argv: Sequence[str] | None) -> int:
     """Run a command; tell of errors."""
     _open_closed()
+    _know_home()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that lack a character
     try:
@@ -156,6 +158,15 @@ def _open_closed() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)  # for the ranks
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - for as long as the process is there
+
+
+def _know_home() -> None:
+    """Set HOME where nobody has (`env -i`, cron, a service): Open MPI starts nothing without it."""
+    if "HOME" not in os.environ:
+        try:
+            os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a container's user without a name
+            os.environ["HOME"] = "/"
 
 
 def _run(argv: Sequence[str]) -> int:

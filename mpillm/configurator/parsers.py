@@ -131,7 +131,7 @@ def token_ids(text: str) -> tuple[int, ...]:
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds
 _DAY = 86400.0
-_DURATION = re.compile(rf"\s*(.*?)\s*({'|'.join(_UNITS)})?\s*")
+_DURATION = re.compile(rf"\s*(.*?)\s*({'|'.join(_UNITS)})?\s*", re.DOTALL)
 _AS = "as 600s, 10min or 600000ms; a bare number is seconds"
 
 

@@ -28,6 +28,7 @@ from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
 from mpillm.engine.speculation.check_speculation import check_speculation
+from mpillm.errors import Failure, RunError
 from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -181,11 +182,20 @@ class TorchCore(LLMCore):
     def run_health_check(self) -> None:
         """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine.
 
-        Then choose the tokens of prompts in a step, if the user wants that.
+        Then choose the tokens of prompts in a step, if the user wants that. Raises RunError if the model's
+        numbers are not finite: every answer would be the same token, and a test of that would be VALID.
         """
         if not self._leads:
             return
         self._first_token_s(1)
+        if not math.isfinite(self._first_logprob):
+            raise RunError(
+                Failure(
+                    f"{self.config.model_path} computes no finite numbers (NaN or infinite logits):"
+                    " its weights are damaged, or too large for --dtype or --kv_cache_dtype",
+                    self.config.rank,
+                )
+            )
         if self._tunes:
             size = self.config.tokens_per_block
             most = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
@@ -206,6 +216,7 @@ class TorchCore(LLMCore):
             min_output=0,
             sampling=SamplingParams(),
             salt=secrets.token_bytes(16),
+            wants_logprobs=1,
         )
         begun = time.perf_counter()
         self.engine.add(sequence)
@@ -213,7 +224,9 @@ class TorchCore(LLMCore):
             if not self.engine.has_work():
                 time.sleep(_HEALTH_PAUSE_S)
             self.engine.step()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self._first_logprob = float(np.array(sequence.logprobs[0], np.int32).view(np.float32)[0])
+        return seconds
 
     def warm_up_requests(self) -> Batch:
         """Return as many short requests as the batch and the cache hold, to prepare memory and kernels."""

@@ -93,7 +93,9 @@ class ComparedRun:
             why = causes or "; ".join(files.missing) or "it has no verdict"
             raise ConfigError(f"{path}: this run can't be compared: {why}")
         if not files.config:
-            raise ConfigError(f"{path}: this run can't be compared: {'; '.join(files.missing)}")
+            why = "; ".join(one for one in files.missing if "config.json" in one)
+            why = why or "its config.json says nothing"
+            raise ConfigError(f"{path}: this run can't be compared: {why}")
         rows = read_requests(path)
         if len(rows) != files.result.get("samples"):
             raise ConfigError(

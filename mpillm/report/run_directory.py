@@ -21,6 +21,7 @@ from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.phases import Phase
 from mpillm.report.result import failures_json
+from mpillm.report.run_environment import ENVIRONMENT
 
 # Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
@@ -40,6 +41,11 @@ OF_AN_EARLIER_RUN = (
     PAGE,
     TRACE,
     CERTIFICATE,
+    DETAIL,
+    SUMMARY,
+    ACCURACY,
+    "mlperf_log_trace.json",
+    ENVIRONMENT,
     "machines.json",
     "accuracy.txt",
     "accuracy.json",
@@ -87,11 +93,11 @@ def take_directory(config: RunConfig, name: str) -> Path:
         raise ConfigError(
             f"--log_dir {str(path)!r}: not valid UTF-8, which LoadGen needs; name another folder"
         ) from None
-    if (path / "config.json").exists() and not (path / "plan.json").exists():
-        raise ConfigError(
-            f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder"
-        )
     try:
+        if (path / "config.json").exists() and not (path / "plan.json").exists():
+            raise ConfigError(
+                f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder"
+            )
         path.mkdir(parents=True, exist_ok=True)
         lock(path)
     except OSError as error:

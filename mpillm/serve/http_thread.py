@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -47,8 +48,9 @@ def bind(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
+        other = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
         raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror}; name another port", about=["host", "port"]
+            f"--host {host} --port {port}: {error.strerror}; name another {other}", about=["host", "port"]
         ) from error
     return made
 

@@ -7,6 +7,7 @@ preset: a `config.json` that comes with mpillm, for seeded random weights. `mode
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,10 @@ def check_architecture(raw: dict[str, Any], source: Path) -> None:
 
 
 def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
-    def number(name: str, default: float | None = None) -> float:
-        value = raw.get(name)
+    def number(name: str, default: float | None = None, where: dict[str, Any] = raw) -> float:
+        value = where.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
         return value
 
@@ -180,7 +181,7 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
         raise ConfigError(f"{source}: dtype {dtype} is not one of {', '.join(CHECKPOINT_DTYPES.values())}")
     # transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    theta = number("rope_theta", 10000.0, rope if "rope_theta" in rope else raw)
     quantization, kv_quantization = parse_quantization(raw, source)
     experts: dict[str, int] = {}
     if "num_local_experts" in raw:

@@ -198,3 +198,19 @@ print([name for name in ("mpi4py", "torch", "pandas", "transformers", "rich") if
 def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_home_that_nobody_has_set(
+    command: Callable[[Callable[[Sequence[str]], int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI's programs fail without one."""
+    monkeypatch.delenv("HOME")
+    found: list[str] = []
+
+    def main(_: Sequence[str]) -> int:
+        found.append(os.environ["HOME"])
+        return 0
+
+    command(main)
+    assert cli.main(["it"]) == 0
+    assert Path(found[0]).is_absolute()

@@ -56,6 +56,8 @@ def test_a_test_of_days_is_refused_with_both_readings() -> None:
     )
     with pytest.raises(ConfigError, match=r"\(100h are 4.17 days\)"):
         parse_run([*DUMMY, "--min_duration", "100h"])
+    with pytest.raises(ConfigError, match="expected a duration"):
+        parse_run([*DUMMY, "--min_duration", "9\n0q"])
     for text, seconds_ in {"600000ms": 600, "10min": 600, "10": 10}.items():
         assert parse_run([*DUMMY, "--min_duration", text]).min_duration == seconds_
     assert parse_run([*DUMMY, "--load_deadline", "1h"]).load_deadline == 3600

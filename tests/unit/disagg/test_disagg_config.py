@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,11 @@ BAD = [
     ("port: !!int ''", "does not fit its YAML type"),
     ("executors: {weight: .nan}", "executors.weight: nan"),
     ("executors: {a: &a [*a]}", "an alias refers to itself"),
+    (
+        "a: &a [0,0,0,0,0,0,0,0,0,0]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghij")),
+        "more than 1000000 values; do its aliases repeat each other?",
+    ),
     ("[" * 3000, "nested too deeply"),
     ("\0", "not valid YAML"),
     ("hostname: localhost", "the sections are missing"),

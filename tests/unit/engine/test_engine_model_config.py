@@ -185,6 +185,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type yarn"),
         ({"rope_scaling": {"type": "linear"}}, "rope type linear needs factor"),
+        ({"rope_theta": 0}, "rope_theta is 0; must be a positive number"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, 'rope_theta is "1e4"; must be a positive number'),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "needs low_freq_factor, high_freq_factor",

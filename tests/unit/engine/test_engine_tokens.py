@@ -16,6 +16,7 @@ from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.step import Span
+from mpillm.errors import RunError
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
 
@@ -69,6 +70,17 @@ def test_a_step_takes_the_tokens_of_prompts_that_were_chosen(
     assert answer(core, make_batch(prompts)) == expected
     assert max(pieces) == 64 < sum(map(len, prompts))
     assert core.statistics()["context_piece"] == 64
+
+
+@pytest.mark.parametrize("role", ["executor", "context"])
+def test_a_model_that_computes_nan_is_not_healthy(folder: Path, role: str) -> None:
+    """Its answers would all be token 0, and a test of that VALID."""
+    core = make_core(folder, role=role)
+    core.run_health_check()
+    model = core.engine.worker.part.model
+    model._norm = model._norm * float("nan")
+    with pytest.raises(RunError, match="computes no finite numbers"):
+        core.run_health_check()
 
 
 @pytest.mark.parametrize("max_num_tokens", [16, 2048])

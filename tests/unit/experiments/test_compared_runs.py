@@ -90,7 +90,10 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     (broken / "result.json").write_text('{"status": "VAL')
     options = run(tmp_path / "options", 0.1)
     (options / "config.json").unlink()
+    empty = run(tmp_path / "empty", 0.1)
+    (empty / "config.json").write_text("{}")
     for path, message in (
+        (empty, "this run can't be compared: its config.json says nothing"),
         (half, "requests.bin has 3 records, result.json counts 1000: it is half written"),
         (old, "has no requests.bin"),
         (offline, "runs of different scenarios (Offline, Server)"),

@@ -133,6 +133,12 @@ def test_number_of_ranks(name: str) -> None:
     assert parse_arguments([name, "5", "run", "--mode", "aggregated", "-n", "7"]).ranks == 5
 
 
+@pytest.mark.parametrize("word", ["-n5", "-n=5", "--np=5", "-np5", "--n=5"])
+def test_number_of_ranks_in_one_word(word: str) -> None:
+    found = parse_arguments([word, "run", "-n", "7"])
+    assert (found.ranks, found.options, found.command) == (5, [], ["run", "-n", "7"])
+
+
 def test_words_are_split() -> None:
     options = ["--map-by", "slot", "-x", "A=1", "--mca", "btl", "self,sm", "--tag-output"]
     command = ["run", "--mode", "x", "--", "y"]
@@ -149,6 +155,8 @@ def test_words_are_split() -> None:
         ("-n 0 run", "-n '0': must be a number of ranks"),
         ("-n -3 run", "-n '-3': must be a number of ranks"),
         ("-n two run", "-n 'two': must be a number of ranks"),
+        ("--np=two run", "--np 'two': must be a number of ranks"),
+        ("-n5x run", "-n '5x': must be a number of ranks"),
         ("-n 2.5 run", "-n '2.5': must be a number of ranks"),
         ("-n", "-n '': must be a number of ranks"),
         ("-n 5", "no command to run"),
@@ -202,7 +210,7 @@ def test_the_matching_mpirun_is_chosen() -> None:
         (
             [MPICH_LAUNCHER, ("/c/mpirun", "?")],
             OPEN_LIBRARY,
-            "bound to Open MPI v5.0.11, but mpirun is /b/mpirun (MPICH), /c/mpirun (unknown kind)",
+            "bound to Open MPI v5.0.11, but mpirun is /b/mpirun (MPICH), /c/mpirun (unknown kind: ?)",
         ),
         ([], OPEN_LIBRARY, "no mpirun beside"),
         ([OPEN_LAUNCHER], "Intel(R) MPI Library 2021", "bound to 'Intel(R) MPI Library 2021'"),
@@ -380,5 +388,18 @@ def test_a_silent_mpirun_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         find_mpirun, "_start", lambda line, env: start(asked if line[0] == sys.executable else line, env)
     )
-    with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind\)"):
+    with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind: no answer within 1 s\)"):
         find_mpirun.detect()
+
+
+def test_an_mpirun_that_fails_before_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No rank was lost: none was there."""
+    fails = tmp_path / "mpirun"
+    fails.write_text("#!/bin/sh\necho no such host >&2; exit 255\n")
+    fails.chmod(0o755)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
+    assert mpirun.main(["-n", "2", "run"]) == 3
+    said = capsys.readouterr().err
+    assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said

@@ -11,7 +11,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.files import read_json, write_json
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, unused
+from mpillm.report.run_environment import ENVIRONMENT
 from mpillm.submission.compliance_tests import FILES
 
 TAKE = """
@@ -49,5 +51,5 @@ def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_of_an_earlier_run_passes_for_this_ones() -> None:
-    assert CERTIFICATE in OF_AN_EARLIER_RUN
+    assert {CERTIFICATE, DETAIL, SUMMARY, ACCURACY, ENVIRONMENT} <= {*OF_AN_EARLIER_RUN}
     assert {f"{test}/{name}" for test, name in FILES.items()} <= {*OF_AN_EARLIER_RUN}

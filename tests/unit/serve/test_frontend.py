@@ -169,6 +169,8 @@ def test_a_port_in_use_or_a_host_elsewhere() -> None:
             ConfigError, match=f"--host 127.0.0.1 --port {port}: Address already in use; name another port"
         ):
             bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host 203.0.113.1 --port 0: .*; name another host"):
+        bind("203.0.113.1", 0)  # for documentation: nobody has it
     with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid: "):
         bind("no.such.host.invalid", 0)
     six: Any = SimpleNamespace(getsockname=lambda: ("::1", 8000, 0, 0))
