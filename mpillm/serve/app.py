@@ -8,9 +8,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +22,7 @@ from mpillm.roles.half import Arrival
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
-from mpillm.serve.http_errors import body_of, error_response, on_expect, without_what_is_no_http
+from mpillm.serve.http_errors import Handler, answered, body_of, on_expect
 from mpillm.serve.open_requests import Answer, OpenRequests
 from mpillm.serve.perf_metrics import PATHS, PerfMetrics
 from mpillm.serve.prometheus import TEXT, ServeMetrics
@@ -31,13 +32,10 @@ from mpillm.serve.shapes import DONE, Shapes, error_event
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
-_GONE = 499  # the client has closed the connection, as nginx counts it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
 _came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
@@ -76,7 +74,6 @@ class Service:
         self._started = int(time.time())
 
     def app(self) -> web.Application:
-        logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
@@ -105,33 +102,17 @@ class Service:
         _came_at.set(time.perf_counter())
         self.active += 1
         try:
-            self._check_key(request)
-            response = await handler(request)
-        except ApiError as error:
-            response = error_response(error)
-        except web.HTTPRequestEntityTooLarge:
-            response = error_response(
-                ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
-            )
-        except web.HTTPException as error:
-            response = error_response(
-                ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-            )
-            if "Allow" in error.headers:
-                response.headers["Allow"] = error.headers["Allow"]
-        except ConnectionError:
-            response = web.Response(status=_GONE)  # nobody reads it
-        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
-            _log.exception("request %s", request_id)
-            response = error_response(
-                ApiError(500, f"internal error; the server's log has the traceback of request {request_id}")
-            )
+            response = await answered(partial(self._checked, handler), request, f"request {request_id}")
         finally:
             self.active -= 1
         self.metrics.responded(response.status)
         if not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
+
+    async def _checked(self, handler: Handler, request: web.Request) -> web.StreamResponse:
+        self._check_key(request)
+        return await handler(request)
 
     def _check_key(self, request: web.Request) -> None:
         """Check the API key.

@@ -18,6 +18,7 @@ from mpillm.comms.messages import Batch
 from mpillm.event_loop import new_loop
 from mpillm.serve.app import Service
 from mpillm.serve.frontend import Mailbox
+from mpillm.serve.http_errors import without_what_is_no_http
 from mpillm.serve.open_requests import OpenRequests
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRun
 
     Handlers are cancelled when their client has gone: that is how its request ends.
     """
+    logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)

@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp import web
@@ -22,7 +21,7 @@ from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
 from mpillm.serve.body_values import flag, mapping, parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
-from mpillm.serve.http_errors import body_of, error_response
+from mpillm.serve.http_errors import Handler, answered, body_of
 from mpillm.serve.leader_metrics import LeaderMetrics
 from mpillm.serve.prometheus import TEXT
 from mpillm.serve.shapes import DONE, error_event
@@ -32,8 +31,6 @@ _log = logging.getLogger(__name__)
 _GOES_ON = ("length", "not_finished")  # reasons of a context server's answer that is not the whole one
 _PASSED_ON = ("Authorization", "X-Request-Id")
 _GIVEN_BACK = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LeaderService:
@@ -79,28 +76,12 @@ class LeaderService:
         """Count the response."""
         self.active += 1
         try:
-            response = await self._guarded(request, handler)
+            response = await answered(handler, request, f"{request.method} {request.path}")
         finally:
             self.active -= 1
+        self.failed += response.status >= 500
         self.metrics.responded(response.status)
         return response
-
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer errors in OpenAI's form."""
-        try:
-            return await handler(request)
-        except ApiError as error:
-            self.failed += error.status >= 500
-            return error_response(error)
-        except web.HTTPRequestEntityTooLarge:
-            return error_response(ApiError(413, f"the body is larger than {self._max_body_bytes} bytes"))
-        except web.HTTPException as error:
-            return error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
-        except ConnectionError:
-            return web.Response(status=499)  # the client has gone
-        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
-            _log.exception("%s %s", request.method, request.path)
-            return error_response(ApiError(500, "internal error of the leader; its log has the traceback"))
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
@@ -175,7 +156,6 @@ class LeaderService:
 
     async def _passed_on(self, answer: Ask) -> web.Response:
         """Return a server's error as it came."""
-        self.failed += answer.status >= 500
         return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
 
     def _done(self, began: float) -> None:

@@ -185,6 +185,18 @@ def test_metrics() -> None:
     asyncio.run(run())
 
 
+def test_errors_of_its_own_are_as_those_of_a_server() -> None:
+    async def run() -> None:
+        async with led() as it:
+            async with it.session.get(f"{it.base}/v1/completions") as response:
+                assert (response.status, response.headers["Allow"]) == (405, "POST")
+                assert "GET /v1/completions" in (await response.json())["error"]["message"]
+            status, text = await it.ask({**BODY, "user": "x" * (1 << 24)})
+            assert (status, json.loads(text)["error"]["code"]) == (413, "body_too_large")
+
+    asyncio.run(run())
+
+
 def test_routers() -> None:
     async def run() -> None:
         async with led([context, context]) as it:
