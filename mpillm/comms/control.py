@@ -8,7 +8,6 @@ where each was last seen, and its stack. Rank 0's part is `rank0_control`.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from launch.siblings import runs
 from mpillm.comms.lifeline import Lifeline, visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
@@ -198,18 +198,3 @@ class RankControl:
 
     def _on_stop(self, source: int, stop: Stop) -> None:
         raise Stopped(*stop)
-
-
-def runs(pid: int) -> bool:
-    """Return whether the process exists and is more than a zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - ten times faster than Path, and asked often
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

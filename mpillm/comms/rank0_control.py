@@ -16,7 +16,8 @@ from mpi4py import MPI
 
 from disagg import WorldPlan
 from launch.launcher import find_launcher
-from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped, runs
+from launch.siblings import runs
+from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
 from mpillm.comms.messages import (

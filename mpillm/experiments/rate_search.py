@@ -45,12 +45,11 @@ class Found:
 
 def find_max_rate(test: Test, start: float, tolerance: float) -> Found:
     """Search from the rate `start`. Raises StageError if no rate is VALID."""
-    low, _ = _bracket(test, start, tolerance)
-    return _confirm(test, low, tolerance)
+    return _confirm(test, _valid(test, start, tolerance), tolerance)
 
 
-def _bracket(test: Test, start: float, tolerance: float) -> tuple[float, float]:
-    """Return a VALID rate and one that is not, at most `tolerance` apart, by short tests."""
+def _valid(test: Test, start: float, tolerance: float) -> float:
+    """Return a VALID rate at most `tolerance` from one that is not, by short tests."""
     low, high = 0.0, math.inf
     rate = start
     for _ in range(2 * _MOST_HALVINGS):
@@ -77,7 +76,7 @@ def _bracket(test: Test, start: float, tolerance: float) -> tuple[float, float]:
             low = middle
         else:
             high = middle
-    return low, high
+    return low
 
 
 def _confirm(test: Test, rate: float, tolerance: float) -> Found:

@@ -98,12 +98,7 @@ class InstancePool:
 
     def take(self, position: int, needs: NDArray[np.int64]) -> None:
         """Take credit for requests that were sent; `needs`: KV tokens of each."""
-        n, tokens = len(needs), total(needs)
-        self.free_requests[position] -= n
-        self.free_tokens[position] -= tokens
-        self.owed_requests[position] += n
-        self.owed_tokens[position] += tokens
-        self._changed(position)
+        self._return_to(position, -len(needs), -total(needs))
 
     def give_back(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
         """Give back the credit of requests that ended: one entry of `positions` and `needs` each."""
@@ -120,6 +115,7 @@ class InstancePool:
             self._return_to(position, n, n_tokens)
 
     def _return_to(self, position: int, n: int, tokens: int) -> None:
+        """Give credit back to an instance; less than 0: take it."""
         self.free_requests[position] += n
         self.free_tokens[position] += tokens
         self.owed_requests[position] -= n

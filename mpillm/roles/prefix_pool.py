@@ -68,17 +68,9 @@ class PrefixPool(InstancePool):
             self._remember(position, blocks)
             self._n_served += 1
             self._served_at[position] = self._n_served
-            self._take_one(position, need)
+            self._return_to(position, -1, -need)
             chosen.append(position)
         return np.array(chosen, np.int64)
-
-    def _take_one(self, position: int, need: int) -> None:
-        """As `take`, of one request."""
-        self.free_requests[position] -= 1
-        self.free_tokens[position] -= need
-        self.owed_requests[position] += 1
-        self.owed_tokens[position] += need
-        self._changed(position)
 
     def _load(self, position: int) -> int:
         """The fewest open requests first, then the longest without a new one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpillm.comms.control import runs
+from launch.siblings import runs
 from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.cores.dummy import DummyCore

@@ -47,14 +47,14 @@ class Call:
     __slots__ = (
         "_client", "_reply", "_reused", "answer", "connection", "ended_at", "endpoint",
         "failing_since", "heard_at", "id", "location", "prompt", "retries", "retry_after", "sampling",
-        "sent_at", "status", "submitted_at",
+        "sent_at", "status",
     )  # fmt: skip
 
     def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
         self.id = id_
         self.prompt = prompt
         self.sampling = sampling
-        self.submitted_at = self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
+        self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
         self.retries = 0
         self.endpoint: Endpoint | None = None
         self._client = client
@@ -153,7 +153,6 @@ class Client:
         if self._watching is None:
             self._watch()
         call = self.calls[id_] = Call(self, id_, prompt, sampling)
-        call.submitted_at = time.perf_counter()
         self._start(call)
 
     def cancel(self, ids: Iterable[int]) -> None:
