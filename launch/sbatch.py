@@ -48,6 +48,12 @@ examples:
   python -m mpillm sbatch --nodes 1 --ntasks_per_node 8 --container_image IMAGE --dry_run -- bash SCRIPT"""
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Job:
     """What a job script says. None is left out; an empty text writes the option alone, to be filled in."""
@@ -176,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     for name in ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task"):
-        add(f"--{name}", type=int, metavar="N", help=f"sbatch's --{name.replace('_', '-')}")
+        add(f"--{name}", type=_at_least_one, metavar="N", help=f"sbatch's --{name.replace('_', '-')}")
     for name in ("gpus_per_node", "gpus_per_task"):
         add(
             f"--{name}",

@@ -170,7 +170,7 @@ def _load(config: Options, variant: str) -> Any:
 def _prompts(config: Options) -> Tokens:
     if not config.model_path or not Path(config.model_path).is_dir():
         raise ConfigError(
-            f"--model_path {config.model_path}: a folder with weights and a tokenizer is needed"
+            f"--model_path {config.model_path or 'DIR'}: a folder with weights and a tokenizer is needed"
         )
     info = check_model(CoreConfig("torch", model_path=config.model_path))
     source = Path(config.dataset_path) if config.dataset_path else None

@@ -70,10 +70,8 @@ class Frame:
 
     def _column(self, name: str) -> NDArray[Any]:
         if name not in self.columns:
-            names = ", ".join(self.columns)
-            raise ConfigError(
-                f"{self.file}: no column {name}{nearest(name, self.columns)}; the columns are: {names}"
-            )
+            there = f"the columns are: {', '.join(self.columns)}" if self.columns else "it is empty"
+            raise ConfigError(f"{self.file}: no column {name}{nearest(name, self.columns)}; {there}")
         return self._values(name)
 
 

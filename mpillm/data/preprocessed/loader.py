@@ -209,7 +209,9 @@ def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
-        raise ConfigError(f"{file}: truncated, or not a .npy file of numbers: {error}") from None
+        # NumPy takes what has not its magic number for a pickle, and tells how to load that.
+        what = "" if "pickle" in str(error) else f": {error}"
+        raise ConfigError(f"{file}: truncated, or not a .npy file of numbers{what}") from None
     if not isinstance(mapped, np.memmap):
         raise ConfigError(f"{file}: an archive of arrays, not a .npy file")
     if mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:

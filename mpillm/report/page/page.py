@@ -31,6 +31,9 @@ def leave_page(
     try:
         write_telemetry(path / TELEMETRY)
         return path_shown(write_page(path, price_per_gpu_hour))
+    except OSError as error:
+        _log.exception("the run has no page")
+        return f"none: {error.filename or path}: {error.strerror or error}"
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("the run has no page")
         return f"none: {type(error).__name__}: {error}"

@@ -107,6 +107,13 @@ def test_what_cant_be_a_job(words: list[str], says: str) -> None:
         main(words)
 
 
+@pytest.mark.parametrize("words", [["--nodes", "0"], ["--ntasks", "-2"], ["--nodes", "two"]])
+def test_numbers_are_at_least_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--", "run"])
+    assert words[0] in capsys.readouterr().err
+
+
 def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = tmp_path / "sbatch"
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
