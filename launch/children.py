@@ -63,11 +63,7 @@ class Children:
     a child of this one meanwhile.
     """
 
-    def __init__(
-        self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False, handlers: bool = True
-    ) -> None:
-        """`handlers`: False leaves the process's signal handlers alone: a rank has its own way to end."""
-        self._handlers = handlers
+    def __init__(self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False) -> None:
         self._grace_s = stop_grace_s
         self._pass_on = pass_on
         self._ask: int = signal.SIGTERM
@@ -80,7 +76,7 @@ class Children:
     def __enter__(self) -> Children:
         adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
-        if self._handlers and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
         return self
 

@@ -8,14 +8,11 @@
         running.watch(stall_s)
 
 `ServerFailed` names the server and shows the end of its log. On leaving the context every server has ended,
-whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`, and keeps
-its signal handlers with ``Servers(folder, handlers=False)``. `on_host` makes a server run on another node of
-a Slurm allocation.
+whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import os
 import socket
@@ -38,7 +35,6 @@ _POLL_S = 0.5
 _LOOK_S = 10.0  # between health checks of servers that were ready
 _ANSWER_S = 5.0  # for one health check
 _ORPHAN_S = 2.0  # for a process to notice that what started it has ended
-_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1")  # a step beside those that run on the node
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,6 @@ class Server:
     urls: tuple[str, ...] = ()  # where clients reach it
     files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
     keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
-    host: str = ""  # another host
     log: str = ""  # the log's file name; without it, made of the name
     index: str = ""  # a URL that lists its models, as Triton's repository index does
     reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
@@ -73,10 +68,9 @@ class ServerFailed(Exception):
 class Servers:
     """Starts servers, and ends them when this context is left. Logs go to `folder`, which must exist."""
 
-    def __init__(self, folder: Path, handlers: bool = True) -> None:
-        """`handlers`: as of `Children`."""
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._children = Children(handlers=handlers)
+        self._children = Children()
         self._reasons: dict[str, str] = {}  # the pattern of each server
         self._names: dict[str, str] = {}  # of the server behind each health URL
         self._checks: dict[str, _Check] = {}  # the last of each health URL
@@ -222,30 +216,20 @@ def files_of(servers: Iterable[Server]) -> dict[Path, str]:
     return {path: text for server in servers for path, text in server.files.items()}
 
 
-def on_host(server: Server, host: str) -> Server:
-    """Return the same server on another node of this Slurm allocation. Its URLs must name that host.
-
-    `srun` carries its environment there and its signals to it; the folder for logs and files must be one that
-    both hosts see.
-    """
-    command = Command((*_SRUN, f"--nodelist={host}", *server.command.argv), server.command.env)
-    return dataclasses.replace(server, command=command, host=host)
-
-
 def check_ports(servers: Iterable[Server]) -> None:
-    """Raise ConfigError if a port is wanted twice on a host, or taken; on this host it names by whom."""
-    wanted: dict[tuple[str, int], str] = {}
+    """Raise ConfigError if a port is wanted twice, or taken, and say by whom."""
+    wanted: dict[int, str] = {}
     for server in servers:
         for purpose, port in server.ports.items():
             what = f"{purpose} of {server.name}"
-            if (server.host, port) in wanted:
-                raise ConfigError(f"port {port} is given to both {what} and {wanted[server.host, port]}")
-            wanted[server.host, port] = what
-            if problem := _taken_there(server.host, port) if server.host else _taken_here(port):
+            if port in wanted:
+                raise ConfigError(f"port {port} is given to both {what} and {wanted[port]}")
+            wanted[port] = what
+            if problem := _taken(port):
                 raise ConfigError(f"can't listen on port {port} for {what}: {problem}")
 
 
-def _taken_here(port: int) -> str:
+def _taken(port: int) -> str:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -253,16 +237,6 @@ def _taken_here(port: int) -> str:
         except OSError as error:
             return _holder(port) or str(error.strerror)
     return ""
-
-
-def _taken_there(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), _ANSWER_S).close()
-    except socket.gaierror as error:
-        return f"there is no host {host} ({error.strerror})"
-    except OSError:
-        return ""  # nobody answers: srun says so if the host can't be reached
-    return f"another program on {host} uses it"
 
 
 def _holder(port: int) -> str:

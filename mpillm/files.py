@@ -12,6 +12,15 @@ from typing import Any
 from disagg.errors import ConfigError
 
 
+def cache_folder() -> Path:
+    """Return mpillm's folder in the user's cache (XDG Base Directory Specification).
+
+    Raises RuntimeError if the user has no home.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if Path(named).is_absolute() else Path.home() / ".cache") / "mpillm"
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises ConfigError naming the file, and the line of a mistake."""
     try:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.files import replace_folder
+from mpillm.files import cache_folder, replace_folder
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -82,10 +82,8 @@ def _short(text: str) -> str:
 def _folders(file: Path) -> Iterator[Path]:
     """Yield the folders that may hold conversions of `file`, in order of preference."""
     yield file.with_name(f"{file.name}.arrays")
-    named = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):  # no home directory
-        cache = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
-        yield cache / "mpillm" / "datasets" / f"{_short(str(file.resolve()))}-{file.name}"
+        yield cache_folder() / "datasets" / f"{_short(str(file.resolve()))}-{file.name}"
 
 
 def _read(folder: Path) -> Arrays | None:

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpillm.files import cache_folder
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,7 +56,7 @@ def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         [found, *flags, "-dD", "-E", "-P", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
     ).stdout
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
+    folder = cache_folder()
     kept = folder / f"{name}.so"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)

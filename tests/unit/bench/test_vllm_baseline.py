@@ -38,7 +38,7 @@ class LLM:
 
 @pytest.fixture
 def children() -> Iterator[Children]:
-    with Children(handlers=False) as started:
+    with Children() as started:
         yield started
 
 

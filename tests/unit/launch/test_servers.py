@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
@@ -11,14 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from disagg.errors import ConfigError
 from launch import servers as module
 from launch.command import Command
-from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, on_host, write_files
-from launch.signals import stop_signals
+from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from tests.helpers.support import free_ports, wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.
@@ -237,27 +234,11 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.
     assert len(asked) == 1
 
 
-def test_a_rank_keeps_its_signal_handlers(tmp_path: Path) -> None:
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    others = {*psutil.Process().children()}
-    with Servers(tmp_path, handlers=False) as running:
-        running.start(silent(1)[0])
-        assert {number: signal.getsignal(number) for number in before} == before
-        children = {*psutil.Process().children()} - others
-        assert len(children) == 1
-    assert (
-        not any(child.is_running() for child in children)
-        and {number: signal.getsignal(number) for number in before} == before
-    )
-
-
 def test_a_port_for_two() -> None:
-    """A port is taken once on each host."""
     (port,) = free_ports(1)
     one, two = (Server(name, Command(("x",)), {"HTTP": port}, ()) for name in ("one", "two"))
     with pytest.raises(ConfigError, match=f"port {port} is given to both HTTP of two and HTTP of one"):
         check_ports([one, two])
-    check_ports([one, on_host(two, "localhost")])
 
 
 def test_a_port_that_is_taken(taken: int) -> None:
@@ -266,13 +247,6 @@ def test_a_port_that_is_taken(taken: int) -> None:
         ConfigError, match=f"can't listen on port {taken} for HTTP of one: process {os.getpid()} "
     ):
         check_ports([server])
-    with pytest.raises(
-        ConfigError,
-        match=f"can't listen on port {taken} for HTTP of one: another program on localhost uses it",
-    ):
-        check_ports([on_host(server, "localhost")])
-    with pytest.raises(ConfigError, match=r"for HTTP of one: there is no host nowhere\.invalid"):
-        check_ports([on_host(server, "nowhere.invalid")])
 
 
 def test_files_are_written_once(tmp_path: Path) -> None:
@@ -281,32 +255,3 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert files_of(servers) == {file: "text"}
     write_files(tmp_path / "logs", servers)
     assert file.read_text() == "text" and (tmp_path / "logs").is_dir()
-
-
-# As srun: it says where, runs the command with its own environment, and hands signals on.
-SRUN = """#!/bin/sh
-echo "step: $*"
-while [ "${1#--}" != "$1" ]; do shift; done
-exec "$@"
-"""
-
-
-def test_on_another_node_of_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    there = on_host(answering("print('MODEL is', os.environ['MODEL'])", times=2), "node7")
-    assert there.host == "node7" and there.urls == (f"localhost:{there.ports['HTTP']}",)
-    with Servers(tmp_path) as running:
-        there = Server(
-            there.name,
-            Command(there.command.argv, {"MODEL": "llama"}),
-            there.ports,
-            there.health,
-            host=there.host,
-        )
-        log = running.start(there)
-        running.wait_ready(60)
-        assert running.watch(60) == "one"
-    assert "\nstep: --overlap --nodes=1 --ntasks=1 --nodelist=node7 " in log.read_text()
-    assert log.read_text().endswith("\nanswered\nMODEL is llama\n")
