@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.experiments.goodput import tpot_s
 from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_second
 from mpillm.loadgen.logs import quantile
-from mpillm.report.request_log import read_requests
+from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_files import RunFiles
 
 Rows = NDArray[np.void]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, nearest
 from mpillm.experiments.run_series import GROUP
 from mpillm.fields import Field
-from mpillm.report.request_log import read_requests
+from mpillm.report.request_log import read_requests, tpot_s
 
 # vLLM's names (`vllm bench serve --goodput`), AIPerf's (`aiperf profile --goodput`), and what they are here.
 NAMES = {
@@ -21,6 +22,11 @@ NAMES = {
     "time_to_first_token": "ttft",
     "inter_token_latency": "tpot",
     "request_latency": "e2el",
+}
+_SECONDS: dict[str, Callable[[NDArray[np.void]], NDArray[Any]]] = {
+    "ttft": lambda rows: rows["ttft"],
+    "tpot": tpot_s,
+    "e2el": lambda rows: rows["latency"],
 }
 _NO_LIMIT_MS = 10**9
 
@@ -93,15 +99,7 @@ def user_conf(limits: Mapping[str, int], model: str, own: str | None) -> str:
 
 def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
     """Return how many requests of a run's records were over each limit, in milliseconds."""
-    latencies = {"ttft": rows["ttft"], "tpot": tpot_s(rows), "e2el": rows["latency"]}
-    return {name: int((latencies[name] > limit / 1e3).sum()) for name, limit in limits.items()}
-
-
-def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
-    """Return seconds per output token after the first, by request; NaN for answers of one token."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        after = rows["latency"].astype(np.float64) - rows["ttft"]
-        return np.where(rows["tokens"] > 1, after / (rows["tokens"] - 1.0), np.nan)
+    return {name: int((_SECONDS[name](rows) > limit / 1e3).sum()) for name, limit in limits.items()}
 
 
 def good_per_second(folder: Path, limits: Mapping[str, float], seconds: float) -> float:
@@ -109,6 +107,5 @@ def good_per_second(folder: Path, limits: Mapping[str, float], seconds: float) -
     rows = read_requests(folder)
     good = rows["error"] == 0
     for name, limit in limits.items():
-        value = {"ttft": rows["ttft"], "tpot": tpot_s(rows), "e2el": rows["latency"]}[name]
-        good &= ~(value > limit / 1e3)
+        good &= ~(_SECONDS[name](rows) > limit / 1e3)
     return float(good.sum()) / seconds if seconds > 0 else 0.0

@@ -115,6 +115,13 @@ def read_requests(folder: Path) -> NDArray[np.void]:
     return rows[np.argsort(rows["issued"], kind="stable")]
 
 
+def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
+    """Return seconds per output token after the first, by request; NaN for answers of one token."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        after = rows["latency"].astype(np.float64) - rows["ttft"]
+        return np.where(rows["tokens"] > 1, after / (rows["tokens"] - 1.0), np.nan)
+
+
 def damaged_requests(folder: Path) -> tuple[int, int]:
     """Return how many records hold what no run writes, and how many there are; none without a file.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.report.request_log import read_requests
+from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
 
@@ -120,12 +120,10 @@ class Facts:
         if told or not (self.run.path / REQUESTS).exists():
             return told or {}
         rows = read_requests(self.run.path)
-        after = rows["latency"].astype(np.float64) - rows["ttft"]
-        tpot = np.where(rows["tokens"] > 1, after / np.maximum(rows["tokens"] - 1, 1), np.nan)
         shares = np.linspace(0, 1, _SHARES + 1)[1:]
         return {
             name: {"ms": (1e3 * np.quantile(known, shares)).tolist(), "share": shares.tolist()}
-            for name, values in (("ttft", rows["ttft"]), ("tpot", tpot), ("latency", rows["latency"]))
+            for name, values in (("ttft", rows["ttft"]), ("tpot", tpot_s(rows)), ("latency", rows["latency"]))
             if len(known := values[np.isfinite(values) & (values > 0)])
         }
 
