@@ -216,7 +216,7 @@ class TorchCore(LLMCore):
             min_output=0,
             sampling=SamplingParams(),
             salt=secrets.token_bytes(16),
-            wants_logprobs=1,
+            wants_logprobs=2,  # its own, and that of the likeliest
         )
         begun = time.perf_counter()
         self.engine.add(sequence)
