@@ -12,7 +12,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about
 from launch.command import NotHere, find_program
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.files import read_object
 

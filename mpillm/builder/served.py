@@ -15,7 +15,7 @@ from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuanti
 from mpillm.config.backends import TrtllmEndpointConfig
 from mpillm.config.disagg_values import CORE, ROUTER, same, with_sections
 from mpillm.config.disagg_yaml import generated, stating
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
 

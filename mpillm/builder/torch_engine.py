@@ -13,7 +13,7 @@ from mpillm import fields
 from mpillm.builder.operation import Operation, identity
 from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMLibraryLoader, without_parallelism
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import read_object

@@ -15,7 +15,7 @@ from launch.launcher import one_of_several
 from launch.servers import Server
 from mpillm.builder.preconditions import lacking
 from mpillm.builder.served import on_this_host
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 
 _LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up
 

@@ -12,7 +12,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.tritonserver import made_prefix
 from mpillm.config.disagg_values import CORE
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.models.model_files import BuildConfig
 
 PYTHON = "python"

@@ -19,7 +19,7 @@ from mpillm.builder.triton_tensors import TENSORRT_LLM_INPUTS, TENSORRT_LLM_OUTP
 from mpillm.builder.triton_text_models import ENGINE_MODEL, text_models, texts
 from mpillm.builder.trtllm import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
 from mpillm.config.backends import TritonHarnessConfig
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.models.model_files import BuildConfig
 

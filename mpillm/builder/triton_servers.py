@@ -22,7 +22,7 @@ from launch.tritonserver import (
 from mpillm.builder.preconditions import lacking, program_or_name
 from mpillm.builder.triton_repository import triton_stages
 from mpillm.config.backends import TritonHarnessConfig
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 
 
 def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:

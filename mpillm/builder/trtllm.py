@@ -24,7 +24,7 @@ from mpillm.builder.preconditions import (
 from mpillm.builder.trtllm_options import BUILD, CONVERT, PARALLELISM, QUANTIZE
 from mpillm.config.backends import TrtllmHlApiConfig
 from mpillm.config.flags import overlaid
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.models.model_files import BuildConfig, EngineConfig
 

@@ -20,7 +20,7 @@ from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
 from mpillm.builder.served import check_agreement, llm_api_options, on_this_host, served
 from mpillm.builder.trtllm import TRTLLMLibraryLoader
 from mpillm.config.backends import TrtllmEndpointConfig
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 
 _EXTRA_OPTIONS = Path("build/servers/extra_llm_api_options.yaml")

@@ -14,7 +14,8 @@ import numpy as np
 from disagg.errors import ConfigError
 from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
 from mpillm.cores.base import LLMCore

@@ -19,7 +19,8 @@ from mpillm.builder.served import as_served, for_workers
 from mpillm.comms.start import start_mpi
 from mpillm.config.disagg_values import CORE
 from mpillm.config.disagg_yaml import generated
-from mpillm.config.options import RunConfig, parse
+from mpillm.config.options import parse
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import DEADLINES, Field, shown

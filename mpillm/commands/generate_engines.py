@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from disagg.errors import ConfigError
 from mpillm.builder.operation import Operation, execute
-from mpillm.config.options import RunConfig, parse_each
+from mpillm.config.options import parse_each
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry, function

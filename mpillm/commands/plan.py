@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import disagg
 from disagg.errors import ConfigError
 from mpillm.config.disagg_yaml import PORTS, disagg_config
-from mpillm.config.options import check_mode, parse
+from mpillm.config.options import parse
+from mpillm.config.together import check_mode
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry

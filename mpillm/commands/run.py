@@ -14,7 +14,8 @@ from launch.environment import mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.signals import Echoes, title
 from mpillm.comms.start import start_run
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import STOP_SIGNALS, Interrupted
 from mpillm.fields import DEADLINES
 

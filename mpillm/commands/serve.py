@@ -16,7 +16,7 @@ from mpillm.config.options import parse_serve
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
-    from mpillm.config.options import RunConfig
+    from mpillm.config.run_config import RunConfig
     from mpillm.run.rank0 import Purpose
     from mpillm.run.share import Share
 

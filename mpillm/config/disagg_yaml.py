@@ -10,7 +10,7 @@ from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
 from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, with_sections, written
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Level
 
 HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}

@@ -12,7 +12,7 @@ from mpillm.core_names import EXTRAS
 from mpillm.cores.base import LLMCore
 
 if TYPE_CHECKING:
-    from mpillm.config.options import RunConfig
+    from mpillm.config.run_config import RunConfig
 
 
 class BackendRegistry:

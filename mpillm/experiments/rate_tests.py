@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import EndedRun, run_in
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
 from mpillm.experiments.goodput import good_per_second, late, user_conf
 from mpillm.experiments.hopeless import Watch

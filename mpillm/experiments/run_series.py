@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import EndedRun
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, complete
 from mpillm.configurator import Configuration
 from mpillm.configurator.command_line import Parser, add_fields

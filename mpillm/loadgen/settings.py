@@ -12,7 +12,7 @@ from typing import Any
 import mlperf_loadgen as lg
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.loadgen.forecast import Forecast, forecast
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed

@@ -8,7 +8,8 @@ from typing import Any
 
 from disagg import CONTROL_RANKS
 from disagg.errors import ConfigError
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME
 from mpillm.files import as_written, read_json, read_object

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import Failure
 from mpillm.report.timeline import Timeline
 

@@ -15,7 +15,7 @@ from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
 from mpillm import workloads
 from mpillm.comms.messages import JoinReport
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail

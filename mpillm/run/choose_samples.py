@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found
 from mpillm.cores.base import ModelLimits
 from mpillm.data.data_loader import LLMDataLoader

@@ -31,7 +31,7 @@ from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.messages import BEAT, BYE, STOP, Stop
 from mpillm.comms.transport import Transport
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role

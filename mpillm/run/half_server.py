@@ -8,7 +8,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.comms.kv_socket import KvStore
 from mpillm.comms.transport import Transport
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.roles.half import Arrival, ContextServer, GenerationServer

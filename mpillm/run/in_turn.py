@@ -15,7 +15,8 @@ from launch.children import Children
 from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.disagg_yaml import generated
-from mpillm.config.options import RunConfig, run_name
+from mpillm.config.options import run_name
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 

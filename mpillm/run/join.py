@@ -17,7 +17,7 @@ from mpillm import __version__
 from mpillm.comms.messages import JoinReport
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset

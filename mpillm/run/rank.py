@@ -28,7 +28,7 @@ from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Set
 from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu
 from mpillm.errors import Failure, Interrupted, RunError

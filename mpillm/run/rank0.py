@@ -17,7 +17,7 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError, exit_code
 from mpillm.phases import PHASES, Phase

@@ -26,7 +26,7 @@ from mpillm.config.disagg_values import (
     without_effect,
     written,
 )
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu

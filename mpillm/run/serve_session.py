@@ -14,7 +14,8 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import RunConfig, model_name, plain_name
+from mpillm.config.options import model_name, plain_name
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer

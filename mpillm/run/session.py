@@ -11,7 +11,8 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import RunConfig, run_name
+from mpillm.config.options import run_name
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json

@@ -12,8 +12,8 @@ from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import RunComms
-from mpillm.config.options import RunConfig
 from mpillm.config.part import Part
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found, Level, Origin
 
 

@@ -17,7 +17,7 @@ from disagg.instances import served_instances
 from launch.signals import Echoes
 from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
-from mpillm.config.options import RunConfig
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpillm.config.options import RunConfig, parse
+from mpillm.config.options import parse
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import FIELDS
 

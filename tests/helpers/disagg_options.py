@@ -10,7 +10,8 @@ import disagg
 from disagg import DisaggConfig
 from mpillm.config.disagg_values import CORE, ROUTER
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import CoreConfig
 from mpillm.run.rank_roles import check_flags, core_configs, what_runs
 from tests.helpers.configured import DUMMY

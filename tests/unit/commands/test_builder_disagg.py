@@ -10,7 +10,8 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.builder.served import for_workers
 from mpillm.cli import main
-from mpillm.config.options import RunConfig, parse
+from mpillm.config.options import parse
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import FIELDS
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import RunConfig, parse_each, parse_run, parse_serve
+from mpillm.config.options import parse_each, parse_run, parse_serve
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.found import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator.found import Found

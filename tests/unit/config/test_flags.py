@@ -14,8 +14,9 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
 from mpillm.config.resolution import resolve
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
 from mpillm.run.rank_roles import check_flags, core_configs

@@ -13,7 +13,8 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm import fields, user_config
 from mpillm.builder.trtllm_options import BUILD
-from mpillm.config.options import RunConfig, parse, parse_run
+from mpillm.config.options import parse, parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import check_core

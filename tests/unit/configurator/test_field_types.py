@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpillm import fields
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -65,7 +66,7 @@ def test_a_default_is_a_value_of_the_field(field: Field) -> None:
 @pytest.mark.slow
 def test_mypy_knows_the_type_of_an_option(tmp_path: Path) -> None:
     (tmp_path / "uses.py").write_text(
-        "from mpillm.config.options import RunConfig\n"
+        "from mpillm.config.run_config import RunConfig\n"
         "def read(config: RunConfig) -> None:\n"
         + "".join(
             f"    reveal_type(config.{name})\n"

@@ -18,7 +18,8 @@ from mpillm.comms.control import Limits, RankControl
 from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
-from mpillm.config.options import RunConfig, parse_run, parse_serve
+from mpillm.config.options import parse_run, parse_serve
+from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure
 from mpillm.fields import DEADLINES
 from mpillm.phases import PHASES, Phase

@@ -12,7 +12,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields, workloads
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.config.workload_options import defaults_of
 from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset

@@ -1,0 +1,100 @@
+"""Options that are right by themselves and wrong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import ConfigError
+from mpillm.fields import BY_NAME
+
+if TYPE_CHECKING:
+    from mpillm.config.run_config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for options that exclude each other, or have no effect without another."""
+    for name in ("scenarios", "benchmarks"):
+        if len(getattr(config, name) or ()) > 1:
+            raise ConfigError(
+                f"{config.named(name)}: a run is one test of one workload; start it once for each"
+            )
+    if config.dry_run:
+        raise ConfigError(
+            f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
+        )
+    if config.min_duration is not None and config.min_duration >= config.test_deadline:
+        raise ConfigError(
+            f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
+            " end the test first"
+        )
+    if config.min_output_len > config.max_output_len:
+        raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
+    if config.dataset == "synthetic" and config.given("dataset_path"):
+        raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    each = config.sections.values() or [config]
+    without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        (
+            "--enable_chunked_context true",
+            any(c.enable_chunked_context for c in each),
+            ("context_chunking_policy",),
+        ),
+        (
+            "--dataset synthetic",
+            config.dataset == "synthetic",
+            ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev"),
+        ),
+        ("--benchmarks", config.benchmarks, ("model_scale",)),
+    )
+    for needed, is_there, needing in without_effect:
+        for name in needing:
+            if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
+                raise ConfigError(f"{config.named(name)} has no effect without {needed}")
+    check_mode(config)
+
+
+def check_mode(config: RunConfig) -> None:
+    """Raise ConfigError for sizes of the instances of another mode."""
+    conflicting = (
+        (
+            "aggregated",
+            (
+                "num_ctx_servers",
+                "ctx_tp_size",
+                "ctx_pp_size",
+                "num_gen_servers",
+                "gen_tp_size",
+                "gen_pp_size",
+            ),
+        ),
+        ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
+    )
+    for mode, names in conflicting:
+        for name in names:
+            if config.mode == mode and config.given(name):
+                raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
+
+
+def check_compliance(config: RunConfig) -> None:
+    """Raise ConfigError for a compliance test that the workload does not have, or in another mode."""
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other:"
+            " the compliance test has its own audit.config"
+        )
+    if (
+        config.compliance_test
+        and config.workload
+        and config.compliance_test not in config.workload.compliance
+    ):
+        raise ConfigError(
+            f"{config.named('compliance_test')}: {config.workload.name} is asked for"
+            f" {' and '.join(config.workload.compliance)}",
+            about=["compliance_test"],
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(
+            f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}"
+        )
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")
