@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mpillm import fields
 from mpillm.config import layers
@@ -18,8 +18,6 @@ from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.configurator.found import Level
 from mpillm.fields import FIELDS
-
-T = TypeVar("T")
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
