@@ -35,8 +35,9 @@ RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from launch.environment import clean_environment, tell_exit_code
+from launch.environment import clean_environment, tell_exit_code, tell_started
 
+tell_started()
 folder, mode, world = Path(sys.argv[2]), sys.argv[3], MPI.COMM_WORLD
 world.Set_errhandler(MPI.ERRORS_RETURN)
 rank = world.rank
