@@ -58,7 +58,7 @@ def _share(config: RunConfig, comms: RunComms) -> Share:
         return share(config, comms.control)
     if config.server_role == "leader":
         raise EveryRankError(
-            "--server_role leader needs no ranks: write it on the command line, not in a file"
+            "--server_role leader needs no ranks: write it on the command line" + config.set_by("server_role")
         )
     return Share(config, comms)
 

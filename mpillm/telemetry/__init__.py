@@ -1,1 +1,1 @@
-"""What a rank notes of itself while it runs: spans of work, and samples of its CPU and GPU."""
+"""What a rank notes of itself while it runs: spans of work, samples of its CPU and GPU, free memory."""

@@ -213,10 +213,9 @@ class TestTwoServers:
     def test_a_file_that_asks_for_a_leader(self, one: Starter) -> None:
         """Ranks can't be one, and would have served the model themselves."""
         (one.folder / "mine.yaml").write_text("server_role: leader\n")
-        said = (
-            one.mpillm("mpirun", "-n", 1, "serve", "--config_file", "mine.yaml", *MODEL).must(USAGE).message
-        )
-        assert "--server_role leader needs no ranks: write it on the command line" in said
+        ended = one.mpillm("mpirun", "-n", 1, "serve", "--config_file", "mine.yaml", *MODEL).must(USAGE)
+        assert "--server_role leader needs no ranks: write it on the command line" in ended.message
+        assert "server_role is set by mine.yaml" in ended.err
 
     @pytest.mark.parametrize(
         ("ranks", "says"),

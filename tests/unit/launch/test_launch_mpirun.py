@@ -35,6 +35,13 @@ SURVIVE_5 = ["--with-ft", "ulfm", "--prtemca", "state_base_error_non_zero_exit",
 SURVIVE_4 = ["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]
 
 
+def script(path: Path, text: str) -> Path:
+    """Make a shell script that stands for an mpirun."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize("mpi, survive", [(OPEN_MPI_5, SURVIVE_5), (OPEN_MPI_4, SURVIVE_4)], ids=["5", "4"])
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -227,8 +234,7 @@ def test_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
     for folder in ("venv", "path", "empty"):
         (tmp_path / folder).mkdir()
     for folder in ("venv", "path"):
-        (tmp_path / folder / "mpirun").write_text("#!/bin/sh\n")
-        (tmp_path / folder / "mpirun").chmod(0o755)
+        script(tmp_path / folder / "mpirun", "")
     path = f"{tmp_path}/empty:{tmp_path}/path:{tmp_path}/venv"
     assert find_launchers(f"{tmp_path}/venv/python", path) == [
         f"{tmp_path}/venv/mpirun",
@@ -290,20 +296,17 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_mpirun_that_starts_nothing_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hangs = tmp_path / "mpirun"
-    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
-    hangs.chmod(0o755)
+    hangs = script(tmp_path / "mpirun", "exec sleep 600")
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(hangs)))
     assert mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"]) == 3
     assert (
         "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?"
         in capsys.readouterr().err
     )
-    begins = tmp_path / "begins"
-    begins.write_text(
-        "#!/bin/sh\ntouch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE\n"
+    begins = script(
+        tmp_path / "begins",
+        "touch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE",
     )
-    begins.chmod(0o755)
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
     assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
 
@@ -316,9 +319,9 @@ def test_without_a_port_for_the_roll_call_it_goes_on(
     def no_port(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
-    begins = tmp_path / "mpirun"
-    begins.write_text('#!/bin/sh\ncase "$*" in *ROLL_CALL*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE\n')
-    begins.chmod(0o755)
+    begins = script(
+        tmp_path / "mpirun", 'case "$*" in *ROLL_CALL*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE'
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
     monkeypatch.setattr("socket.create_server", no_port)
@@ -378,9 +381,7 @@ def test_a_signal_before_the_start_of_a_server_ends_it(capsys: pytest.CaptureFix
 
 
 def test_a_silent_mpirun_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = tmp_path / "mpirun"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
+    silent = script(tmp_path / "mpirun", "exec sleep 600")
     monkeypatch.setattr(find_mpirun, "find_launchers", lambda *_: [str(silent)])
     monkeypatch.setattr(find_mpirun, "_ANSWER_S", 1.0)
     asked = [sys.executable, "-c", "print('Open MPI v5.0.11')"]
@@ -396,9 +397,7 @@ def test_an_mpirun_that_fails_before_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No rank was lost: none was there."""
-    fails = tmp_path / "mpirun"
-    fails.write_text("#!/bin/sh\necho no such host >&2; exit 255\n")
-    fails.chmod(0o755)
+    fails = script(tmp_path / "mpirun", "echo no such host >&2; exit 255")
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
     assert mpirun.main(["-n", "2", "run"]) == 3
     said = capsys.readouterr().err
