@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,20 +102,23 @@ def detect() -> Mpi:
     paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
     asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    launchers = [(path, "".join(_answer(process))) for path, process in versions]
-    library, problem = _answer(asked)
+    given_up = time.monotonic() + _ANSWER_S
+    library, problem = _answer(asked, given_up)
+    launchers = [(path, "".join(_answer(process, given_up))) for path, process in versions]
     if asked.returncode != 0:
         reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"
         raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
     return choose(launchers, library)
 
 
-def _answer(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Return what a process prints, and its errors, once it has ended or was given up."""
+def _answer(process: subprocess.Popen[str], given_up: float) -> tuple[str, str]:
+    """Return what a process prints, and its errors, once it has ended or the moment `given_up` has come."""
     try:
-        return process.communicate(timeout=_ANSWER_S)
+        return process.communicate(timeout=max(0.1, given_up - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # where a file system hangs
+            process.wait(timeout=1.0)
         return "", f"no answer within {_ANSWER_S:g} s"
 
 

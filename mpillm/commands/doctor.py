@@ -77,14 +77,15 @@ def main(argv: Sequence[str]) -> int:
         if comm.rank == 0:
             exam = Rank0Exam(comm, MPI.COMM_WORLD, left_s)
             world, lines = exam.examine(Path(config.log_dir))
-            code = _report(config, lines, comm.size, sorted(set(world.nodes.values())))
             finalize = exam.end()
-            tell_exit_code(code)
         else:
             finalize = RankExam(comm, MPI.COMM_WORLD, config.deadline + _LATE_S / 2).live()
     except Exception:  # noqa: BLE001 - the others may be waiting for this rank
         traceback.print_exc()
         comm.Abort(ExitCode.STAGE_FAILED)
+    if comm.rank == 0:  # when the others have gone: the output may be a full disk
+        code = _report(config, lines, comm.size, sorted(set(world.nodes.values())))
+        tell_exit_code(code)
     if not finalize:
         sys.stdout.flush()
         if comm.rank == 0:

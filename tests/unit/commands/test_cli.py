@@ -125,7 +125,7 @@ def test_a_terminal_without_the_characters() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"], ["doctor"]])
 def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str) -> None:
     """The failure is reported even if Python would notice it only at its exit."""
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

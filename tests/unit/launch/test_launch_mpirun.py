@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -380,17 +382,24 @@ def test_a_signal_before_the_start_of_a_server_ends_it(capsys: pytest.CaptureFix
     assert "Ctrl-C: stopping the ranks" in capsys.readouterr().err
 
 
-def test_a_silent_mpirun_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at the same moment; none stays behind, not even as a zombie."""
     silent = script(tmp_path / "mpirun", "exec sleep 600")
-    monkeypatch.setattr(find_mpirun, "find_launchers", lambda *_: [str(silent)])
+    monkeypatch.setattr(find_mpirun, "find_launchers", lambda *_: [str(silent)] * 4)
     monkeypatch.setattr(find_mpirun, "_ANSWER_S", 1.0)
-    asked = [sys.executable, "-c", "print('Open MPI v5.0.11')"]
+    asked, started = [sys.executable, "-c", "print('Open MPI v5.0.11')"], []
     start = find_mpirun._start
-    monkeypatch.setattr(
-        find_mpirun, "_start", lambda line, env: start(asked if line[0] == sys.executable else line, env)
-    )
+
+    def kept(line: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+        started.append(start(asked if line[0] == sys.executable else line, env))
+        return started[-1]
+
+    monkeypatch.setattr(find_mpirun, "_start", kept)
+    began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind: no answer within 1 s\)"):
         find_mpirun.detect()
+    assert time.monotonic() - began < 3
+    assert [process.returncode for process in started[1:]] == [-signal.SIGKILL] * 4
 
 
 def test_an_mpirun_that_fails_before_rank_0(
