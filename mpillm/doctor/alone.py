@@ -54,6 +54,16 @@ def _gpus(cause: str) -> list[Line]:
     return gpus.driver({0: gpus.gpu_facts()}, job_here())
 
 
+def _gpu_memory(cause: str) -> list[Line]:
+    """By what PyTorch says: the check before a run does not count fragments (docs/engine.md)."""
+    advice = (
+        "give a smaller --kv_cache_free_gpu_mem_fraction or, for fewer fragments, start with"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not for disaggregated runs)"
+    )
+    text = "a step, with what PyTorch holds in fragments, needs more than weights and KV cache leave"
+    return [Line("GPU memory", Status.FAILURE, text, advice)]
+
+
 def _port(cause: str) -> list[Line]:
     import psutil
 
@@ -78,6 +88,7 @@ _EXPLAINED: tuple[tuple[str, Callable[[str], list[Line]]], ...] = (
     (r"address already in use|port \d+ is|:\d+ is taken", _port),
     (r"can't start new thread|resource temporarily unavailable", _limit(limits.processes)),
     (rf"shared memory|/dev/shm|{_LOST}", _limit(limits.shared_memory)),
+    (r"CUDA out of memory", _gpu_memory),
     (rf"cannot allocate memory|memoryerror|out of memory|{_LOST}", _limit(limits.memory)),
     (r"\bGPUs?\b|CUDA|NCCL", _gpus),
 )
