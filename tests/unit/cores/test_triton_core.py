@@ -11,6 +11,7 @@ pytest.importorskip("tritonclient.grpc")
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.triton_grpc import core as module
+from mpillm.cores.triton_grpc.triton_ready import Model
 
 AT_ONCE = 64
 MANY = AT_ONCE // module._GATHER_PART
@@ -47,5 +48,26 @@ def test_answers_wait_for_others_where_nobody_measures_them(
         assert counts == ([1, 0, MANY, 0, 1] if scenario == "Offline" else [1, MANY - 1, 1, 1, 0])
         assert rung == 4
         assert core.quiet_s() > 1e9
+    finally:
+        core.notify_stop()
+
+
+@pytest.mark.parametrize(("per_frontend", "per_server", "n"), [(1, 1, 1), (4, 1, 4), (1, 3, 3), (2, 8, 8)])
+def test_both_names_of_the_number_of_clients(
+    per_frontend: int, per_server: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each server gets so many."""
+    config = TritonHarnessConfig(
+        clients_per_frontend=per_frontend, clients_per_server=per_server, server_urls=("a:1", "b:2")
+    )
+    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
+    monkeypatch.setattr(module, "until_ready", lambda *_: None)
+    monkeypatch.setattr(module, "find_models", lambda *_: [Model("llm", decoupled=True)])
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    opened = {}
+    monkeypatch.setattr(core._clients, "connect", lambda url, n, *_: opened.update({url: n}))
+    try:
+        core.load()
+        assert opened == {"a:1": n, "b:2": n}
     finally:
         core.notify_stop()
