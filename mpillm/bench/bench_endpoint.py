@@ -7,19 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
 from mpillm.bench.endpoint_client import EndpointClient
 from mpillm.bench.load_test import LoadTest, arrivals
-from mpillm.bench.serving_report import DETAILS, GOODPUT, numbers, table
+from mpillm.bench.serving_report import DETAILS, numbers, table
 from mpillm.config.values import Values
-from mpillm.configurator.parsers import at_least_one, boolean, flag_dict, rate
+from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
@@ -27,6 +27,7 @@ from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
+from mpillm.report.goodput import parse_goodput, take_goodput
 
 # What is not said: of a test, and of --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
@@ -82,9 +83,8 @@ class Options(Values):
     num_warmups = Field("num_warmups", "requests before the test", positive, default=8, group="benchmark")
     goodput = Field(
         "goodput",
-        "count requests within these limits, ms: ttft:500,tpot:50,e2el:10000",
-        flag_dict,
-        default={},
+        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000",
+        default="",
         group="benchmark",
     )
     metric_percentiles = Field(
@@ -117,16 +117,23 @@ class Options(Values):
 DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."
 EPILOG = (
     "examples:\n"
-    "  python -m mpillm bench endpoint --url localhost:8000 --request_rate 10 --goodput ttft:500,tpot:50\n"
+    "  python -m mpillm bench endpoint --url localhost:8000 --request_rate 10 --goodput ttft:500 tpot:50\n"
     "  python -m mpillm bench endpoint --null"
 )
+
+
+def words_of(words: Sequence[str]) -> list[str]:
+    """Return the command's words with one of --goodput's in place of vLLM's several."""
+    kept, limits = take_goodput(words)
+    return [*kept, "--goodput", ",".join(limits)] if limits else kept
 
 
 def main(config: Options) -> int:
     """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
     if bool(config.url) == config.null:
         raise ConfigError("bench endpoint needs one of --url URL and --null")
-    limits, percentiles = _limits(config.goodput), _percentiles(config.metric_percentiles)
+    limits = parse_goodput([config.goodput], whole=False)
+    percentiles = _percentiles(config.metric_percentiles)
     values = dict(_NULL if config.null else _TEST)
     values |= {name: given for name in values if (given := config.values[name]) is not None}
     folder = Path(config.model_path) if config.model_path else None
@@ -195,16 +202,6 @@ def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> D
         return load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
     n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
     return load_dataset(Synthetic(values["input_len"], length, num_samples=n, seed=config.seed), tokenizer)
-
-
-@about("goodput")
-def _limits(goodput: dict[str, Any]) -> dict[str, float]:
-    for name, limit in goodput.items():
-        if name not in GOODPUT:
-            raise ConfigError(f"--goodput {name}: not one of {', '.join(GOODPUT)}{nearest(name, GOODPUT)}")
-        if type(limit) not in (int, float) or limit < 0:
-            raise ConfigError(f"--goodput {name}:{limit}: expected a number of milliseconds")
-    return goodput
 
 
 @about("metric_percentiles")

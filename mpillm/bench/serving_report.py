@@ -9,9 +9,6 @@ import numpy as np
 
 from mpillm.bench.load_test import Record
 
-GOODPUT = ("ttft", "tpot", "e2el")
-"""What a limit of goodput may be about."""
-
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),

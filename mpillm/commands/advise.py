@@ -23,7 +23,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
 from mpillm.experiments.advise.planning import plan_of, prepared, world_size
-from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
+from mpillm.experiments.goodput_limits import GOODPUT
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.run_series import (
     GROUP,
@@ -36,6 +36,7 @@ from mpillm.experiments.table import table
 from mpillm.fields import Field, positive
 from mpillm.files import write_json
 from mpillm.loadgen.issue_order import issue_order
+from mpillm.report.goodput import parse_goodput, take_goodput
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.run.in_turn import without
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_run(words)
     _check(config)
     ranks = options.total_gpus
-    limits_ms: dict[str, float] = {**parse_goodput(limits)}
+    limits_ms = parse_goodput(limits)
     folder = series_folder(options.log_dir, "advise").absolute()
     found, test, calibrator = _plans(words, config, ranks, folder, options)
     dataset = test.dataset

@@ -10,7 +10,7 @@ from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
-from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
+from mpillm.experiments.goodput_limits import GOODPUT
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import (
@@ -22,6 +22,7 @@ from mpillm.experiments.run_series import (
 )
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json
+from mpillm.report.goodput import parse_goodput, take_goodput
 from mpillm.report.run_directory import path_shown
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.experiments.goodput import late
+from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late
 

@@ -11,11 +11,12 @@ from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import EndedRun, run_in
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
-from mpillm.experiments.goodput import good_per_second, late, user_conf
+from mpillm.experiments.goodput_limits import user_conf
 from mpillm.experiments.hopeless import Watch
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.settings import ANY_MODEL
+from mpillm.report.goodput import good_per_second, late
 from mpillm.report.request_log import read_requests
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
@@ -34,7 +35,7 @@ class RateTests:
     mpirun: Sequence[str]
     words: Sequence[str]  # of `run`, as typed
     config: RunConfig  # of them
-    goodput: Mapping[str, int]  # limits in place of the workload's; {}: those of the run
+    goodput: Mapping[str, float]  # limits in place of the workload's; {}: those of the run
     probe_s: float | None  # length of the short tests
 
     @property

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.experiments.goodput import good_per_second, late, parse_goodput, user_conf
+from mpillm.experiments.goodput_limits import user_conf
+from mpillm.report.goodput import good_per_second, late, parse_goodput
 from mpillm.report.request_log import RECORD
 
 
@@ -22,6 +23,13 @@ from mpillm.report.request_log import RECORD
 )
 def test_both_tools_words(words: list[str]) -> None:
     assert parse_goodput(words) == {"ttft": 500, "tpot": 50, "e2el": 9000}
+
+
+def test_only_loadgen_wants_whole_milliseconds() -> None:
+    assert parse_goodput(["tpot:12.5"], whole=False) == {"tpot": 12.5}
+    for text in ("tpot:0", "tpot:nan", "tpot:inf", "tpot:-1", "tpot:"):
+        with pytest.raises(ConfigError, match=f"--goodput {text}: expected tpot:MILLISECONDS"):
+            parse_goodput([text], whole=False)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError, nearest
-from mpillm.experiments.run_series import GROUP
-from mpillm.fields import Field
+from disagg.errors import ConfigError, about, nearest
 from mpillm.report.request_log import read_requests, tpot_s
 
 # vLLM's names (`vllm bench serve --goodput`), AIPerf's (`aiperf profile --goodput`), and what they are here.
@@ -28,16 +26,7 @@ _SECONDS: dict[str, Callable[[NDArray[np.void]], NDArray[Any]]] = {
     "tpot": tpot_s,
     "e2el": lambda rows: rows["latency"],
 }
-_NO_LIMIT_MS = 10**9
-
-GOODPUT = Field(
-    "goodput",
-    "limits in place of the workload's, milliseconds at the 99th percentile: ttft:500 tpot:50 e2el:9000,"
-    " or AIPerf's names time_to_first_token, inter_token_latency, request_latency; a latency that is not"
-    " named has no limit",
-    group=GROUP,
-    argparse_opts={"nargs": "+"},
-)
+NO_LIMIT_MS = 10**9
 
 
 def take_goodput(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -60,14 +49,16 @@ def take_goodput(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, limits
 
 
-def parse_goodput(words: Sequence[str]) -> dict[str, int]:
+@about("goodput")
+def parse_goodput(words: Sequence[str], whole: bool = True) -> dict[str, float]:
     """Return limits in milliseconds by ``ttft``, ``tpot``, ``e2el``.
 
-    `words`: ``NAME:MILLISECONDS`` each, or several in one word, as AIPerf takes them. Raises ConfigError.
+    `words`: ``NAME:MILLISECONDS`` each, or several in one word, as AIPerf takes them.
+    `whole`: as LoadGen wants them. Raises ConfigError.
     """
-    limits: dict[str, int] = {}
+    limits: dict[str, float] = {}
     for pair in " ".join(words).replace(",", " ").split():
-        name, colon, text = pair.partition(":")
+        name, _, text = pair.partition(":")
         if name not in NAMES:
             raise ConfigError(
                 f"--goodput {pair}: no latency {name!r}{nearest(name, NAMES)}: {', '.join(NAMES)}"
@@ -76,25 +67,13 @@ def parse_goodput(words: Sequence[str]) -> dict[str, int]:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not colon or value < 1 or value != int(value) or value >= _NO_LIMIT_MS:
+        if whole and not (1 <= value < NO_LIMIT_MS and value == int(value)):
             raise ConfigError(f"--goodput {pair}: expected {name}:MILLISECONDS, a whole number of at least 1")
-        if limits.setdefault(NAMES[name], int(value)) != int(value):
+        if not 0 < value < NO_LIMIT_MS:
+            raise ConfigError(f"--goodput {pair}: expected {name}:MILLISECONDS")
+        if limits.setdefault(NAMES[name], value) != value:
             raise ConfigError(f"--goodput {pair}: {NAMES[name]} has two limits")
     return limits
-
-
-def user_conf(limits: Mapping[str, int], model: str, own: str | None) -> str:
-    """Return a user.conf with these limits for LoadGen's Server test of `model`; none where none is named.
-
-    `own`: the file that the user gave; its other lines stay in force. ``e2el`` is not in it: with token
-    latencies LoadGen looks at no other.
-    """
-    text = Path(own).read_text(encoding="utf-8-sig") if own else ""
-    if text and not text.endswith("\n"):
-        text += "\n"
-    for name in ("ttft", "tpot"):
-        text += f"{model}.Server.{name}_latency = {limits.get(name, _NO_LIMIT_MS)}\n"
-    return text + f"{model}.Server.target_latency = {_NO_LIMIT_MS}\n{model}.Server.use_token_latencies = 1\n"
 
 
 def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
