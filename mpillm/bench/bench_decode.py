@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,10 @@ from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfi
 from mpillm.fields import Field, integers, not_negative, positive
 
 if TYPE_CHECKING:
+    from mpillm.bench.decode_parts import Rates
     from mpillm.bench.decode_steps import Decoded
     from mpillm.bench.roofline import Energy, Part
+    from mpillm.engine.worker import Worker
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -130,67 +133,30 @@ def bench_decode(config: Options) -> int:
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
-    batches, context, n_steps = config.batches, config.context_len, config.output_len
-    block = CoreConfig.tokens_per_block
-    n_guesses = guesses.max_draft_len if guesses else 0
-
-    from mpillm.bench.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
-
-    core = CoreConfig(
-        core_type="torch",
-        model_path=config.model_path or "llama3.1-8b",
-        dtype=config.dtype or "auto",
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        gpu_bytes=gpus[0].free,
-        max_batch_size=max(batches),
-        max_num_tokens=max(config.max_num_tokens, max(batches) * (1 + n_guesses)),
-        enable_chunked_context=True,
-        speculative_config=config.speculative_config,
-    )
-    longest_decoded = context + n_steps + WARM_UP + n_guesses + 2 * block
-    if guesses and guesses.decoding_type == EAGLE:
-        longest_decoded += context_steps(core, max(batches), context)
-    longest = max(longest_decoded, context + max(config.pieces) + block)
-    kv_cache_tokens = max(batches) * (longest_decoded + block) + longest
-    core = replace(core, max_seq_len=longest, kv_cache_tokens=kv_cache_tokens)
+    core = _core(config, guesses, gpus[0].free)
     info = check_model(core)
     check_speculation(core, info)
 
     import torch
 
     from mpillm.bench.decode_parts import decode_parts, measure_rates, seconds_of
-    from mpillm.bench.mixed_steps import mixed_step
+    from mpillm.bench.decode_steps import WARM_UP, decode_steps
     from mpillm.engine.kernels import step_kernels
-    from mpillm.engine.parallel.groups import Groups
-    from mpillm.engine.speculation.start_speculation import start_drafter
-    from mpillm.engine.worker import Worker
 
     started = time.perf_counter()
-    dummy = info.folder is None
-    worker = Worker.on_gpu(
-        info,
-        block,
-        Groups(),
-        core.max_batch_size,
-        dummy=dummy,
-        device="cuda:0",
-        decode_rows=decode_rows(core),
-    )
-    worker.warm_up(core.max_num_tokens)
-    torch.cuda.synchronize()
+    worker = _worker(core, info)
     startup = time.perf_counter() - started
-    with torch.inference_mode():
-        for pool in (worker.part.cache.keys, worker.part.cache.values):
-            for layer in pool:
-                layer.copy_(torch.randn(layer.shape, device=layer.device))
+    with torch.inference_mode():  # what reading costs depends on the numbers
+        for layer in (*worker.part.cache.keys, *worker.part.cache.values):
+            layer.copy_(torch.randn(layer.shape, device=layer.device))
+    context, n_steps = config.context_len, config.output_len
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
     print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
     print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
     with torch.inference_mode():
         rates = measure_rates(worker.part, step_kernels)
-    loads = {"reading": rates.reading, "products of many rows": rates.layers, "of the head": rates.head}
-    roofline, energy = Roofline(*(rate.at_first for rate in loads.values())), rates.energy()
+    loads = rates.reading, rates.layers, rates.head
+    roofline, energy = Roofline(*(rate.at_first for rate in loads)), rates.energy()
     explained: list[str] = []
     plain_s: dict[int, float] = {}  # a step of each batch
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
@@ -198,7 +164,7 @@ def bench_decode(config: Options) -> int:
         f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
         f" {'tokens/s':>9} {'attention':>10} {'products':>9}"
     )
-    for batch in batches:
+    for batch in config.batches:
         decoded = decode_steps(worker, core, batch, context, n_steps)
         step_s, n_tokens = decoded.step_s, context + WARM_UP + n_steps // 2
         n_bytes = _weight_bytes(info, batch)
@@ -214,11 +180,76 @@ def bench_decode(config: Options) -> int:
         )
         explained.append(_explained(batch, decoded, times, roofline, energy))
         plain_s[batch] = step_s
+    _print_rates(rates, roofline, energy)
+    print("\n".join(explained))
+    _print_mixed_steps(config, worker)
+    if guesses is not None:
+        _print_guesses(config, guesses, core, worker, plain_s)
+    return 0
+
+
+def _core(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -> CoreConfig:
+    """Return an engine with room for all steps that are timed."""
+    from mpillm.bench.decode_steps import WARM_UP, context_steps
+
+    batch, context, n_guesses = (
+        max(config.batches),
+        config.context_len,
+        guesses.max_draft_len if guesses else 0,
+    )
+    core = CoreConfig(
+        core_type="torch",
+        model_path=config.model_path or "llama3.1-8b",
+        dtype=config.dtype or "auto",
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        gpu_bytes=free_bytes,
+        max_batch_size=batch,
+        max_num_tokens=max(config.max_num_tokens, batch * (1 + n_guesses)),
+        enable_chunked_context=True,
+        speculative_config=config.speculative_config,
+    )
+    block = core.tokens_per_block
+    longest_decoded = context + config.output_len + WARM_UP + n_guesses + 2 * block
+    if guesses and guesses.decoding_type == EAGLE:
+        longest_decoded += context_steps(core, batch, context)
+    longest = max(longest_decoded, context + max(config.pieces) + block)
+    kv_cache_tokens = batch * (longest_decoded + block) + longest
+    return replace(core, max_seq_len=longest, kv_cache_tokens=kv_cache_tokens)
+
+
+def _worker(core: CoreConfig, info: ModelInfo) -> Worker:
+    """Return a worker that is ready."""
+    import torch
+
+    from mpillm.engine.parallel.groups import Groups
+    from mpillm.engine.worker import Worker
+
+    worker = Worker.on_gpu(
+        info,
+        core.tokens_per_block,
+        Groups(),
+        core.max_batch_size,
+        dummy=info.folder is None,
+        device="cuda:0",
+        decode_rows=decode_rows(core),
+    )
+    worker.warm_up(core.max_num_tokens)
+    torch.cuda.synchronize()
+    return worker
+
+
+def _print_rates(rates: Rates, roofline: Roofline, energy: Energy) -> None:
     print(
         f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
-    for what, rate in (*loads.items(), ("reading and products in turns", rates.in_turns)):
+    for what, rate in (
+        ("reading", rates.reading),
+        ("products of many rows", rates.layers),
+        ("of the head", rates.head),
+        ("reading and products in turns", rates.in_turns),
+    ):
         drawn = f"{rate.watts:.0f} W, {rate.sm_mhz:.0f} MHz"
         print(f"  for seconds on end, {what}: {rate.on_end / 1e12:.2f} ({drawn})")
     if not math.isnan(energy.idle_watts):
@@ -227,25 +258,40 @@ def bench_decode(config: Options) -> int:
             f" of many rows {1e12 * energy.per_flop:.3f} J/TFLOP, of the head"
             f" {1e12 * energy.per_flop_in_floats:.3f}; so in turns {rates.in_turns_by_energy():.0f} W"
         )
-    print("\n".join(explained))
+
+
+def _print_mixed_steps(config: Options, worker: Worker) -> None:
+    from mpillm.bench.mixed_steps import mixed_step
+
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")
-    for batch, piece in itertools.product(batches, config.pieces):
-        mixed = mixed_step(worker, batch, context, piece, block)
+    for batch, piece in itertools.product(config.batches, config.pieces):
+        mixed = mixed_step(worker, batch, config.context_len, piece, CoreConfig.tokens_per_block)
         print(f"  {batch:>6} {piece:>6} {mixed.step_s * 1e3:>9.2f} {mixed.host_s * 1e3:>9.2f}", flush=True)
-    if guesses is not None:
-        print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
-        print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
-        drafter = start_drafter(core, worker)
-        for batch, n in itertools.product(batches, range(1, n_guesses + 1)):
-            tested_guesses = Guesses(drafter, n, guesses.max_concurrency)
-            tested = decode_steps(worker, core, batch, context, n_steps, tested_guesses)
-            step_ms, plain_ms = tested.step_s * 1e3, plain_s[batch] * 1e3
-            print(
-                f"  {batch:>6} {n:>7} {step_ms:>9.3f} {plain_ms:>9.3f} {step_ms / plain_ms - 1:>9.2f}",
-                flush=True,
-            )
-    return 0
+
+
+def _print_guesses(
+    config: Options,
+    guesses: SpeculativeConfig,
+    core: CoreConfig,
+    worker: Worker,
+    plain_s: Mapping[int, float],
+) -> None:
+    """Print what steps with guesses take; `plain_s`: without, by batch."""
+    from mpillm.bench.decode_steps import Guesses, decode_steps
+    from mpillm.engine.speculation.start_speculation import start_drafter
+
+    print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
+    print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
+    drafter = start_drafter(core, worker)
+    for batch, n in itertools.product(config.batches, range(1, guesses.max_draft_len + 1)):
+        tested_guesses = Guesses(drafter, n, guesses.max_concurrency)
+        tested = decode_steps(worker, core, batch, config.context_len, config.output_len, tested_guesses)
+        step_ms, plain_ms = tested.step_s * 1e3, plain_s[batch] * 1e3
+        print(
+            f"  {batch:>6} {n:>7} {step_ms:>9.3f} {plain_ms:>9.3f} {step_ms / plain_ms - 1:>9.2f}",
+            flush=True,
+        )
 
 
 def _explained(
