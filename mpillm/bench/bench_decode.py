@@ -192,11 +192,8 @@ def _core(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -
     """Return an engine with room for all steps that are timed."""
     from mpillm.bench.decode_steps import WARM_UP, context_steps
 
-    batch, context, n_guesses = (
-        max(config.batches),
-        config.context_len,
-        guesses.max_draft_len if guesses else 0,
-    )
+    batch, context = max(config.batches), config.context_len
+    n_guesses = guesses.max_draft_len if guesses else 0
     core = CoreConfig(
         core_type="torch",
         model_path=config.model_path or "llama3.1-8b",

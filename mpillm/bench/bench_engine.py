@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.children import Children
 from mpillm.bench.bench_decode import Options, bench_decode
-from mpillm.bench.counted_engine import CountedEngine
 from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.product_rates import product_rates
 from mpillm.bench.transformers_baseline import TransformersBaseline
@@ -26,6 +25,9 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
+
+if TYPE_CHECKING:
+    from mpillm.bench.counted_engine import CountedEngine
 
 Answer = Callable[[], list[list[int]]]
 
@@ -79,6 +81,7 @@ def main(config: Options) -> int:
 
     import torch
 
+    from mpillm.bench.counted_engine import CountedEngine
     from mpillm.engine.dtypes import torch_dtype
 
     torch.set_num_threads(config.n_threads)

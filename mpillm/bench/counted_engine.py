@@ -6,46 +6,46 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.engine import Engine
+from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.model_info import ModelInfo
-
-if TYPE_CHECKING:
-    from mpillm.engine.engine import Engine
-    from mpillm.engine.model.linear import Linear
-    from mpillm.engine.sequence import Sequence
-    from mpillm.engine.step import Step
+from mpillm.engine.model.transformer import Mlp
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.start_speculation import start_speculation
+from mpillm.engine.staging import Sampled
+from mpillm.engine.step import Step
+from mpillm.engine.worker import Worker
 
 _SQUARE = 2048  # rows, inputs and outputs of a large product
+
+
+class _CountingWorker(Worker):
+    def __init__(self, plain: Worker) -> None:
+        super().__init__(plain.part, plain.steps)
+        self.counts: list[tuple[int, int]] = []  # of each step: rows, rows with logits
+
+    def run(self, step: Step) -> Sampled | None:
+        self.counts.append((len(step.tokens), len(step.wanted)))
+        return super().run(step)
 
 
 class CountedEngine:
     """The engine on a CPU, which counts what its steps compute."""
 
     def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
-        from mpillm.engine.engine import Engine
-        from mpillm.engine.engine_limits import EngineLimits
-        from mpillm.engine.parallel.groups import Groups
-        from mpillm.engine.speculation.start_speculation import start_speculation
-        from mpillm.engine.worker import Worker
-
         limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
-        self._engine: Engine = Engine(
-            info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
-        )
+        worker = _CountingWorker(Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False))
+        self._steps = worker.counts
+        self._engine = Engine(info, limits, worker)
         if core.speculative_config:
-            worker = self._engine.worker
             self._engine.speculation = start_speculation(core, worker, self._engine.scheduler)
-        self._steps: list[tuple[int, int]] = []  # rows, rows with logits
-        steps = self._engine.worker.steps
-        forward = steps.forward
-
-        def counted(step: Step, layer_stored: Any = None) -> Any:
-            self._steps.append((len(step.tokens), len(step.wanted)))
-            return forward(step, layer_stored)
-
-        steps.forward = counted  # type: ignore[method-assign]
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
         sequences = self._added(prompts, n_output)
@@ -65,9 +65,6 @@ class CountedEngine:
         return 1e3 * statistics.median(times) if times else math.nan
 
     def _added(self, prompts: list[list[int]], n_output: int) -> list[Sequence]:
-        from mpillm.engine.sampler import SamplingParams
-        from mpillm.engine.sequence import Sequence
-
         self._steps.clear()
         if (speculation := self._engine.speculation) is not None:
             speculation.accepted_tokens = speculation.drafted_tokens = 0
@@ -86,8 +83,6 @@ class CountedEngine:
 
     def products(self) -> float:
         """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
-        import torch
-
         dtype = self._engine.worker.part.dtype
         widths = {linear.in_features for linear, _ in self._products()}
         longest = max(rows for rows, _ in self._steps)
@@ -104,16 +99,10 @@ class CountedEngine:
 
     def best_rate(self) -> float:
         """Return the GFLOP/s of a large square product with weights, the best of three."""
-        import torch
-
-        from mpillm.engine.model.linear import Linear
-
         dtype = self._engine.worker.part.dtype
         with torch.inference_mode():
-            linear, x = (
-                Linear(torch.randn(_SQUARE, _SQUARE).to(dtype)),
-                torch.randn(_SQUARE, _SQUARE).to(dtype),
-            )
+            weight, x = torch.randn(2, _SQUARE, _SQUARE).to(dtype)
+            linear = Linear(weight)
             times = []
             for _ in range(3):
                 started = time.perf_counter()
@@ -123,8 +112,6 @@ class CountedEngine:
 
     def _products(self) -> Iterator[tuple[Linear, int]]:
         """Yield each product with weights of the last `answer`, and its rows."""
-        from mpillm.engine.model.transformer import Mlp
-
         model = self._engine.worker.part.model
         layers = [
             (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)

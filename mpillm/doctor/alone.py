@@ -57,10 +57,10 @@ def _gpus(cause: str) -> list[Line]:
 def _gpu_memory(cause: str) -> list[Line]:
     """By what PyTorch says: the check before a run does not count fragments (docs/engine.md)."""
     advice = (
-        "give a smaller --kv_cache_free_gpu_mem_fraction or, for fewer fragments, start with"
-        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not for disaggregated runs)"
+        "give the KV cache less (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens) or, for fewer"
+        " fragments, start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not for disaggregated runs)"
     )
-    text = "a step, with what PyTorch holds in fragments, needs more than weights and KV cache leave"
+    text = "weights and KV cache leave less than the rest needs, with what PyTorch holds in fragments"
     return [Line("GPU memory", Status.FAILURE, text, advice)]
 
 

@@ -161,7 +161,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         ("RuntimeError: can't start new thread", {"tasks": 1}, "processes: 1 more may start"),
         ("MemoryError: ", {"memory": 5}, "memory: 5 B free"),
         ("MemoryError: ", {}, ""),
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB.", {}, "GPU memory: a step"),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB.", {}, "GPU memory: weights"),
         ("--max_seq_len 3: too short", {"shm": (1, 1)}, ""),
     ],
 )
