@@ -354,6 +354,7 @@ def main(
             stop_grace_s=stop_grace_s,
             start_deadline_s=arguments.start_deadline_s,
             drains=arguments.command[0] == "serve",
+            draws=sys.stdout.isatty(),
         )
         status, interrupted = supervisor.run(
             line,

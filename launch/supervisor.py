@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import FrameType
 
 import psutil
 
+from launch.live_lines import LiveLines
 from launch.signals import Echoes, stop_signals, title
 
 STOP_GRACE_S = 10.0
@@ -60,11 +62,13 @@ class Supervisor:
         stop_grace_s: float = STOP_GRACE_S,
         start_deadline_s: float = START_DEADLINE_S,
         drains: bool = False,
+        draws: bool = False,
     ) -> None:
         """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise.
 
         `drains`: after the first signal rank 0 ends what is open, under a deadline of its own; the grace time
-        begins when it has told its exit code.
+        begins when it has told its exit code. `draws`: the ranks' output goes through this process, which
+        draws their progress on a terminal.
         """
         self.never_started = False
         self.lost = ""
@@ -75,6 +79,8 @@ class Supervisor:
         self._signals: list[int] = []
         self._echoes = Echoes()
         self._segments: set[str] = set()
+        self._lines = LiveLines(sys.stdout, sys.stderr)
+        self._draws = draws
         self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
         # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
         self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
@@ -100,14 +106,20 @@ class Supervisor:
                 line,
                 env=env,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._draws else None,
+                stderr=subprocess.PIPE if self._draws else None,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
+            pumps = self._start_pumps(process)
             try:
                 self._wait(process, started, finished, tell, lost)
             finally:
                 self._note_segments(process)
                 end_processes(process, before)
+                for pump in pumps:  # at its end: nobody is left who could write
+                    pump.join(KILL_GRACE_S)
+                self._lines.clear()
                 for segment in self._segments:
                     Path(segment).unlink(missing_ok=True)
         finally:
@@ -116,6 +128,19 @@ class Supervisor:
         # A process stuck in the kernel outlives even SIGKILL.
         status = process.returncode if _ended_within(process, KILL_GRACE_S) else -signal.SIGKILL
         return status, self._signals[0] if self._signals else None
+
+    def _start_pumps(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        pumps = [
+            threading.Thread(target=self._lines.pump, args=(source, to), daemon=True)
+            for source, to in ((process.stdout, self._lines.out), (process.stderr, self._lines.err))
+            if source is not None
+        ]
+        for pump in pumps:
+            pump.start()
+        return pumps
+
+    def _say(self, text: str) -> None:
+        self._lines.write(said(text), self._lines.err)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if not self._echoes.has(number):
@@ -148,7 +173,7 @@ class Supervisor:
             if time.monotonic() < look_until:
                 self._note_segments(process)
             if stop_at is None and self._signals:
-                say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
+                self._say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
                 tell(self._signals[0])
                 process.send_signal(self._ask)
                 # Before rank 0 has started nobody drains requests.
@@ -164,14 +189,14 @@ class Supervisor:
                 self.lost = who
                 stop_at = time.monotonic()
             elif stop_at is None and start_by is not None and time.monotonic() > start_by:
-                say(
+                self._say(
                     f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline):"
                     " can its host be reached?"
                 )
                 self.never_started = True
                 stop_at = time.monotonic()
             if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
-                say("ending the remaining ranks")
+                self._say("ending the remaining ranks")
                 if self._openmpi:
                     process.terminate()
                     _ended_within(process, KILL_GRACE_S)
@@ -229,6 +254,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def said(text: str) -> str:
+    """Return a line of the launcher's own."""
+    return f"mpillm mpirun: {text}\n"
+
+
 def say(text: str) -> None:
     """Write a line of the launcher's own to stderr."""
-    print(f"mpillm mpirun: {text}", file=sys.stderr, flush=True)
+    print(said(text), end="", file=sys.stderr, flush=True)

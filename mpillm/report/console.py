@@ -15,13 +15,12 @@ from typing import Any, TextIO
 import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
+from launch.live_lines import LiveLines, frame
 from mpillm.errors import Failure
 from mpillm.report.timeline import Computed
 
 _WIDTH = 80  # of the progress lines
 _MOST_BAR, _LEAST_BAR = 24, 4
-_UP = "\x1b[1A\x1b[2K"  # go to the line above, and clear it
-_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
@@ -30,19 +29,19 @@ class Console:
     """Prints lines; redraws the progress in place on a terminal, elsewhere prints it every few seconds."""
 
     def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
-        self._out, self._err = out, err
+        self._lines = LiveLines(out, err)
         # Under mpirun a rank's own stdout says nothing about the user's: Open MPI always makes it a terminal,
-        # MPICH a pipe.
-        self._terminal = os.environ.get(TTY) == "1" if find_launcher() else out.isatty()
-        self._interval_s = 0.25 if self._terminal else 5.0
+        # MPICH a pipe. The launcher draws, if that is a terminal.
+        launcher = find_launcher()
+        self._frames = launcher is not None and os.environ.get(TTY) == "1"
+        self._terminal = launcher is None and out.isatty()
+        self._interval_s = 0.25 if self._frames or self._terminal else 5.0
         self._drawn = time.monotonic()
-        self._n_bar_lines = 0
         self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
 
     def line(self, text: str = "") -> None:
         """Print a line in place of the progress bar, if that is shown."""
-        self._clear_bar()
-        self._print(text)
+        self._lines.write(f"{text}\n")
 
     def phase(self, name: str, seconds: float, note: str = "") -> None:
         """Print that a phase is done."""
@@ -70,14 +69,10 @@ class Console:
         lines = progress_lines(done, total, elapsed_s, computed)
         if steady and (lately := self._lately(elapsed_s, done, tokens)):
             lines.append(lately)
-        text = "\n".join(lines)
         if self._terminal:
-            # Print whole lines and go back up to them: Open MPI forwards output line by line. (rich's live
-            # display redraws within a line: under Open MPI's mpirun all of it arrives at the end.) Cut them
-            # at the terminal's edge, wherever that is now: going up one line does not clear a wrapped one.
-            text = f"{_UP * self._n_bar_lines}{_CUT}{text}{_WRAP}"
-            self._n_bar_lines = len(lines)
-        self._print(text)
+            self._lines.draw(lines)
+        else:
+            self._lines.write(frame(lines) if self._frames else "\n".join(lines) + "\n")
 
     def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
         """Return the throughput since the last bar that is no older than the window."""
@@ -115,7 +110,6 @@ class Console:
 
         Ranks with the same cause share a line.
         """
-        self._clear_bar()
         if all(failure.interrupted and failure.rank is None for failure in failures):
             self._interrupted("\n  ".join([f"mpillm: {failures[0].cause} {when}", *more]))
             return
@@ -133,7 +127,7 @@ class Console:
                 )
         message += dict.fromkeys(f"  doctor: {failure.doctor}" for failure in failures if failure.doctor)
         message += [f"  {line}" for line in more]
-        print("\n".join(message), file=self._err, flush=True)
+        self._tell("\n".join(message))
 
     def _interrupted(self, message: str) -> None:
         if mpirun_ends_ranks():
@@ -141,19 +135,10 @@ class Console:
             with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123
                 print(message, file=terminal)
                 return
-        print(message, file=self._err, flush=True)
+        self._tell(message)
 
-    def _clear_bar(self) -> None:
-        if self._n_bar_lines:
-            self._print(_UP * self._n_bar_lines, end="")
-            self._n_bar_lines = 0
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        try:
-            print(text, end=end, file=self._out, flush=True)
-        # The reader (head, say) has gone, or its disk is full: the run goes on, and its directory has it all.
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+    def _tell(self, message: str) -> None:
+        self._lines.write(f"{message}\n", self._lines.err)
 
 
 def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed | None) -> list[str]:

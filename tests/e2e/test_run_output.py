@@ -144,7 +144,7 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
     command.wait_phase("test")
     wait_until(lambda: "samples/s" in command.out or "drain" in command.out, "the bar")
     assert "drain" not in command.out, command.out
-    assert "\x1b[2K" in command.end().must(DONE).out
+    assert "\x1b[J" in command.end().must(DONE).out
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -142,6 +142,7 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)
     terminal: bool = False  # stdout is one
     controlling: bool = False  # and it is theirs: Ctrl-C in it is a signal, and /dev/tty is it
+    one_terminal: bool = False  # stderr is the same terminal, as in front of a person: `out` has both
 
     def __post_init__(self) -> None:
         self.marker = uuid.uuid4().hex
@@ -160,7 +161,7 @@ class Command:
             env=env,
             stdin=slave if self.controlling else subprocess.DEVNULL,
             stdout=slave,
-            stderr=err_slave,
+            stderr=slave if self.one_terminal else err_slave,
             start_new_session=True,
             preexec_fn=(lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0)) if self.controlling else None,
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.environment import TTY
 from mpillm.errors import Failure
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.timeline import Computed
@@ -57,43 +56,6 @@ def test_progress_fits_80_columns(n: int) -> None:
     for elapsed in (0.5, 3_600.0, 86_400.0):
         lines = progress_lines(n, max(1, n), elapsed, computed)
         assert len(lines) == 2 and max(map(len, lines)) <= 80
-
-
-def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar is cut to one line of the terminal, and other lines go on in the next line."""
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv(TTY, "1")
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    out = io.StringIO()
-    bar = Console(out)
-    for second in (1, 2, 3):
-        now[0] = float(second)
-        bar.progress(second, 24576, 100 * second, float(second), BUSY, steady=True)
-    assert len(screen(out.getvalue(), width=40)) == 3
-    bar.line("done")
-    assert screen(out.getvalue(), width=40) == ["done"]
-
-
-def screen(text: str, width: int) -> list[str]:
-    """Return the lines that a terminal shows, as long as only its last line is written to."""
-    lines, wraps = [""], True
-    for part in re.findall(r"\x1b\[\??\d+[A-Za-z]|[^\x1b]", text):
-        if part == "\x1b[1A":
-            lines.pop()
-        elif part == "\x1b[2K":
-            lines[-1] = ""
-        elif part.startswith("\x1b[?7"):
-            wraps = part.endswith("h")
-        elif part == "\n":
-            lines.append("")
-        elif len(lines[-1]) < width:
-            lines[-1] += part
-        elif wraps:
-            lines.append(part)
-        else:
-            lines[-1] = lines[-1][:-1] + part
-    return [line for line in lines if line]
 
 
 def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:

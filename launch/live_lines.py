@@ -1,0 +1,70 @@
+"""Lines at the end of a terminal's text that are drawn again and again: a progress bar.
+
+Under `mpillm mpirun` rank 0 only says what the bar is, and the launcher draws it: all that goes to the
+terminal, from the ranks, mpirun and itself, goes through it, so no bar is drawn over a message.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Sequence
+from typing import IO, TextIO
+
+_BEGIN, _BETWEEN, _END = "\x1b_mpillm:", "\x1f", "\x1b\\"  # a terminal ignores what is between
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
+
+
+def frame(lines: Sequence[str]) -> str:
+    """Return `lines` as one line for the launcher, which draws them: Open MPI forwards whole lines."""
+    return f"{_BEGIN}{_BETWEEN.join(lines)}{_END}\n"
+
+
+class LiveLines:
+    """Writes to stdout and stderr; any thread may. What is written takes the place of the lines drawn."""
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self.out, self.err = out, err
+        self._lock = threading.Lock()
+        self._n_drawn = 0
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Draw `lines` in place of those drawn before; each is cut at the terminal's edge, wherever that is
+        now."""
+        with self._lock:
+            self._put(f"{self._clearing()}{_CUT}" + "\n".join(lines) + f"{_WRAP}\n", self.out)
+            self._n_drawn = len(lines)
+
+    def write(self, text: str, to: TextIO | None = None) -> None:
+        """Write `text`, to stdout unless `to` says otherwise."""
+        with self._lock:
+            if clearing := self._clearing():
+                self._put(clearing, self.out)
+            self._put(text, to or self.out)
+
+    def pump(self, source: IO[bytes], to: TextIO) -> None:
+        """Write the lines of `source` to `to`, and draw the frames among them, until it ends."""
+        with source:
+            for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):
+                if line.startswith(_BEGIN):
+                    self.draw(line.removeprefix(_BEGIN).partition(_END)[0].split(_BETWEEN))
+                else:
+                    self.write(line, to)
+
+    def clear(self) -> None:
+        """Remove the lines drawn: nothing will come in their place."""
+        self.write("")
+
+    def _clearing(self) -> str:
+        n, self._n_drawn = self._n_drawn, 0
+        return f"\r\x1b[{n}A\x1b[J" if n else ""
+
+    @staticmethod
+    def _put(text: str, to: TextIO) -> None:
+        try:
+            to.write(text)
+            to.flush()
+        # The reader (head, say) has gone, or its disk is full: the run goes on, and its directory has it all.
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())

@@ -1,0 +1,117 @@
+"""What a terminal shows when a run has ended: stdout and stderr are one, as in front of a person."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_faults import ENDLESS, GRACE
+from tests.helpers.screen import screen
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    ROOT,
+    TEST_FAILED,
+    Command,
+    Ended,
+    Starter,
+    wait_until,
+)
+
+BAR = re.compile(r"\d+ samples?|samples/s|tok/s")
+PLUGIN = "tests.helpers.plugin_cores:Faulty"
+
+
+def see_bar(command: Command) -> None:
+    """Wait until the bar has been drawn a few times, with what the instances compute below it."""
+    wait_until(lambda: command.out.count("samples/s") > 2 and "tok/s" in command.out, "the bar")
+
+
+def shown_whole(ended: Ended) -> list[str]:
+    """Return the screen's lines from the message of a failure on; no line of it may be missing or cut."""
+    lines = screen(ended.out, 200)
+    first = next((i for i, line in enumerate(lines) if re.match(r"mpillm: (failed|interrupted)", line)), None)
+    assert first is not None, "no message on the screen:\n" + "\n".join(lines)
+    message = lines[first:]
+    assert not any(BAR.search(line) for line in message), message
+    for failure in ended.result["failures"]:
+        for part in failure["cause"].splitlines():
+            assert any(part in line for line in message), (part, message)
+    assert any(re.match(r"  see ", line) for line in message), message
+    return message
+
+
+@pytest.mark.parametrize("phase", ["load", "warmup", "test"])
+def test_a_failure(both: Starter, phase: str) -> None:
+    """Also in the test, in which a bar is drawn."""
+    at = 200 if phase == "test" else 7
+    options = [*ENDLESS, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:2,fault_at:{at}"]
+    command = both.start(3, *options, terminal=True, one_terminal=True)
+    if phase == "test":
+        see_bar(command)
+    ended = command.end().must(TEST_FAILED if phase == "test" else NOT_READY)
+    assert shown_whole(ended)[0] == f"mpillm: failed in phase '{phase}'"
+
+
+@pytest.mark.parametrize("where", ["ready", "drain", "stop"])
+def test_a_failure_in_other_phases(one: Starter, where: str) -> None:
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:1"}
+    command = one.start(
+        2, *GRACE, "--min_duration", 1, env=env, terminal=True, one_terminal=True, core=PLUGIN
+    )
+    ended = command.end()
+    assert ended.code in (NOT_READY, TEST_FAILED), repr(ended)
+    assert shown_whole(ended)[0].startswith("mpillm: failed in phase ")
+
+
+def test_ctrl_c_in_the_test(both: Starter) -> None:
+    command = both.start(3, *ENDLESS, controlling=True, one_terminal=True)
+    see_bar(command)
+    command.press_ctrl_c()
+    ended = command.end().must(130)
+    assert shown_whole(ended)[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
+    assert "mpillm mpirun: Ctrl-C: stopping the ranks; press Ctrl-C again to kill them" in screen(
+        ended.out, 200
+    )
+
+
+def test_a_killed_rank(both: Starter) -> None:
+    command = both.start(3, *ENDLESS, terminal=True, one_terminal=True)
+    see_bar(command)
+    os.kill(command.wait_rank(2), signal.SIGKILL)
+    assert shown_whole(command.end().must(INSTANCE_LOST))[0] == "mpillm: failed in phase 'test'"
+
+
+def test_a_killed_rank_0(both: Starter) -> None:
+    """Nobody but the launcher can say it."""
+    command = both.start(3, *ENDLESS, terminal=True, one_terminal=True)
+    see_bar(command)
+    os.kill(command.wait_rank(0), signal.SIGKILL)
+    lines = screen(command.end(tidy=False).must(INSTANCE_LOST).out, 200)
+    assert lines[-1].startswith("mpillm mpirun: rank 0 ended without an exit code"), lines
+
+
+def test_a_good_end(both: Starter) -> None:
+    """The bar is gone, and every phase has its line."""
+    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 3]
+    ended = both.start(3, *options, terminal=True, one_terminal=True).end().must(DONE)
+    assert "samples/s" in ended.out
+    lines = screen(ended.out, 200)
+    phases = [line.split()[0] for line in lines if re.match(r"  [a-z]+ +\d+\.\d\d s", line)]
+    assert phases == ["join", "load", "health", "warmup", "ready", "test", "drain", "stop"], lines
+    assert not any("samples/s" in line for line in lines), lines
+    assert lines[-1].startswith("  page"), lines
+
+
+def test_one_rank_without_mpirun(one: Starter, tmp_path: Path) -> None:
+    """It draws on the terminal itself."""
+    options = ["--core_type", "dummy", *ENDLESS, "--log_dir", tmp_path / "run"]
+    command = one.command([one.python, "-m", "mpillm", "run", *options], controlling=True, one_terminal=True)
+    see_bar(command)
+    command.press_ctrl_c()
+    assert shown_whole(command.end().must(130))[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
