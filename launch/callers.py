@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch.door import Door
+
 KEY = "16s"  # the first field of what a caller says
 _CONNECT_S = 5.0
-_PAUSE_S = 0.1
-_READ = 1  # selectors.EVENT_READ
 
 
 class Callers:
@@ -37,60 +35,39 @@ class Callers:
         `called` and `ended` get the other fields: of a caller, and of one whose process has ended without
         taking its leave.
         """
-        import secrets  # as selectors and hmac: who only calls does without, whose start they would delay
-        import selectors
+        import secrets  # as hmac: who only calls does without, whose start it would delay
 
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(
+        listener = socket.create_server(
             ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
         )
         self._hello = hello
         self._ended, self._called = ended, called
-        self.port = int(self._listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
         self.key = secrets.token_bytes(struct.calcsize(KEY))
-        self._events = selectors.DefaultSelector()
-        self._events.register(self._listener, _READ)
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._door = Door(name, listener, hello.size, self._admit)
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._events.select():
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._listener:
-                    self._accept()
-                elif not self._hear(connection, key.data):
-                    self._events.unregister(connection)
-                    connection.close()
+    def _admit(self, connection: socket.socket, said: bytes) -> None:
+        import hmac
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone by now, or no file descriptor is left: then select returns at once
-            time.sleep(_PAUSE_S)
+        key, *fields = self._hello.unpack(said)
+        if not hmac.compare_digest(key, self.key):
+            connection.close()
             return
-        connection.setblocking(False)
-        self._events.register(connection, _READ)
+        self._called(tuple(fields))
+        self._door.watch(connection, lambda: self._hear(connection, tuple(fields)))
 
-    def _hear(self, connection: socket.socket, known: tuple[Any, ...] | None) -> bool:
+    def _hear(self, connection: socket.socket, caller: tuple[Any, ...]) -> bool:
         """Return whether to go on listening to it."""
         try:
-            said = connection.recv(1 if known else self._hello.size)
+            said = connection.recv(1)
         except BlockingIOError:
             return True
         except OSError:  # the network's failure, not the process's
             return False
-        if known is None and len(said) == self._hello.size:
-            import hmac
-
-            key, *fields = self._hello.unpack(said)
-            if hmac.compare_digest(key, self.key):
-                self._called(tuple(fields))
-                self._events.modify(connection, _READ, tuple(fields))
-                return True
-        if known is not None and said == b"":
-            self._ended(known)
-        return False  # it has ended, or takes its leave, or is a stranger
+        if said == b"":
+            self._ended(caller)
+        return False  # it has ended, or takes its leave
 
 
 def call(hosts: Sequence[str], port: int, hello: bytes) -> tuple[socket.socket | None, str]:

@@ -112,7 +112,11 @@ class EndedRanks:
 
 
 def runs(pid: int) -> bool:
-    """Return whether the process exists and is more than a zombie."""
+    """Return whether the process exists and is more than a zombie.
+
+    Only the system's word that there is none means that it has ended: with no file descriptor left, say, this
+    process can't look.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -122,8 +126,10 @@ def runs(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:  # noqa: PTH123 - ten times faster than Path
             return file.read().rpartition(")")[2].split()[0] not in _GONE
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:
+        return True
 
 
 def _told(sibling: Sibling) -> str:

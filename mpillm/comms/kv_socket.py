@@ -3,7 +3,8 @@
 A connection fetches one cache. The client sends the 16 bytes of its key; the server answers with the cache's
 size (int64, little-endian; -1: there is none under this key), its bytes once all of them are there, and takes
 one byte in return, after which nothing of the cache is kept. A cache that nobody fetches is dropped after a
-time. Each connection has a thread, so neither the engine's steps nor HTTP wait for a socket.
+time. Each cache that is fetched has a thread, so neither the engine's steps nor HTTP wait for a socket; who
+does not know a key has none (`launch.door`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.door import Door
+
 _log = logging.getLogger(__name__)
 _KEY_BYTES = 16
 _SIZE = struct.Struct("<q")
 _NOTHING = -1
 _FETCHED = b"\x01"
-_HELLO_S = 10.0  # for a client's key
 _BACKLOG = 256
-_PAUSE_S = 0.1
+_CALLERS = 4  # of one cache: who has broken off may not be noticed yet
 _CHUNK = 1 << 20  # bytes of one call
 
 Cache = NDArray[np.uint8]  # shape [bytes]
@@ -44,6 +46,7 @@ class _Kept:
     until: float  # time.monotonic()
     cache: Cache | None = None
     there: threading.Event = field(default_factory=threading.Event)  # or dropped
+    callers: int = 0
 
 
 class KvStore:
@@ -60,9 +63,9 @@ class KvStore:
         self._by_key: dict[bytes, _Kept] = {}
         self._fetched: list[int] = []
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="mpillm-kv", daemon=True).start()
+        listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        self._door = Door("mpillm-kv", listener, _KEY_BYTES, self._admit)
 
     def open(self, id_: int) -> None:
         """Let the request's cache be asked for from now on; whoever asks waits until it is there."""
@@ -107,39 +110,34 @@ class KvStore:
             return [id_ for id_, kept in self._kept.items() if now > kept.until]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
+        self._door.close()
 
     # --- threads ---
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # the caller has gone by now, or no file descriptor is left
-                if self._socket.fileno() < 0:
-                    return  # closed
-                time.sleep(_PAUSE_S)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+    def _admit(self, connection: socket.socket, key: bytes) -> None:
+        """Give a thread to who has a cache's key, but not to everybody at once."""
+        with self._lock:
+            kept = self._by_key.get(key)
+            if kept is not None and kept.callers < _CALLERS:
+                kept.callers += 1
+                threading.Thread(target=self._serve, args=(connection, kept), daemon=True).start()
+                return
+        with connection, contextlib.suppress(OSError):
+            connection.send(_SIZE.pack(_NOTHING))
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, kept: _Kept) -> None:
         with connection, contextlib.suppress(OSError, EOFError):
-            connection.settimeout(_HELLO_S)
-            key = bytes(_received(connection, _KEY_BYTES))
-            with self._lock:
-                kept = self._by_key.get(key)
-            if kept is not None:
-                kept.there.wait(max(0.0, kept.until - time.monotonic()))
-            if kept is None or (cache := kept.cache) is None:
+            kept.there.wait(max(0.0, kept.until - time.monotonic()))
+            connection.settimeout(self._timeout_s)
+            if (cache := kept.cache) is None:
                 connection.sendall(_SIZE.pack(_NOTHING))
                 return
-            connection.settimeout(self._timeout_s)
             connection.sendall(_SIZE.pack(cache.nbytes))
             connection.sendall(cache.data)
             if bytes(_received(connection, 1)) == _FETCHED:
                 self._note_fetched(kept)
+        with self._lock:
+            kept.callers -= 1
 
     def _note_fetched(self, kept: _Kept) -> None:
         with self._lock:

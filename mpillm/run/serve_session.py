@@ -50,6 +50,7 @@ class ServeSession:
         try:
             from mpillm.run.half_server import HalfServer
             from mpillm.serve.app import Service
+            from mpillm.serve.guard import Guard
             from mpillm.serve.http_thread import HttpThread, bind, url
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
@@ -84,9 +85,8 @@ class ServeSession:
         service = Service(
             self.served,
             requests,
-            api_key=config.api_key.text if config.api_key else None,
+            guard=Guard(config.api_key.text if config.api_key else None, config.max_body_bytes),
             max_queue_size=config.max_queue_size,
-            max_body_bytes=config.max_body_bytes,
             perf_metrics_max_requests=config.perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
             lost=self._record.result["lost"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -11,7 +10,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -22,9 +20,10 @@ from mpillm.roles.half import Arrival
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
-from mpillm.serve.http_errors import Handler, answered, body_of, on_expect
+from mpillm.serve.guard import Guard, Handler
+from mpillm.serve.http_errors import on_expect
 from mpillm.serve.open_requests import Answer, OpenRequests
-from mpillm.serve.perf_metrics import PATHS, PerfMetrics
+from mpillm.serve.perf_metrics import PerfMetrics
 from mpillm.serve.prometheus import TEXT, ServeMetrics
 from mpillm.serve.protocol import Asked, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
@@ -46,9 +45,8 @@ class Service:
         served: Served,
         requests: OpenRequests,
         *,
-        api_key: str | None = None,
+        guard: Guard | None = None,
         max_queue_size: int = 1024,
-        max_body_bytes: int = 1 << 24,
         perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
         lost: Sequence[Mapping[str, Any]] = (),
@@ -60,21 +58,18 @@ class Service:
         `result.json`; it may grow.
         """
         self.metrics = ServeMetrics()
-        self.perf_metrics = PerfMetrics(perf_metrics_max_requests)
-        self.draining = False
-        self.active = 0  # handlers at work
+        self.guard = guard or Guard()
+        self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests)
         self._served = served
         self._requests = requests
-        self._api_key = api_key
         self._max_queue_size = max_queue_size
-        self._max_body_bytes = max_body_bytes
         self._kv_cache_usage = kv_cache_usage
         self._lost = lost
         self._half = half
         self._started = int(time.time())
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+        app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
         app.add_routes(
             [
                 web.post("/v1/completions", self._completions, expect_handler=on_expect),
@@ -94,43 +89,17 @@ class Service:
     # --- around every route ---
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give the request its id, check the key, and answer errors in OpenAI's form."""
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give the request its id, and count the response."""
         given = request.headers.get("X-Request-Id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         _request_id.set(request_id)
         _came_at.set(time.perf_counter())
-        self.active += 1
-        try:
-            response = await answered(partial(self._checked, handler), request, f"request {request_id}")
-        finally:
-            self.active -= 1
+        response = await self.guard.answered(handler, request, f"request {request_id}")
         self.metrics.responded(response.status)
         if not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
-
-    async def _checked(self, handler: Handler, request: web.Request) -> web.StreamResponse:
-        self._check_key(request)
-        return await handler(request)
-
-    def _check_key(self, request: web.Request) -> None:
-        """Check the API key.
-
-        /health, /version and /metrics don't need it, as with vLLM; what tells of single requests, or changes
-        what is told of them, does.
-        """
-        if self._api_key is None or not request.path.startswith(("/v1", *PATHS)):
-            return
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(
-            key.strip().encode(errors="replace"), self._api_key.encode()
-        ):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-            )
 
     # --- state ---
 
@@ -159,7 +128,7 @@ class Service:
         }
 
     async def _health(self, request: web.Request) -> web.Response:
-        self._check_open()
+        self.guard.check_open()
         if self._lost:  # what is left still serves
             lost = [{key: one[key] for key in ("instance", "role", "cause", "at_s")} for one in self._lost]
             return web.json_response({"status": "degraded", "lost": lost})
@@ -188,21 +157,19 @@ class Service:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, chat=True)
 
-    def _check_open(self) -> None:
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
-        self._check_open()
-        asked = read(await body_of(request), chat, self._served)
-        half = self._half if asked.disaggregated else None
-        if half is not None:
-            asked = half.check(asked, self._served)
-        if asked.n_characters > _LONG_TEXT:
-            prompts = await asyncio.get_running_loop().run_in_executor(None, encode, asked, self._served)
-        else:
-            prompts = encode(asked, self._served)
-        self._check_open()
+        self.guard.check_open()
+        async with self.guard.body(request) as data:
+            asked = read(data, chat, self._served)
+            half = self._half if asked.disaggregated else None
+            if half is not None:
+                asked = half.check(asked, self._served)
+            if asked.n_characters > _LONG_TEXT:
+                loop = asyncio.get_running_loop()
+                prompts = await loop.run_in_executor(None, encode, asked, self._served)
+            else:
+                prompts = encode(asked, self._served)
+        self.guard.check_open()
         most = self._max_queue_size - asked.n * len(prompts)
         if len(self._requests) > most and self._requests.waiting > most:  # who waits is counted one by one
             raise ApiError(
@@ -293,7 +260,7 @@ class Service:
                 500, "the engine could not answer; the log of its rank says why", code="not_answered"
             )
         if answer.given_up:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise Guard.shutting_down()
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of a choice as they come, and count them.

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import socket
 import threading
 import time
+from functools import partial
 
 from aiohttp import web
 
@@ -17,6 +17,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
 from mpillm.event_loop import new_loop
 from mpillm.serve.app import Service
+from mpillm.serve.connections import Connection, Connections, raise_limit
 from mpillm.serve.frontend import Mailbox
 from mpillm.serve.http_errors import without_what_is_no_http
 from mpillm.serve.open_requests import OpenRequests
@@ -29,7 +30,6 @@ _STOP_S = 2.0
 IDLE_S = 120.0
 """How long a connection may stay open without a whole request."""
 _UNREAD_S = 120  # how long a client may leave unread what was sent to it
-_MOST_CONNECTIONS = 1 << 16
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,28 +56,26 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, web.SockSite]:
-    """Accept connections on a bound socket, as many as this process may have open: it raises its own limit.
+async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, asyncio.Server]:
+    """Accept connections on a bound socket, until the server that is returned is closed.
 
     Handlers are cancelled when their client has gone: that is how its request ends.
     """
     logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
+    await runner.setup()
+    assert runner.server is not None
+    loop = asyncio.get_running_loop()
+    connection = partial(
+        Connection,
+        Connections(raise_limit()),
+        runner.server,
+        loop=loop,
         access_log=None,
-        shutdown_timeout=_STOP_S,
         keepalive_timeout=IDLE_S,
         auto_decompress=False,
     )
-    await runner.setup()
-    site = web.SockSite(runner, bound, backlog=_BACKLOG)
-    await site.start()
-    return runner, site
+    return runner, await loop.create_server(connection, sock=bound, backlog=_BACKLOG)
 
 
 def url(bound: socket.socket) -> str:
@@ -99,7 +97,7 @@ class HttpThread:
         self._requests = requests
         self._socket = bound
         self._runner: web.AppRunner | None = None
-        self._site: web.SockSite | None = None
+        self._server: asyncio.Server | None = None
         self._listening, self._drained = threading.Event(), threading.Event()
         self.error = ""
         self._loop = new_loop()
@@ -160,7 +158,7 @@ class HttpThread:
 
     async def _start(self) -> None:
         try:
-            self._runner, self._site = await listen(self._service.app(), self._socket)
+            self._runner, self._server = await listen(self._service.app(), self._socket)
             self._listening.set()
         except Exception as error:  # noqa: BLE001 - as in `_run`
             self._fail(error)
@@ -168,14 +166,14 @@ class HttpThread:
     async def _drain(self, seconds: float) -> None:
         """Accept no connections and answer 503 on open ones, until all requests have ended or time is up."""
         try:
-            self._service.draining = True
-            if self._site is not None:
-                await self._site.stop()
+            self._service.guard.drain()
+            if self._server is not None:
+                self._server.close()
             for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
                 if given_up:
                     self._requests.give_up_all()
                 end = time.monotonic() + patience
-                while (len(self._requests) or self._service.active) and time.monotonic() < end:
+                while (len(self._requests) or self._service.guard.active) and time.monotonic() < end:
                     await asyncio.sleep(_LOOK_S)
             self._drained.set()
         except Exception as error:  # noqa: BLE001 - as in `_run`

@@ -10,7 +10,6 @@ import sys
 import time
 
 import aiohttp
-from aiohttp import web
 
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
@@ -21,6 +20,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
+from mpillm.serve.guard import Guard
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready, watch
@@ -96,13 +96,13 @@ class _Lead:
                 *self._pools,
                 session,
                 silence_s=config.stall_timeout,
-                max_body_bytes=config.max_body_bytes,
+                guard=Guard(config.api_key.text if config.api_key else None, config.max_body_bytes),
             )
-            runner, site = await listen(service.app(), bound)
+            runner, server = await listen(service.app(), bound)
             _say(f"  leading {len(self._workers)} servers at {url(bound)}")
             looking = asyncio.ensure_future(watch(session, self._workers))
             try:
-                return await self._serve(service, site)
+                return await self._serve(service, server)
             finally:
                 looking.cancel()
                 await runner.cleanup()
@@ -112,7 +112,7 @@ class _Lead:
         if not self._echoes.has(number):
             self._signals.append(number)
 
-    async def _serve(self, service: LeaderService, site: web.SockSite) -> int:
+    async def _serve(self, service: LeaderService, server: asyncio.Server) -> int:
         while not self._signals:
             await asyncio.sleep(_POLL_S)
             for pool in self._pools:
@@ -123,10 +123,10 @@ class _Lead:
                         flush=True,
                     )
                     return ExitCode.INSTANCE_LOST
-        service.draining = True
-        await site.stop()
+        service.guard.drain()
+        server.close()
         end = time.monotonic() + self._config.drain_deadline
-        while service.active and time.monotonic() < end and len(self._signals) == 1:
+        while service.guard.active and time.monotonic() < end and len(self._signals) == 1:
             await asyncio.sleep(_POLL_S)
         return ExitCode.DONE
 

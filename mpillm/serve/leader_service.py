@@ -21,7 +21,7 @@ from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
 from mpillm.serve.body_values import flag, mapping, parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
-from mpillm.serve.http_errors import Handler, answered, body_of
+from mpillm.serve.guard import Guard, Handler
 from mpillm.serve.leader_metrics import LeaderMetrics
 from mpillm.serve.prometheus import TEXT
 from mpillm.serve.shapes import DONE, error_event
@@ -43,22 +43,20 @@ class LeaderService:
         session: aiohttp.ClientSession,
         *,
         silence_s: float,
-        max_body_bytes: int = 1 << 24,
+        guard: Guard | None = None,
     ) -> None:
         """`silence_s`: how long a server with an open request may say nothing."""
+        self.guard = guard or Guard()
         self.metrics = LeaderMetrics()
-        self.active = 0  # handlers at work
-        self.draining = False
         self.answered = self.failed = 0
         self._contexts = contexts
         self._generations = generations
         self._session = session
         self._silence_s = silence_s
-        self._max_body_bytes = max_body_bytes
         self._ids = itertools.count(1)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+        app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
         app.add_routes(
             [
                 web.post("/v1/completions", self._answer),
@@ -72,13 +70,9 @@ class LeaderService:
         return app
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count the response."""
-        self.active += 1
-        try:
-            response = await answered(handler, request, f"{request.method} {request.path}")
-        finally:
-            self.active -= 1
+        response = await self.guard.answered(handler, request, f"{request.method} {request.path}")
         self.failed += response.status >= 500
         self.metrics.responded(response.status)
         return response
@@ -100,8 +94,7 @@ class LeaderService:
             return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
 
     def _check_open(self) -> None:
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self.guard.check_open()
         for pool in (self._contexts, self._generations):
             if gone := pool.all_gone():
                 raise ApiError(503, gone, code=f"no_{pool.kind}_server")
@@ -115,7 +108,8 @@ class LeaderService:
             self.metrics.running -= 1
 
     async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
-        body = _read(await body_of(request))
+        async with self.guard.body(request) as data:
+            body = _read(data)
         id_ = next(self._ids)
         asked = {name: value for name, value in body.items() if name != "stream_options"}
         asked |= {

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from aiohttp import web
 
 from mpillm.serve.api_error import Json
-from mpillm.serve.http_errors import body_of
+from mpillm.serve.guard import Guard
 from mpillm.serve.open_requests import Answer
 from mpillm.serve.protocol import read_clock_offset
 
-PATHS = ("/perf_metrics", "/steady_clock_offset")
+_TIMES, _CLOCK = "/perf_metrics", "/steady_clock_offset"
 
 
 class _Request(NamedTuple):
@@ -33,16 +33,17 @@ class _Request(NamedTuple):
 class PerfMetrics:
     """The times of the last requests that ended without an error, until they are read."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: requests to keep; 0: none."""
+    def __init__(self, guard: Guard, most: int) -> None:
+        """`guard`: of the routes; `most`: requests to keep; 0: none."""
+        self._guard = guard
         self._requests: deque[_Request] = deque(maxlen=most)
         self._offset_s = 0.0
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get(PATHS[0], self._get),
-            web.get(PATHS[1], self._clock),
-            web.post(PATHS[1], self._set_clock),
+            web.get(_TIMES, self._get),
+            web.get(_CLOCK, self._clock),
+            web.post(_CLOCK, self._set_clock),
         ]
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -54,7 +55,8 @@ class PerfMetrics:
         return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
 
     async def _set_clock(self, request: web.Request) -> web.Response:
-        self._offset_s = read_clock_offset(await body_of(request))
+        async with self._guard.body(request) as data:
+            self._offset_s = read_clock_offset(data)
         return web.Response()
 
     @property

@@ -14,6 +14,7 @@ from aiohttp import ClientResponse, ClientSession
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.serve.app import Service
+from mpillm.serve.guard import Guard
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.protocol import Served
 from tests.helpers.served import World
@@ -68,17 +69,22 @@ class Api:
 
     async def idle(self) -> None:
         """Wait until no rank holds anything of any request."""
-        await self.until(lambda: len(self.world.open) == 0 and not self.service.active)
+        await self.until(lambda: len(self.world.open) == 0 and not self.service.guard.active)
         self.world.settle()
         self.world.check_idle()
 
 
 @asynccontextmanager
 async def api(
-    disaggregated: bool = False, served: Served = SERVED, core: dict[str, Any] | None = None, **options: Any
+    disaggregated: bool = False,
+    served: Served = SERVED,
+    core: dict[str, Any] | None = None,
+    api_key: str | None = None,
+    max_body_bytes: int = 1 << 24,
+    **options: Any,
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})
-    service = Service(served, world.open, **options)
+    service = Service(served, world.open, guard=Guard(api_key, max_body_bytes), **options)
     bound = bind("127.0.0.1", 0)
     runner, _ = await listen(service.app(), bound)
 

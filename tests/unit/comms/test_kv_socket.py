@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from mpillm.comms import kv_socket
 from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
 from tests.helpers.support import wait_until
 
@@ -166,4 +167,37 @@ def test_a_caller_that_cannot_be_accepted_does_not_end_the_store(store: KvStore)
         time.sleep(0.3)
     store.open(1)
     store.put(1, CACHE)
+    assert np.array_equal(fetched(store, 1), CACHE)
+
+
+def test_strangers_get_no_thread_and_few_files(store: KvStore) -> None:
+    threads = threading.active_count()
+    store.open(1)
+    store.put(1, CACHE)
+    with contextlib.ExitStack() as stack:
+        for i in range(200):
+            one = stack.enter_context(socket.create_connection((HOST, store.port), TIMEOUT_S))
+            with contextlib.suppress(OSError):  # closed already
+                one.sendall(bytes(16) if i % 2 else b"half")
+        assert np.array_equal(fetched(store, 1), CACHE)
+        assert threading.active_count() <= threads + 1
+
+
+def test_a_key_gives_few_callers_a_thread(store: KvStore) -> None:
+    """Whoever sees an answer of a context server has one."""
+    store.open(1)
+    key = store.key(1) or b""
+    with contextlib.ExitStack() as stack:
+        first = [
+            stack.enter_context(socket.create_connection((HOST, store.port), TIMEOUT_S))
+            for _ in range(kv_socket._CALLERS)
+        ]
+        for one in first:
+            one.sendall(key)
+        wait_until(lambda: store._kept[1].callers == len(first), "the first callers")
+        with pytest.raises(CacheLost, match="does not have"):
+            fetched(store, 1, key)
+        store.put(1, CACHE)
+        assert first[0].recv(8, socket.MSG_WAITALL) == CACHE.nbytes.to_bytes(8, "little")
+    wait_until(lambda: not store._kept[1].callers, "their end")
     assert np.array_equal(fetched(store, 1), CACHE)

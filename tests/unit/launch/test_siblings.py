@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.siblings import EndedRanks, Sibling, describe_rank, ranks_here, siblings, stopped_ranks
+from launch.siblings import EndedRanks, Sibling, describe_rank, ranks_here, runs, siblings, stopped_ranks
 from tests.helpers.support import wait_until
 
 
@@ -92,3 +94,19 @@ def test_without_a_launcher_there_are_none(monkeypatch: pytest.MonkeyPatch) -> N
         if name.startswith(("OMPI_", "PMI", "PMIX_", "SLURM_")):
             monkeypatch.delenv(name)
     assert (siblings(), stopped_ranks(), describe_rank(0), ranks_here()) == ({}, "", "", None)
+
+
+def test_without_a_file_descriptor_nobody_counts_as_ended() -> None:
+    """Strangers may hold them all."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        assert runs(child.pid)
+    assert not runs(child.pid)

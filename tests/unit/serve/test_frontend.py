@@ -86,7 +86,7 @@ def test_a_signal_lets_what_is_open_end_and_takes_nothing_more() -> None:
     connection = rank0.ask()
     rank0.turn_until(lambda: rank0.queries)
     assert rank0.role.end_early() and not rank0.role.end_early(), "once"
-    rank0.turn_until(lambda: rank0.http._service.draining)
+    rank0.turn_until(lambda: rank0.http._service.guard.draining)
     assert not rank0.role.done("test")
     rank0.answer((0, 2, FIRST_AND_FINAL))
     response: HTTPResponse = connection.getresponse()
@@ -103,10 +103,10 @@ def test_what_fails_while_requests_end_ends_the_run(monkeypatch: pytest.MonkeyPa
     rank0 = Rank0()
     rank0.serve()
 
-    async def stop(site: object) -> None:
+    def close() -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("aiohttp.web.SockSite.stop", stop)
+    monkeypatch.setattr(rank0.http, "_server", SimpleNamespace(close=close))
     rank0.role.end_early()
     with pytest.raises(RunError, match="Too many open files"):
         rank0.turn_until(lambda: rank0.role.done("test"))

@@ -204,7 +204,7 @@ def test_a_client_that_leaves_right_after_its_body(disaggregated: bool) -> None:
                 b"Content-Length: %d\r\n\r\n" % len(body)
             )
             await reader.readuntil(b"\r\n\r\n")
-            assert a.service.active == 1  # it waits for the body
+            assert a.service.guard.active == 1  # it waits for the body
             writer.write(body)
             writer.close()
             await a.idle()

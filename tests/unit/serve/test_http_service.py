@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.serve import http_errors, http_thread
+from mpillm.serve import guard, http_thread
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -179,6 +179,7 @@ def test_the_key() -> None:
                 ("/metrics", 200),
                 ("/version", 200),
                 ("/v1/models", 401),
+                ("/nowhere", 401),
                 ("/perf_metrics", 401),
                 ("/steady_clock_offset", 401),
             ):
@@ -208,7 +209,7 @@ def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.Monk
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_errors, "BODY_S", 0.5)
+    monkeypatch.setattr(guard, "BODY_S", 0.5)
 
     async def test() -> None:
         async with api() as a:
@@ -217,6 +218,47 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             answer = await reader.readuntil(b"}}")
             assert answer.startswith(b"HTTP/1.1 408 ") and b"the body has not come within 0.5 s" in answer
             writer.close()
+
+    run(test)
+
+
+def test_who_sends_bodies_slowly_does_not_keep_others_out() -> None:
+    """The largest of those that are not whole makes room; what has come is counted, not what is announced."""
+
+    async def test() -> None:
+        async with api(max_body_bytes=100_000) as a:
+            strangers = []
+            for _ in range(40):
+                reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+                writer.write(b" " * 90_000)
+                strangers.append((reader, writer))
+            most = guard._BODIES * 100_000
+            await a.until(lambda: a.service.guard._n_bytes > most - 100_000)
+            await a.answer("/v1/completions", prompt="x" * 150, max_tokens=2)
+            assert a.service.guard._n_bytes <= most
+            n_told = 0
+            for reader, writer in strangers:
+                with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                    n_told += (await asyncio.wait_for(reader.readline(), 0.05)).startswith(b"HTTP/1.1 429 ")
+                writer.close()
+            assert n_told >= 20
+            await a.idle()
+            assert a.service.guard._n_bytes == 0 and not a.service.guard._arriving
+
+    run(test)
+
+
+def test_a_server_that_ends_does_not_wait_for_bodies() -> None:
+    async def test() -> None:
+        async with api() as a:
+            reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            await a.until(lambda: a.service.guard.active == 1)
+            a.service.guard.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+            writer.close()
+            await a.idle()
 
     run(test)
 
@@ -261,7 +303,7 @@ def test_the_core_that_refuses_and_the_server_that_ends() -> None:
             body = {"prompt": "x", "max_tokens": 5, "stream": True}
             async with await a.post("/v1/completions", body) as response:
                 await response.content.readuntil(b"\n\n")
-                a.service.draining = True
+                a.service.guard.drain()
                 assert (await a.error(503, "/v1/completions", body))["code"] == "shutting_down"
                 async with a.session.get(a.base + "/health") as health:
                     assert health.status == 503

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, ConnectionTimeoutError
-from aiohttp.web import AppRunner, SockSite
 
 from disagg.instances import Instance
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
-from mpillm.serve.http_thread import bind, url
+from mpillm.serve.guard import Guard
+from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready
 from tests.helpers.scripted_server import (
@@ -84,6 +84,7 @@ async def led(
     router: Callable[[list[int]], InstancePool] = lambda which: InstancePool(which, "round_robin"),
     silence_s: float = 60.0,
     services: list[LeaderService] | None = None,
+    guard: Guard | None = None,
 ) -> AsyncIterator[Led]:
     async with asyncio.timeout(DEADLINE_S) if hasattr(asyncio, "timeout") else _no_deadline():
         with ExitStack() as stack:
@@ -100,13 +101,11 @@ async def led(
             )
             async with ClientSession() as session:
                 assert await wait_ready(session, workers, 60.0, lambda text: None) == []
-                service = LeaderService(first, second, session, silence_s=silence_s)
+                service = LeaderService(first, second, session, silence_s=silence_s, guard=guard)
                 if services is not None:
                     services.append(service)
-                runner = AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1)
-                await runner.setup()
                 bound = bind("127.0.0.1", 0)
-                await SockSite(runner, bound).start()
+                runner, _ = await listen(service.app(), bound)
                 try:
                     yield Led(
                         url(bound).removesuffix("/v1"), session, servers, [worker.name for worker in workers]
@@ -364,5 +363,26 @@ def test_servers_that_are_not_ready_in_time_are_known() -> None:
             async with ClientSession() as session:
                 assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
             assert late.gone == "its health check says 503"
+
+    asyncio.run(run())
+
+
+def test_the_key_is_asked_for_before_a_body_is_read() -> None:
+    async def run() -> None:
+        async with led(guard=Guard("sesame", 1000)) as it:
+            for path, status in (
+                *(("/health", 200), ("/metrics", 200), ("/version", 200)),
+                *(("/v1/models", 401), ("/v1/completions", 401), ("/nowhere", 401)),
+            ):
+                async with it.session.get(it.base + path) as response:
+                    assert response.status == status, path
+            host, port = it.base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+            headers = {"Authorization": "Bearer sesame"}
+            async with it.session.post(it.base + "/v1/completions", json=BODY, headers=headers) as response:
+                assert response.status == 200
 
     asyncio.run(run())
