@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, ResponseFlag, concat
-from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandedOver, HandoffSender
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder, Spell
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Transport
 
 _WARM_UP_IDS = 4096  # more than the requests of any warm-up
 

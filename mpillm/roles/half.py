@@ -21,12 +21,12 @@ import numpy as np
 
 from mpillm.comms.kv_socket import Cache, KvStore
 from mpillm.comms.messages import DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
 from mpillm.roles.instance import InstanceRole
 
 if TYPE_CHECKING:
+    from mpillm.comms.transport import Transport
     from mpillm.engine.handoff.host_end import HostEnd
 
 _log = logging.getLogger(__name__)

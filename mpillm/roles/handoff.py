@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.comms.messages import (
     ACCEPT,
@@ -38,8 +38,10 @@ from mpillm.comms.messages import (
     RequestFlag,
     concat,
 )
-from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Transport
 
 _SLOTS = 256  # most KV caches on the way to one receiver
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,15 @@ from mpillm.comms.messages import (
     ResponseFlag,
     index_of,
 )
-from mpillm.comms.transport import Transport
 from mpillm.cores.histogram import Histogram
 from mpillm.data.dataset import Dataset
 from mpillm.errors import Failure, RunError
 from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Transport
 
 # Plain numbers: NumPy takes three times as long for an operation on flags.
 _IGNORE_STOP = int(RequestFlag.IGNORE_STOP)

@@ -6,17 +6,19 @@ import logging
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Grant, ResponseFlag
-from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore, Metrics
 from mpillm.phases import Phase
 from mpillm.roles.follower import Follower
 from mpillm.telemetry.recorder import Kind, Recorder, Spell
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Transport
 
 _log = logging.getLogger(__name__)
 _FINAL = int(ResponseFlag.FINAL)  # NumPy takes three times as long for an operation on flags

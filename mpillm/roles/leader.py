@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +33,15 @@ from mpillm.comms.messages import (
     index_of,
     total,
 )
-from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 from mpillm.roles.retries import Retries
 from mpillm.roles.role import Role
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Received, Transport
 
 _MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
 _MAX_BATCH = 2048  # requests per message

@@ -49,8 +49,8 @@ class ServeSession:
         """
         try:
             from mpillm.run.half_server import HalfServer
+            from mpillm.serve.admission import Guard
             from mpillm.serve.app import Service
-            from mpillm.serve.guard import Guard
             from mpillm.serve.http_thread import HttpThread, bind, url
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error

@@ -17,10 +17,10 @@ from aiohttp import web
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
+from mpillm.serve.admission import Guard, Handler
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
-from mpillm.serve.guard import Guard, Handler
 from mpillm.serve.http_errors import on_expect
 from mpillm.serve.open_requests import Answer, OpenRequests
 from mpillm.serve.perf_metrics import PerfMetrics

@@ -1,8 +1,8 @@
 """The connections to an HTTP port: how many there may be, and which one makes room when there are too many.
 
 A process that has no open file left can't write `result.json` or a log, nor look at the other ranks. So
-connections take no more than a part of them. Beyond that the one that has waited longest for a whole request is
-closed. A request is whole when its key and its body are there.
+connections take no more than a part of them. Beyond that the one that has waited longest for a whole request
+is closed. A request is whole when its key and its body are there.
 """
 
 from __future__ import annotations

@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpillm.comms.messages import ANSWER, CANCEL, QUERY, RESPONSE, WINDOW, Batch, ResponseFlag, concat
-from mpillm.comms.transport import Transport
 from mpillm.errors import Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
+
+if TYPE_CHECKING:  # its import starts MPI
+    from mpillm.comms.transport import Transport
 
 _MAX_BATCH = 1024  # requests in one message
 _GIVEN_UP = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)

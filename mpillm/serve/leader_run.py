@@ -20,7 +20,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
-from mpillm.serve.guard import Guard
+from mpillm.serve.admission import Guard
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready, watch

@@ -17,11 +17,11 @@ import aiohttp
 from aiohttp import web
 
 from mpillm import __version__
+from mpillm.serve.admission import Guard, Handler
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
 from mpillm.serve.body_values import flag, mapping, parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
-from mpillm.serve.guard import Guard, Handler
 from mpillm.serve.leader_metrics import LeaderMetrics
 from mpillm.serve.prometheus import TEXT
 from mpillm.serve.shapes import DONE, error_event

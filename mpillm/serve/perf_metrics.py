@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from mpillm.serve.admission import Guard
 from mpillm.serve.api_error import Json
-from mpillm.serve.guard import Guard
 from mpillm.serve.open_requests import Answer
 from mpillm.serve.protocol import read_clock_offset
 

@@ -13,8 +13,8 @@ from aiohttp import ClientResponse, ClientSession
 
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.serve.admission import Guard
 from mpillm.serve.app import Service
-from mpillm.serve.guard import Guard
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.protocol import Served
 from tests.helpers.served import World

@@ -83,3 +83,15 @@ def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_what_needs_no_rank_does_not_start_mpi() -> None:
+    """mpi4py.MPI starts MPI when it is imported: ports on all interfaces, 16 MiB of shared memory."""
+    code = """
+import importlib, pkgutil, sys
+for name in ("mpillm.serve", "mpillm.roles", "mpillm.config", "mpillm.data", "mpillm.report"):
+    for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
+        importlib.import_module(module.name)
+        assert "mpi4py.MPI" not in sys.modules, module.name
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.serve import guard, http_thread
+from mpillm.serve import admission, http_thread
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -209,7 +209,7 @@ def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.Monk
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_S", 0.5)
+    monkeypatch.setattr(admission, "BODY_S", 0.5)
 
     async def test() -> None:
         async with api() as a:
@@ -233,7 +233,7 @@ def test_who_sends_bodies_slowly_does_not_keep_others_out() -> None:
                 writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
                 writer.write(b" " * 90_000)
                 strangers.append((reader, writer))
-            most = guard._BODIES * 100_000
+            most = admission._BODIES * 100_000
             await a.until(lambda: a.service.guard._n_bytes > most - 100_000)
             await a.answer("/v1/completions", prompt="x" * 150, max_tokens=2)
             assert a.service.guard._n_bytes <= most

@@ -15,7 +15,7 @@ from aiohttp import ClientSession, ConnectionTimeoutError
 from disagg.instances import Instance
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
-from mpillm.serve.guard import Guard
+from mpillm.serve.admission import Guard
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready
