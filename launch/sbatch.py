@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.environment import EXIT_FILE, clean_environment
 from launch.launcher import RANK_COMMANDS
+from launch.mpirun import INSTANCE_LOST
 
 _POLL_S = 2.0
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
@@ -138,13 +140,21 @@ class Job:
         if self.is_harness:  # as one process; its mpiruns use all of the allocation
             return [f"exec {command}"]
         parts = [
-            f"srun --mpi={self.mpi}",
+            # After a loss rank 0 has time to say so, whatever the site's default.
+            f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0' if self.is_run else ''}",
             *(f"--{name} {value}" for name, value in options if value is not None),
         ]
         return " \\\n".join([*parts, command]).split("\n")
 
     def _end(self) -> list[str]:
-        return ["code=$?", f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"'] if self.is_run else []
+        if not self.is_run:
+            return []
+        return [
+            "code=$?",
+            # srun's code for a rank that was killed; no rank 0 is left to tell another one
+            f"[ $code -ne {128 + signal.SIGKILL} ] || code={INSTANCE_LOST}",
+            f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"',
+        ]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -288,7 +298,7 @@ def _follow(number: str) -> int:
                     0 if state == "COMPLETED" else 1
                 )  # fmt: skip
             time.sleep(_POLL_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # a stop signal, which the command line makes the latter
         print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
         raise
 

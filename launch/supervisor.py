@@ -235,6 +235,7 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
 
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -248,7 +249,12 @@ def die_with_parent(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _prctl(option: int, value: int) -> None:
+def name_process(name: str) -> None:
+    """Have the system call this process so, 15 characters at most."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     """Call Linux's prctl; elsewhere do nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from launch.callers import KEY, Callers, call
+from mpillm.comms.kept_connections import except_for
 
 _HELLO = struct.Struct(f"!{KEY}I")  # the run's key and the caller's rank
 
@@ -42,11 +44,13 @@ class Lifelines:
     def __init__(self, hosts: tuple[str, ...]) -> None:
         """Open a port. Raises OSError if none can be."""
         self.ended: frozenset[int] = frozenset()  # ranks whose processes have ended; replaced, never changed
+        self.on_end: Callable[[], None] = lambda: None  # called in another thread, after each
         callers = Callers("mpillm-lifelines", _HELLO, self._note_end)
         self.address = Address(hosts, callers.port, callers.key)
 
     def _note_end(self, fields: tuple[int]) -> None:
         self.ended |= {*fields}
+        self.on_end()
 
 
 class Lifeline:
@@ -63,6 +67,7 @@ class Lifeline:
         hello = _HELLO.pack(address.key, rank)
         connection, self.problem = call(address.hosts, address.port, hello)
         if connection is not None:
+            except_for(connection.fileno())
             connection.setblocking(False)
         self._connection = connection
 

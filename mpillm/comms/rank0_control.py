@@ -15,10 +15,10 @@ from typing import Any
 from mpi4py import MPI
 
 from disagg import WorldPlan
-from launch.launcher import find_launcher
 from launch.siblings import runs
 from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped
 from mpillm.comms.expendable import Expendable
+from mpillm.comms.kept_connections import ends_with_a_rank
 from mpillm.comms.lifeline import Lifelines
 from mpillm.comms.messages import (
     ARRIVED,
@@ -139,8 +139,10 @@ class Rank0Control:
         return False
 
     def watched_pids(self) -> list[int] | None:
-        """Return the processes that `poll` looks after; None if one of them can't be seen from here."""
-        return [state.pid for state in self.ranks[1:]] if all(map(self._sees, self.ranks)) else None
+        """Return the processes that `poll` looks after; None if one is neither seen from here nor on a
+        lifeline."""
+        seen = [state.pid for state in self.ranks[1:] if self._sees(state)]
+        return seen if self.lifelines is not None or len(seen) == len(self.ranks) - 1 else None
 
     def check_soon(self) -> None:
         """Look after them at the next `poll`: one has ended."""
@@ -224,12 +226,10 @@ class Rank0Control:
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def _time_to_settle(self, failures: tuple[Failure, ...]) -> float:
-        """Return the seconds to wait: fewer if the launcher may kill rank 0 in a moment."""
-        if not self.dead():
-            return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
-        launcher = find_launcher()
-        # Open MPI's ranks report a loss to Slurm's PMIx server, which kills the step within 20 to 300 ms.
-        return 0 if launcher and launcher.is_srun and launcher.protocol == "PMIx" else _SETTLE_S / 10
+        """Return the seconds to wait: fewer if it is known who is lost, none if Slurm may end the step."""
+        if self.dead():
+            return 0 if ends_with_a_rank() else _SETTLE_S / 10
+        return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
         """Return the failures to report for ranks that `gone` or `dead` found."""

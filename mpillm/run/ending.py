@@ -29,10 +29,11 @@ from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
+from mpillm.comms.kept_connections import ends_with_a_rank, take_leave
 from mpillm.comms.messages import BEAT, BYE, STOP, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
-from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError
+from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError, exit_code
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
@@ -133,7 +134,7 @@ class Ending(ABC):
         self._watch.enter(self._watch.phase, 3 * self._limits.grace)
         for failure in failures:
             _log.error("%s", failure.cause)
-        if self._watch.phase in ("join", "load"):
+        if self._watch.phase in ("join", "load") and not ends_with_a_rank():  # looking takes a moment
             failures = tuple(_explained(failure) for failure in failures)
         stopped = self._tell(failures)
         self.state = State.STOPPING
@@ -186,6 +187,7 @@ class Ending(ABC):
         signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
         MPI.Finalize()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        take_leave()
 
     # --- the watch's thread ---
 
@@ -302,6 +304,7 @@ class Rank0Ending(Ending):
         return self._tell_person((Failure(message, 0),))
 
     def _tell_person(self, failures: tuple[Failure, ...]) -> int:
-        self._code = self._rank0.failed(failures)
-        tell_exit_code(self._code)
+        self._code = exit_code(failures, self._rank0.control.phase)
+        tell_exit_code(self._code)  # first: a launcher may kill this process in a moment
+        self._rank0.failed(failures, self._code)
         return self._code

@@ -114,7 +114,8 @@ class Rank:
                 self._control, self.size, config, time.monotonic() - _process_age_s(), Console(), purpose()
             )
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
-            self._loop.pollers.append(self._rank0.control.poll)
+            # First: what it knows of a lost rank, it shall tell before MPI's error does.
+            self._loop.pollers.insert(0, self._rank0.control.poll)
         self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort, self.size)
 
     def live(self) -> int:
@@ -219,6 +220,8 @@ class Rank:
         control = self._rank0.control if self._rank0 else self._control
         if (pids := control.watched_pids()) is not None:
             self._doorbell.hear_ends(pids, control.check_soon)
+        if self._rank0 is not None and (lifelines := self._rank0.control.lifelines) is not None:
+            lifelines.on_end = self._loop.wake
         self._senders = senders_to(self.rank, setup.plan)
         self._control.transport.outlives_others = setup.outlives_losses
         self._control.transport.ring_with(self._doorbell)

@@ -19,7 +19,7 @@ from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
-from mpillm.errors import ExitCode, Failure, RunError, exit_code
+from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.result import failures_json
@@ -175,10 +175,9 @@ class Rank0:
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
         return self._record
 
-    def failed(self, failures: tuple[Failure, ...]) -> int:
-        """Print the message and write the result; return the exit code."""
+    def failed(self, failures: tuple[Failure, ...], code: int) -> None:
+        """Write the result and print the message of a run that ends with exit code `code`."""
         phase, record = self.control.phase, self._record
-        code = exit_code(failures, phase)
         more: list[str] = []
         if self.session is not None and (known := self.session.failed()):
             more.append(known)
@@ -204,4 +203,3 @@ class Rank0:
             self._console.line(unwritten)
         elif self.session is not None:
             self.session.page()  # last: a launcher may kill this process in a moment
-        return code

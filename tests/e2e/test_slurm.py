@@ -72,26 +72,17 @@ def test_the_doctor_examines_slurms_nodes(both_under: UnderSlurm) -> None:
 
 @pytest.mark.parametrize("host", ["h1", "h2"])
 def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
-    """srun's exit code is the killed task's: the highest of all.
-
-    Slurm's PMIx server kills all ranks within 20 to 300 ms of a loss. Mostly rank 0 is faster, and may name
-    ranks beside the first; on busy cores nobody can promise it. Then srun's own message names the rank, and
-    what rank 0 left is a failure.
-    """
+    """srun's exit code is the killed task's: the highest of all."""
     log_dir = ["--log_dir", both_under.starter.folder / "run"]
     command = both_under.start(["-n", 4, "-N", 2], *DUMMY, *ENDLESS, *log_dir)
     command.wait_phase("test")
     os.kill(python_on(both_under.slurm.hosts, host, "run")[-1], signal.SIGKILL)
     ended = command.end(WITHIN_S).must(128 + signal.SIGKILL)
     assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", INSTANCE_LOST)
-    rank = 3 if host == "h2" else 2
-    failures = {failure["rank"]: failure["cause"] for failure in ended.result["failures"]}
-    if both_under.mpi == "pmix" and "rank 0 was killed" in failures.get(0, ""):
-        assert re.search(rf"error: {host}: tasks? .*{rank}.*: Killed", ended.err), ended
-        return
-    assert "the process has ended" in failures[rank]
-    if both_under.mpi == "pmi2":
-        assert list(failures) == [rank] and f", {host}, pid " in ended.message
+    ((rank, cause),) = [(failure["rank"], failure["cause"]) for failure in ended.result["failures"]]
+    assert rank == (3 if host == "h2" else 2) and "the process has ended" in cause, ended
+    assert f"rank {rank} (" in ended.message and f", {host}, pid " in ended.message
+    assert (ended.log_dir / "report.html").exists()
 
 
 def test_a_cancelled_job_ends_as_ctrl_c_does(both_under: UnderSlurm) -> None:
@@ -127,14 +118,30 @@ def in_test(command: Command, folder: Path) -> Path:
     return folder / "run"
 
 
-def test_a_killed_rank_ends_a_job_with_rank_0s_exit_code(mpich: str, two: Slurm, tmp_path: Path) -> None:
-    starter = Starter("mpich", tmp_path)
-    under = UnderSlurm(two, starter)
-    command = sbatch(under)
-    in_test(command, tmp_path / f"slurm-{job_of(command)}-0")
-    os.kill(python_on(two.hosts, "h2", "run")[-1], signal.SIGKILL)
+@pytest.mark.parametrize("host, rank", [("h1", 2), ("h2", 3)])
+def test_a_killed_rank_ends_a_job_with_rank_0s_exit_code(
+    both_under: UnderSlurm, host: str, rank: int
+) -> None:
+    folder = both_under.starter.folder
+    command = sbatch(both_under)
+    in_test(command, folder / f"slurm-{job_of(command)}-0")
+    os.kill(python_on(both_under.slurm.hosts, host, "run")[-1], signal.SIGKILL)
     ended = command.end(WITHIN_S).must(INSTANCE_LOST)
-    assert "rank 3 (executor, instance 2), h2, pid " in ended.out, "it shows what the job prints"
+    named = f"rank {rank} (executor, instance {rank - 1}), {host}, pid "
+    assert named in ended.out, "it shows what the job prints"
+
+
+def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) -> None:
+    command = sbatch(under)
+    job = job_of(command)
+    in_test(command, under.starter.folder / f"slurm-{job}-0")
+    command.signal_group(signal.SIGINT)
+    command.process.wait(WITHIN_S)
+    assert under.state(job) == "RUNNING"
+    under.slurm.ask("scancel", job)
+    under.wait_for_jobs()
+    ended = command.end(WITHIN_S).must(128 + signal.SIGINT)
+    assert ended.err.endswith(f"job {job} goes on; end it with: scancel {job}\n")
 
 
 def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(under: UnderSlurm) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from mpillm.comms import kept_connections
 from tests.helpers.support import PYTHONS, Command, Starter, wait_until
 from tools.hosts import HEAD, Hosts, NotHere
 from tools.slurm import Slurm
@@ -102,9 +103,10 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
     for pid in hosts.processes(host):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            is_kept = Path(f"/proc/{pid}/comm").read_text().strip() == kept_connections.NAME
         except OSError:  # it has just ended
             continue
         is_guard = any(one.endswith(b"/guard.py") for one in words)  # Hydra starts one for each rank
-        if b"mpillm" in words and word.encode() in words and b"python" in words[0] and not is_guard:
+        if b"mpillm" in words and word.encode() in words and b"python" in words[0] and not (is_guard or is_kept):
             found.append(pid)
     return sorted(found)

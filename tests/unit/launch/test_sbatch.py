@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
 from launch.sbatch import main
+from tests.helpers.support import ROOT
 
 # The sample of the Triton backend's texts for TensorRT-LLM, as it stands there.
 SAMPLE = """\
@@ -66,7 +69,7 @@ def test_what_is_left_to_fill_in_is_not_submitted(tmp_path: Path, monkeypatch: p
     assert Path("build/job.sub").read_text() == SAMPLE
 
 
-@pytest.mark.parametrize("told, code", [("5", 5), ("", 137)])
+@pytest.mark.parametrize("told, code", [("5", 5), ("", 5)])
 def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, code: int
 ) -> None:
@@ -81,7 +84,7 @@ def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
         done = subprocess.run(["bash", "build/job.sub"], env=env | more, capture_output=True, text=True)
         logs = tmp_path / "my runs" / folder
         assert (done.returncode, done.stderr) == (code, "")
-        assert done.stdout == f"--mpi=pmi2 python3 -m mpillm run --model_path a b --log_dir {logs}/run\n"
+        assert done.stdout == f"--mpi=pmi2 --kill-on-bad-exit=0 python3 -m mpillm run --model_path a b --log_dir {logs}/run\n"
         assert logs.is_dir()
     assert "#SBATCH --gpus-per-node=h200:8\n" in Path("build/job.sub").read_text()
 
@@ -123,3 +126,28 @@ def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"sbatch --parsable .*: no answer within 0\.2 s"):
         main(["--nodes", "1", "--submit", "--", "true"])
+
+
+SLURM = """\
+#!/bin/sh
+case "$0" in
+  *sbatch) echo 7 ;;
+  *) echo "JobState=RUNNING NodeList=n1 StdOut=/dev/null ExitCode=0:0" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text(SLURM)
+        (tmp_path / name).chmod(0o755)
+    line = [sys.executable, "-m", "mpillm", "sbatch", "--nodes", "1", "--wait", "--", "true"]
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = [process.stderr.readline(), process.stderr.readline()]
+        assert told == ["submitted job 7\n", "job 7: RUNNING on n1\n"]
+        process.send_signal(number)
+        assert process.stderr.read() == "job 7 goes on; end it with: scancel 7\n"
+    assert process.returncode == 128 + number

@@ -55,6 +55,7 @@ class World:
         )  # fmt: skip
         of_all = SimpleNamespace(
             ranks=range(3),
+            phase="load",
             dead=lambda: self.dead,
             may_go_on=False,
             kill_lost=self.note("kill lost"),
@@ -64,7 +65,7 @@ class World:
         )
         rank0: Any = SimpleNamespace(
             control=of_all,
-            failed=lambda failures: self.did(f"told {failures[0].cause}", failures[0].code or 3),
+            failed=lambda failures, code: self.did(f"told {failures[0].cause}", None),
         )
         beats: Any = SimpleNamespace(
             take=self.take,
@@ -154,7 +155,7 @@ def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
-    events = ["told broken", "launcher 3", "stop all", "role stops", "quiet", "finalize", "exit 3"]
+    events = ["launcher 3", "told broken", "stop all", "role stops", "quiet", "finalize", "exit 3"]
     assert world.ended(world.ending.fail, BROKEN) == events
     assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
 
@@ -162,7 +163,7 @@ def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) 
 def test_rank_0_aborts_when_a_rank_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
     world.stopped = None
-    assert world.ended(world.ending.fail, BROKEN) == ["told broken", "launcher 3", "stop all", "abort 3"]
+    assert world.ended(world.ending.fail, BROKEN) == ["launcher 3", "told broken", "stop all", "abort 3"]
 
 
 def test_without_rank_0_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +211,7 @@ def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.Monkey
     assert world.ending.end_stuck() is None
     world.dead = [1]
     assert world.ending.end_stuck() == 5
-    assert world.events == ["told lost", "launcher 5", "STOP to 2"]
+    assert world.events == ["launcher 5", "told lost", "STOP to 2"]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -238,7 +239,7 @@ def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, ra
 
 def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
-    assert world.ended(world.ending.abort, "stuck") == ["told stuck", "launcher 3", "abort 3"]
+    assert world.ended(world.ending.abort, "stuck") == ["launcher 3", "told stuck", "abort 3"]
     world = World(monkeypatch, 0)
     world.stopped = None
     world.ended(world.ending.fail, (Failure("broken", code=143),))
@@ -290,4 +291,4 @@ def test_what_cannot_be_explained_is_told_all_the_same(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("mpillm.doctor.alone.explain", explain)
     world = World(monkeypatch, 0)
-    assert world.ended(world.ending.fail, BROKEN)[:3] == ["told broken", "launcher 3", "stop all"]
+    assert world.ended(world.ending.fail, BROKEN)[:3] == ["launcher 3", "told broken", "stop all"]

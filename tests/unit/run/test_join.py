@@ -228,7 +228,7 @@ def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
 def test_a_failure_is_reported_and_written(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.arrive("join", joined(run.config))
-    assert run.rank0.failed((Failure("broken", 2, "trace"),)) == ExitCode.NOT_READY
+    run.rank0.failed((Failure("broken", 2, "trace"),), ExitCode.NOT_READY)
     result = run.result()
     assert (result["status"], result["phase"], result["exit_code"]) == ("FAILED", "load", ExitCode.NOT_READY)
     assert result["failures"] == [{"rank": 2, "cause": "broken", "traceback": "trace"}]
@@ -246,7 +246,7 @@ def test_a_wrong_option_leaves_no_directory(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--scenarios", "Server")  # without a rate
     with pytest.raises(ConfigError, match="--server_target_qps"):
         run.arrive("join", joined(run.config))
-    assert run.rank0.failed((Failure("…", code=ExitCode.USAGE),)) == ExitCode.USAGE
+    run.rank0.failed((Failure("…", code=ExitCode.USAGE),), ExitCode.USAGE)
     assert not (tmp_path / "run").exists()
 
 

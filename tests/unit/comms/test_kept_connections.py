@@ -1,0 +1,99 @@
+"""Connections that outlive a rank under Slurm's PMIx, so that the step does; its lifeline does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers.support import wait_until
+
+RANK = """
+import os, socket, sys, threading
+from mpillm.comms import kept_connections
+kept_connections.keep_connections()
+ports = map(int, sys.argv[1:])
+pmix, lifeline, other = [socket.create_connection(("127.0.0.1", port)) for port in ports]
+kept_connections.except_for(lifeline.fileno())
+print("ready", flush=True)
+if sys.stdin.readline() == "leave":
+    kept_connections.take_leave()
+os._exit(5)
+"""
+UNDER_SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
+
+
+class Rank(NamedTuple):
+    process: subprocess.Popen[str]
+    pmix: socket.socket
+    lifeline: socket.socket
+    other: socket.socket
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    """Start a rank under srun, as `request.param` says; it has three connections."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        env = UNDER_SRUN | {"PMIX_SERVER_URI41": f"slurm.pmix.1.0.0;tcp4://127.0.0.1:{ports[0]}"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, *map(str, ports)],
+            env=os.environ | env | getattr(request, "param", {}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        for stream in (process.stdin, process.stdout):
+            stack.callback(stream.close)
+        connections = [stack.enter_context(listener.accept()[0]) for listener in listeners]
+        assert process.stdout.readline() == "ready\n"
+        yield Rank(process, *connections)
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+
+
+def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
+    """Until the server that started it closes its connection: the step has ended."""
+    rank.process.kill()
+    wait_until(lambda: not is_open(rank.lifeline), "the end of the lifeline")
+    assert rank.process.stdout is not None
+    assert rank.process.stdout.read() == "", "nothing else that it had open is kept"
+    assert is_open(rank.pmix) and is_open(rank.other)
+    rank.pmix.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: not is_open(rank.other), "the end of the connections")
+
+
+def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
+    assert rank.process.stdin is not None
+    rank.process.stdin.write("leave")
+    rank.process.stdin.close()
+    for connection in (rank.pmix, rank.lifeline, rank.other):
+        wait_until(lambda one=connection: not is_open(one), "the end of the connections", 5)
+    assert rank.process.wait() == 5
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [{"SLURM_PROCID": "0"}, {"PMIX_NAMESPACE": ""}, {"OMPI_COMM_WORLD_RANK": "1"}],
+    indirect=True,
+    ids=["rank 0", "not PMIx", "mpirun"],
+)
+def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
+    rank.process.send_signal(signal.SIGKILL)
+    for connection in (rank.pmix, rank.lifeline, rank.other):
+        wait_until(lambda one=connection: not is_open(one), "the end of the connections", 5)
