@@ -141,7 +141,7 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) ->
     under.slurm.ask("scancel", job)
     under.wait_for_jobs()
     ended = command.end(WITHIN_S).must(128 + signal.SIGINT)
-    assert ended.err.endswith(f"job {job} goes on; end it with: scancel {job}\n")
+    assert f"job {job} goes on; end it with: scancel {job}\n" in ended.err
 
 
 def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(under: UnderSlurm) -> None:

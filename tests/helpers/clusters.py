@@ -107,6 +107,11 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
         except OSError:  # it has just ended
             continue
         is_guard = any(one.endswith(b"/guard.py") for one in words)  # Hydra starts one for each rank
-        if b"mpillm" in words and word.encode() in words and b"python" in words[0] and not (is_guard or is_kept):
+        if (
+            b"mpillm" in words
+            and word.encode() in words
+            and b"python" in words[0]
+            and not (is_guard or is_kept)
+        ):
             found.append(pid)
     return sorted(found)
