@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -59,23 +60,23 @@ def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
         yield Rank(process, *connections)
 
 
-def is_open(connection: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:
-        return bool(connection.recv(1))
+        return connection.recv(1) == b""
     except BlockingIOError:
-        return True
+        return False
 
 
 def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
     """Until the server that started it closes its connection: the step has ended."""
     rank.process.kill()
-    wait_until(lambda: not is_open(rank.lifeline), "the end of the lifeline")
+    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
     assert rank.process.stdout is not None
     assert rank.process.stdout.read() == "", "nothing else that it had open is kept"
-    assert is_open(rank.pmix) and is_open(rank.other)
+    assert not is_closed(rank.pmix) and not is_closed(rank.other)
     rank.pmix.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: not is_open(rank.other), "the end of the connections")
+    wait_until(partial(is_closed, rank.other), "the end of the connections")
 
 
 def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
@@ -83,7 +84,7 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
     rank.process.stdin.write("leave")
     rank.process.stdin.close()
     for connection in (rank.pmix, rank.lifeline, rank.other):
-        wait_until(lambda one=connection: not is_open(one), "the end of the connections", 5)
+        wait_until(partial(is_closed, connection), "the end of the connections", 5)
     assert rank.process.wait() == 5
 
 
@@ -96,4 +97,4 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
 def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
     rank.process.send_signal(signal.SIGKILL)
     for connection in (rank.pmix, rank.lifeline, rank.other):
-        wait_until(lambda one=connection: not is_open(one), "the end of the connections", 5)
+        wait_until(partial(is_closed, connection), "the end of the connections", 5)
