@@ -20,6 +20,7 @@ from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_co
 from launch.launcher import EveryRankError, find_launcher, refuse_copies
 from launch.signals import stop_signals
 from mpillm import __version__
+from mpillm.core_names import BROUGHT_BY, lacks
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
@@ -128,6 +129,12 @@ def _told(argv: Sequence[str] | None) -> int:
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in BROUGHT_BY:
+            raise
+        print(f"mpillm: {lacks(name)}", file=sys.stderr)
+        return ExitCode.USAGE
     except StageError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.STAGE_FAILED
@@ -170,9 +177,11 @@ def _know_home() -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
         print(usage())
         return ExitCode.DONE if argv else ExitCode.USAGE
+    if argv[0] == "help":
+        argv = [argv[1], "--help"]
     if argv[0] in ("-V", "--version"):
         print(f"mpillm {__version__}")
         return ExitCode.DONE

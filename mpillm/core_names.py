@@ -25,6 +25,23 @@ DISAGGREGATED = (DEFAULT, "trtllm_disagg")
 EXTRAS = {DEFAULT: "torch", "triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
 """The extra of this package that a core's class needs, if any."""
 
+BROUGHT_BY = {
+    **dict.fromkeys(("torch", "safetensors"), "torch"),
+    **dict.fromkeys(("tokenizers", "jinja2"), "tokenizer"),
+    "gguf": "models",
+    "pandas": "datasets",
+    **dict.fromkeys(("rouge_score", "nltk"), "accuracy"),
+    "tritonclient": "triton",
+    **dict.fromkeys(("aiohttp", "uvloop"), "http"),
+}
+"""The extra that brings each package which a plain installation lacks."""
+
+
+def lacks(package: str) -> str:
+    """Return what to say where one of `BROUGHT_BY` is missing."""
+    return f"the package '{package}' is missing: pip install 'mpillm[{BROUGHT_BY[package]}]'"
+
+
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 

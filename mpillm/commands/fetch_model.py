@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from disagg.errors import nearest
+from disagg.errors import ConfigError, nearest
 from mpillm.errors import ExitCode
 from mpillm.models.fetch import DEFAULT_MODELS_DIR, MODELS, fetch_model
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=f"models: {', '.join(sorted(MODELS))}",
         allow_abbrev=False,
     )
-    parser.add_argument("name", help="which model")
+    parser.add_argument("name", nargs="?", help="which model")
     parser.add_argument(
         "--models_dir",
         "--models-dir",
@@ -30,5 +30,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0], ['--models_dir', '--help'])}")
+    if arguments.name is None:
+        raise ConfigError(f"fetch-model: which model? There are: {', '.join(sorted(MODELS))}")
     print(fetch_model(arguments.name, arguments.models_dir))
     return ExitCode.DONE

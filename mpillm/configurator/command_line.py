@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.errors import ConfigError, nearest
+from launch.launcher import RANK_COMMANDS
 
 if TYPE_CHECKING:
     from mpillm.configurator.field import Field
@@ -25,6 +28,7 @@ _THEIRS = {
     "--pp_size": "it is --pipeline_parallelism",
     "--moe_ep_size": "it is --moe_expert_parallelism",
 }
+_MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -48,17 +52,24 @@ class Parser(argparse.ArgumentParser):
         """Do as argparse's, but raise ConfigError for unknown words."""
         values, unknown = self.parse_known(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            options = [option for action in self._actions for option in action.option_strings]
-            known = (
-                f"; {_THEIRS[name]}"
-                if name in _THEIRS
-                else nearest(name, options)
-                if name.startswith("-")
-                else ""
-            )
-            raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
+            raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{self._hint(unknown)}")
         return values
+
+    def _hint(self, unknown: Sequence[str]) -> str:
+        """Return what may be meant by the first of `unknown`."""
+        name = unknown[0].partition("=")[0]
+        options = [option for action in self._actions for option in action.option_strings]
+        command = self.prog.removeprefix("mpillm ")
+        if name in _THEIRS:
+            return f"; {_THEIRS[name]}"
+        if _MPIRUNS.fullmatch(unknown[0]) and command in RANK_COMMANDS:
+            words = unknown[: 1 if re.search("[=0-9]", unknown[0]) else 2]
+            return f"; it is mpirun's: python -m mpillm mpirun {shlex.join(words)} {command} …"
+        if name in ("-n", "-np", "--np") and "--world_size" in options:
+            return " (did you mean '--world_size'?)"
+        if name == "--json" and "--format" in options:
+            return "; it is --format json"
+        return nearest(name, options) if name.startswith("-") else ""
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:
         """Return the texts of the options by name. Raises ConfigError for unknown words."""

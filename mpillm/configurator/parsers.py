@@ -252,8 +252,9 @@ def urls(text: str) -> tuple[str, ...]:
 
 @expects("host:port,host:port", _listed)
 def http_urls(text: str) -> tuple[str, ...]:
-    """As `urls`; ``https://`` may stand before a host."""
-    return _addresses(text, r"(https?://)?[^\s/]+")
+    """As `urls`; ``https://`` may stand before a host, and ``/v1`` behind the port, as `serve` prints it."""
+    bare = ",".join(re.sub(r"(?<=[0-9])/(v1/?)?$", "", url.strip()) for url in text.split(","))
+    return _addresses(bare, r"(https?://)?[^\s/]+")
 
 
 def _addresses(text: str, of_host: str) -> tuple[str, ...]:

@@ -91,6 +91,7 @@ class LLMCore(ABC):
     # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
     world_import: ClassVar[str | None] = None
     framework: ClassVar[str | None] = None  # for the system description of a submission
+    imports: ClassVar[tuple[str, ...]] = ()  # packages that it can't do without, imported in `load`
     packages: ClassVar[tuple[str, ...]] = ()  # those that it names with versions; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
-from mpillm.core_names import EXTRAS
+from mpillm.core_names import EXTRAS, lacks
 from mpillm.cores.base import LLMCore
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ def function(path: str) -> Any:
 
 def check_core(config: RunConfig) -> None:
     """Raise ConfigError if `config`, with its YAML, lacks what the core needs."""
-    if not BackendRegistry.get(config.core_type).needs_model:
+    core = BackendRegistry.get(config.core_type)
+    if missing := next((name for name in core.imports if importlib.util.find_spec(name) is None), None):
+        raise ConfigError(f"--core_type {config.core_type}: {lacks(missing)}", about=["core_type"])
+    if not core.needs_model:
         return
     if not config.model_path:
         raise ConfigError(

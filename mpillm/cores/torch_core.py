@@ -65,6 +65,7 @@ class TorchCore(LLMCore):
     engine_stages = "mpillm.builder.torch_engine:engine_stages"
     servers = "mpillm.builder.torch_servers:torch_servers"
     framework = "PyTorch"
+    imports = ("torch", "safetensors")
     packages = ("torch", "triton")
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:

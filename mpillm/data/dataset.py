@@ -8,6 +8,7 @@ MLPerf's, tokenized beforehand (`preprocessed`).
 from __future__ import annotations
 
 import json
+import shlex
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,6 +235,9 @@ def _read(file: Path, vocab_size: int) -> Iterator[tuple[int, str | array[int]]]
     """Yield line number and prompt (text, or checked tokens) of every line that is not blank."""
     try:
         with file.open("rb") as stream:
+            start = stream.peek(1)
+            if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+                raise ConfigError(_array(file, start))
             for number, line in enumerate(stream, 1):
                 raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if raw.strip():
@@ -248,6 +252,21 @@ def _read(file: Path, vocab_size: int) -> Iterator[tuple[int, str | array[int]]]
         raise ConfigError(f"data set {file} is a directory, not a JSONL file") from error
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error}") from error
+
+
+def _array(file: Path, start: bytes) -> str:
+    """Return what to say of a file that begins, with `start`, as a JSON array."""
+    shares = b'"conversations"' in start
+    prompt = 'c["conversations"][0]["value"]' if shares else 'c["prompt"]'
+    some = ' if c["conversations"]' if shares else ""
+    program = (
+        f'import json, sys; [print(json.dumps({{"prompt": {prompt}}})) for c in json.load(sys.stdin){some}]'
+    )
+    return (
+        f"data set {file} is {'a ShareGPT file' if shares else 'a JSON array'}, not JSONL, an object in each"
+        f" line; write one{', of the first turns,' if shares else ''} by\n"
+        f"  python3 -c '{program}' < {shlex.quote(str(file))} > prompts.jsonl"
+    )
 
 
 def _parse(line: bytes, vocab_size: int) -> str | array[int]:

@@ -30,9 +30,10 @@ def explain(cause: str) -> str:
 
     `cause`: what the run reports. Checks only what can have to do with it.
     """
+    said = cause.partition("\n")[0]  # what follows is a stack: its files' names say nothing
     for words, check in _EXPLAINED:
-        if re.search(words, cause, re.IGNORECASE):
-            for line in check(cause):
+        if re.search(words, said, re.IGNORECASE):
+            for line in check(said):
                 if line.status in _BAD or (check is _gpus and line.status is Status.SKIPPED):
                     return one_line(line)
     return ""

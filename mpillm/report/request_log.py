@@ -104,13 +104,16 @@ class RequestLog:
             self._file.close()
 
 
-def read_requests(folder: Path) -> NDArray[np.void]:
+def read_requests(folder: Path | str) -> NDArray[np.void]:
     """Return the records of a run, in order of issue, `RECORD`; a record that was cut at the end is left out,
     and what no run writes.
 
+    `folder`: its directory, or the file in it.
+
     A run that still goes on may be read. Raises ConfigError if there is no such file, or it can't be read.
     """
-    rows = _records(folder)
+    folder = Path(folder)
+    rows = _records(folder.parent if folder.name == REQUESTS else folder)
     rows = rows[_possible(rows)]
     return rows[np.argsort(rows["issued"], kind="stable")]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mpillm.files import read_object
 
 PRESETS = Path(__file__).parent / "presets"
 SUPPORTED = ("LlamaForCausalLM", "MixtralForCausalLM")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
 # As safetensors names them
 CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
@@ -118,10 +120,19 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
     """Return config.json and the folder (None for a preset); a folder wins over a preset of the same name."""
     folder = Path(model_path)
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model_path {model_path}: no model there: the folder has no config.json")
         return folder / "config.json", folder
     preset = PRESETS / f"{model_path}.json"
     if "/" not in model_path and preset.is_file():
         return preset, None
+    if _HUB_ID.fullmatch(model_path):
+        where = f"models/{folder.name}"
+        raise ConfigError(
+            f"--model_path {model_path}: no such folder; a model of the Hugging Face hub must be"
+            f" fetched first: `hf download {model_path} --local-dir {where}` (pip install huggingface_hub),"
+            f" then --model_path {where}"
+        )
     known = presets()
     raise ConfigError(
         f"--model_path {model_path}: no such folder, and no such preset{nearest(model_path, known)};"

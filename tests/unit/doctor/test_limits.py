@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.doctor import limits
+from mpillm.doctor import alone, limits
 from mpillm.doctor.alone import explain
 from mpillm.doctor.disk import disk_facts, run_directory
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, shown, size, worst
@@ -183,3 +183,15 @@ def test_a_port_that_is_taken_names_who_has_it(free_listener: Callable[[], socke
 @pytest.fixture
 def free_listener() -> Callable[[], socket.socket]:
     return lambda: socket.create_server(("127.0.0.1", 0))
+
+
+def test_the_stack_of_a_killed_rank_does_not_blame_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was killed while it imported PyTorch: the files of its stack are named after CUDA."""
+    monkeypatch.setattr(alone, "_gpus", lambda cause: pytest.fail("GPUs have nothing to do with it"))
+    monkeypatch.setattr(
+        alone,
+        "_EXPLAINED",
+        tuple((words, alone._gpus if "CUDA|" in words else check) for words, check in alone._EXPLAINED),
+    )
+    where = 'File "torch/cuda/__init__.py", line 22, in <module>\n    from ._gpu_trace import ncclGPU'
+    explain(f"the process has ended; last seen in phase 'load', stuck for 1.2 s in:\n  {where}")

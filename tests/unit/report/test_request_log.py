@@ -89,3 +89,11 @@ def test_a_full_disk_is_told_with_the_files_name() -> None:
     with pytest.raises(OSError) as raised:
         log.flush()
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/full")
+
+
+def test_it_is_read_by_the_name_of_the_directory_or_of_the_file(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    log.add_one(0.0, 0.1, 0.2, 3, 4, False)
+    log.close()
+    for name in (tmp_path, str(tmp_path), str(tmp_path / "requests.bin")):
+        assert read_requests(name)["index"].tolist() == [3]
