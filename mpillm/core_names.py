@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 ENTRY_POINTS = "mpillm.cores"
@@ -45,6 +46,26 @@ def lacks(package: str) -> str:
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 
+# Names of cores with their backends, where one is not the usual one: for whom an option has an effect.
+DUMMY = ("dummy",)
+TRTLLM_EXECUTOR = ("trtllm_executor",)
+TRTLLM_HLAPI = ("trtllm_hlapi", "trtllm_hlapi cpp")
+TRTLLM_ENDPOINT = ("trtllm_endpoint", "trtllm_endpoint cpp")
+TRTLLM_DISAGG = ("trtllm_disagg", "trtllm_disagg cpp")
+TRITON = ("triton_grpc", "triton_grpc python")
+EMBEDDED = (DEFAULT, "triton_grpc python")
+"""Where mpillm's own engine computes: in the ranks, or behind Triton."""
+RUNS_ENGINES = (
+    "trtllm_executor",
+    "triton_grpc",
+    "trtllm_hlapi cpp",
+    "trtllm_endpoint cpp",
+    "trtllm_disagg cpp",
+)
+"""Where an engine of `trtllm-build` computes."""
+WITH_BACKENDS = tuple(dict.fromkeys((*BUILT_IN, *TRTLLM_HLAPI, *TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON)))
+"""All built-in cores, each with each of its backends."""
+
 registered: dict[str, str] = {}
 """Cores that this process has registered."""
 
@@ -58,6 +79,13 @@ def _installed(**about: Any) -> Any:
 def names() -> list[str]:
     """Return the names of all cores that can run a test."""
     return sorted({*BUILT_IN, *registered, *(point.name for point in _installed())})
+
+
+def with_backend(name: str, runtime_flags: Mapping[str, Any]) -> str:
+    """Return a core's name, with the backend that its runtime flags choose if that is not the usual one."""
+    backend = runtime_flags.get("triton_backend" if name == "triton_grpc" else "trtllm_backend")
+    named = f"{name} {backend}"
+    return named if named in WITH_BACKENDS else name
 
 
 def class_path(name: str) -> str | None:

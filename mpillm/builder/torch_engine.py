@@ -16,13 +16,12 @@ from mpillm.builder.trtllm import QuantizerConfig, TRTLLMLibraryLoader, without_
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model.model_config import PRESETS
+from mpillm.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS
 from mpillm.files import read_object
 
 # TensorRT-LLM's names of formats, and the torch core's.
 ALGORITHMS = {"int8_wo": "int8", "int8": "int8", "fp8": "fp8", "full_prec": "none"}
-_FLAGS = ("qformat", "kv_cache_dtype", "calib_size")
 _CALIBRATION_PROMPTS = 64
-_LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
 
 
 def _stage(*words: object) -> Command:
@@ -40,10 +39,10 @@ class TorchQuantizerOp(Operation):
         self.deadline_s = deadline_s
         flags = self.config.flags
         for flag in flags:
-            if flag not in _FLAGS:
+            if flag not in OUR_CHECKPOINT_FLAGS:
                 raise ConfigError(
-                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'{nearest(flag, _FLAGS)};"
-                    f" it has {', '.join(_FLAGS)}"
+                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'"
+                    f"{nearest(flag, OUR_CHECKPOINT_FLAGS)}; it has {', '.join(OUR_CHECKPOINT_FLAGS)}"
                 )
         if (dtype := flags.get("kv_cache_dtype")) not in (None, "fp8"):
             raise ConfigError(
@@ -121,10 +120,10 @@ class TorchBuilderOp(Operation):
             )
         self.limits = without_parallelism(build_flags or {})
         for flag in self.limits:
-            if flag not in _LIMITS:
+            if flag not in OUR_BUILD_FLAGS:
                 raise ConfigError(
-                    f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it"
-                    f" has {', '.join(_LIMITS)}"
+                    f"--trtllm_build_flags: the torch core has no flag"
+                    f" '{flag}'{nearest(flag, OUR_BUILD_FLAGS)}; it has {', '.join(OUR_BUILD_FLAGS)}"
                 )
         weights_are = config.qformat if quantizer or quantization == "auto" else quantization
         weights_are += "-kv_fp8" if quantizer and quantizer.calibration else ""

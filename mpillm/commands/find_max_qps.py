@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         *words,
         *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
     ]
-    config = parse_run([*typed, "--server_target_qps=1"] if not _has_rate(words) else typed)
+    config = parse_run(typed)
     tests = RateTests(
         series_folder(options.log_dir, "find-max-qps").absolute(),
         mpirun_words(options, config),

@@ -19,7 +19,7 @@ from mpillm.builder.served import as_served, for_workers
 from mpillm.comms.start import start_mpi
 from mpillm.config.disagg_values import CORE
 from mpillm.config.disagg_yaml import generated
-from mpillm.config.options import parse
+from mpillm.config.options import parse_stage
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_disagg_config_path=disagg.yaml",
     )
     try:
-        config = parse(argv, parser, [*_SHOWN, output])
+        config = parse_stage(argv, parser, [*_SHOWN, output])
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
     path = config[output] or config.disagg_config

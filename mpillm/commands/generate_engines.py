@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from disagg.errors import ConfigError
 from mpillm.builder.operation import Operation, execute
-from mpillm.config.options import parse_each
+from mpillm.config.options import parse_each, tell_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
     configs = parse_each(argv, parser, _SHOWN)
+    tell_idle(configs)
     stages = [engine_stages(config) for config in configs]
     with configs[0].autoapply():
         execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)

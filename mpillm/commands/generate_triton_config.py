@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpillm.builder.operation import execute
 from mpillm.builder.triton_repository import remove_repositories, triton_stages
-from mpillm.config.options import parse
+from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2"
         " --engine_dir=build/engines/llama2",
     )
-    config = parse(
+    config = parse_stage(
         argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
     )
     stages = triton_stages(config)

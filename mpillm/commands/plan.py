@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 import disagg
 from disagg.errors import ConfigError
 from mpillm.config.disagg_yaml import PORTS, disagg_config
+from mpillm.config.idle import check_idle
 from mpillm.config.options import parse
 from mpillm.config.together import check_mode
 from mpillm.configurator import Field
@@ -15,6 +17,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
+from mpillm.fields.effects import PLAN
 
 _SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     )
     config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
     check_mode(config)
+    for line in check_idle(config, PLAN):
+        print(f"mpillm: note: {line}", file=sys.stderr)
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
     world_size = config.world_size or (
         len(nodes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpillm import fields
+from mpillm.config.idle import idle_in_all, told
 from mpillm.config.options import RUN_FIELDS, parse_each
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
+from mpillm.fields.effects import RUN
 from mpillm.run.in_turn import run_in_turn, test_of
 
 
@@ -26,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     )
     configs = parse_each(argv, parser, [*RUN_FIELDS, fields.world_size, fields.dry_run])
     configs = [config.with_yaml() for config in configs]
+    told(idle_in_all(configs, RUN))  # lines are printed by each run
     for config in configs:
         check_core(config)
     tests = [test_of(config, argv, len(configs) > 1) for config in configs]

@@ -22,7 +22,7 @@ from launch.launcher import one_of_several
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from launch.tritonserver import model_table
 from mpillm.comms.start import mpi_library
-from mpillm.config.options import parse
+from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED
 from mpillm.cores.registry import BackendRegistry, function
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_disagg_config_path=disagg.yaml\n"
         f"  python -m mpillm run-llm-server --core_type={DEFAULT} --trtllm_disagg_config_path=disagg.yaml",
     )
-    config = parse(argv, parser, _SHOWN)
+    config = parse_stage(argv, parser, _SHOWN)
     if config.core_type in DISAGGREGATED:
         if launch_type() == "worker" and one_of_several():
             check_world(mpi_library(), None, ["run-llm-server", *argv], variables={LAUNCH_TYPE: "worker"})

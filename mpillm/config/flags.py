@@ -1,4 +1,4 @@
-"""Flags: the environment that overrides them, their other names, and what our cores make of them."""
+"""Flags: the environment that overrides them, their other names, and their values on our cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import AutoConfStrategy, Field, environment, from_environment
 from mpillm.configurator.found import Found, Level, Origin
-from mpillm.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS, RUNTIME_OPTIONS, TENSORRT_ONLY
+from mpillm.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS
 
 OVERLAYS: dict[Field, str] = {
     fields.trtllm_checkpoint_flags: "TRTLLM_CHECKPOINT_FLAGS",
@@ -87,25 +87,17 @@ def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> N
             )
 
 
-def check_honoured(core_type: str, flags: Found) -> None:
-    """Raise ConfigError if our core of this type does not have a runtime flag, or can't honour it."""
+def check_values(core_type: str, flags: Found) -> None:
+    """Raise ConfigError for a value that a flag can't have, or that our core of this type can't honour.
+
+    `idle` has flags without effect.
+    """
     for name, value in flags.value.items():
+        if name not in RUNTIME_FLAGS or value is None:
+            continue
         where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
-        if name in RUNTIME_OPTIONS:
-            continue
-        if name not in RUNTIME_FLAGS:
-            there_are = ", ".join(RUNTIME_FLAGS)
-            raise ConfigError(
-                f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has"
-                f" {there_are}"
-            )
-        if value is None or RUNTIME_FLAGS[name].check(value, where) == RUNTIME_FLAGS[name].default:
-            continue
-        if name in TENSORRT_ONLY:
-            raise ConfigError(
-                f"{where} {value}: has no effect on the {core_type} core: only TensorRT-LLM has it"
-            )
-        if name == "exclude_input_from_output":
+        checked = RUNTIME_FLAGS[name].check(value, where)
+        if name == "exclude_input_from_output" and not checked:
             raise ConfigError(
                 f"{where} {value}: the {core_type} core answers without the prompt, as LoadGen wants it"
             )

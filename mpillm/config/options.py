@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.launcher import find_launcher
 from mpillm import fields
 from mpillm.config import layers
+from mpillm.config.idle import check_idle, idle_in_all, told
 from mpillm.config.run_config import RunConfig
 from mpillm.config.together import check_compliance, check_together
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.configurator.found import Level
 from mpillm.fields import FIELDS
+from mpillm.fields.effects import RUN, SERVE
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
@@ -73,6 +77,23 @@ def parse(
     return RunConfig.resolved(layers.stated(parser.texts(argv), known, defaults))
 
 
+def parse_stage(
+    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> RunConfig:
+    """As `parse`, for a stage before a run or a server; tell of options that no command after it uses."""
+    config = parse(argv, parser, shown, defaults)
+    tell_idle([config])
+    return config
+
+
+def tell_idle(configs: Sequence[RunConfig]) -> None:
+    """Tell, on one rank, of options without effect in all commands after a stage, for each of its tests."""
+    launcher = find_launcher()
+    if launcher is None or launcher.first:
+        for line in told(idle_in_all(configs, "stage")):
+            print(f"mpillm: note: {line}", file=sys.stderr)
+
+
 def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
     """As `parse`, for every pair of a workload and a scenario: lists of them mean several tests."""
     known = _with_all(shown)
@@ -109,6 +130,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
     check_together(config)
     check_compliance(config)
+    check_idle(config, RUN)
     return config
 
 
@@ -123,6 +145,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     )
     config = parse(argv, parser, SERVE_FIELDS, {fields.on_instance_loss: "continue"}).with_yaml()
     check_together(config)
+    check_idle(config, SERVE)
     if config.server_role in ("context", "generation"):
         config.half = config.server_role
     return config

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.config.flags import LIMITS, check_honoured, lay_over, limits_of_engine, renamed
+from mpillm.config.flags import LIMITS, check_values, lay_over, limits_of_engine, renamed
 from mpillm.configurator import Field
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.core_names import TRTLLM
@@ -56,7 +56,7 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
 
     An option and its other names get one value: that of the highest source, and within a source the option's
     own. Runtime flags get their defaults; flags that are only options are taken out. ConfigError names the
-    source: of a flag that the core lacks or cannot honour, of a wrong value, and of two values that exclude
+    source: of a value that a flag can't have here, and of two values that exclude
     each other.
     """
     found = dict(stated)
@@ -69,7 +69,7 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     core_type = found["core_type"].value
     is_own = core_type not in TRTLLM
     if is_own:
-        check_honoured(core_type, found[_RUNTIME])
+        check_values(core_type, found[_RUNTIME])
     size = _batch_size(found)
     _share(
         found,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from mpillm.fields import BY_NAME
 
 if TYPE_CHECKING:
     from mpillm.config.run_config import RunConfig
 
 
 def check_together(config: RunConfig) -> None:
-    """Raise ConfigError for options that exclude each other, or have no effect without another."""
+    """Raise ConfigError for options that exclude each other. `idle` has those without effect."""
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
             raise ConfigError(
@@ -32,24 +31,6 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
-    each = config.sections.values() or [config]
-    without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-        (
-            "--enable_chunked_context true",
-            any(c.enable_chunked_context for c in each),
-            ("context_chunking_policy",),
-        ),
-        (
-            "--dataset synthetic",
-            config.dataset == "synthetic",
-            ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev"),
-        ),
-        ("--benchmarks", config.benchmarks, ("model_scale",)),
-    )
-    for needed, is_there, needing in without_effect:
-        for name in needing:
-            if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
-                raise ConfigError(f"{config.named(name)} has no effect without {needed}")
     check_mode(config)
 
 

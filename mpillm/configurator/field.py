@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 
 from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import plain
+from mpillm.configurator.effect import EVERYWHERE, Effect
 
 if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
     from typing import TypedDict
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any t
         choices: tuple[str, ...]
         group: str
         aliases: tuple[str, ...]
+        effect: Effect
 
     T = TypeVar("T", default=Any)
     V = TypeVar("V")
@@ -67,6 +69,7 @@ class Field(Generic[T]):
     choices: tuple[str, ...] = ()  # in any letter case
     group: str = "general"  # the heading in --help
     aliases: tuple[str, ...] = ()  # other names
+    effect: Effect = EVERYWHERE  # for whom the value has one
 
     if TYPE_CHECKING:
 

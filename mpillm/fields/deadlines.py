@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import seconds
+from mpillm.fields.effects import TIME
 from mpillm.phases import Phase
 
 FIELD_OF: dict[Phase, Field[float]] = {}
@@ -37,6 +38,7 @@ class DeadlineFields(Options):
         "longest silence of an instance with open requests, or of a started server, seconds",
         seconds,
         default=300.0,
+        effect=TIME,
         group="deadlines",
     )
     heartbeat_timeout = Field(
@@ -44,6 +46,7 @@ class DeadlineFields(Options):
         "seconds without a heartbeat after which a rank is lost",
         seconds,
         default=30.0,
+        effect=TIME,
         group="deadlines",
     )
     grace = Field(
@@ -51,6 +54,7 @@ class DeadlineFields(Options):
         "longest time for ranks to end after a failure, seconds",
         seconds,
         default=5.0,
+        effect=TIME,
         group="deadlines",
     )
     on_instance_loss = Field(
@@ -59,6 +63,7 @@ class DeadlineFields(Options):
         " computed again elsewhere [default of serve: continue, where that is possible]",
         default="fail",
         choices=("fail", "continue"),
+        effect=TIME,
         group="deadlines",
     )
     build_deadline = Field(
@@ -66,6 +71,7 @@ class DeadlineFields(Options):
         "longest time for one stage of generate-engines (a quantisation or a build), seconds",
         seconds,
         default=43200.0,
+        effect=TIME,
         group="deadlines",
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import batch_sizes, flag_dict
+from mpillm.core_names import EMBEDDED, RUNS_ENGINES
+from mpillm.fields.effects import used_by
 from mpillm.fields.general import workload_names
 
 
@@ -13,6 +15,7 @@ class BuildFields(Options):
     engine_dir = Field(
         "engine_dir",
         "folder of the engine; the ranks of mpillm's own engine map their weights from it",
+        effect=used_by(*EMBEDDED, *RUNS_ENGINES),
         group="build",
     )
     gpu_batch_size = Field(

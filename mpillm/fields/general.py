@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 
 from mpillm.configurator import Field, Options
+from mpillm.configurator.effect import ANY
 from mpillm.configurator.parsers import accuracy, boolean, names
+from mpillm.fields.effects import REPORTED, used_by
 from mpillm.user_config import HarnessType, PowerSetting, Scenario
 from mpillm.workloads import TARGETS, WORKLOADS
 
@@ -50,6 +52,7 @@ class GeneralFields(Options):
         "the share of the reference accuracy to reach: 0.99, 0.999",
         accuracy,
         default=0.99,
+        effect=REPORTED,
         group="workload",
     )
     harness_type = Field(
@@ -67,6 +70,7 @@ class GeneralFields(Options):
         "chooses among a file's configurations",
         default="MaxP",
         choices=_words(PowerSetting),
+        effect=used_by(needs=("config_file", ANY), measured=False),
         group="workload",
     )
     model_scale = Field(
@@ -74,11 +78,13 @@ class GeneralFields(Options):
         "the workload's model, or a tiny one of its architecture",
         default="full",
         choices=("full", "tiny"),
+        effect=used_by(needs=("benchmarks", ANY)),
         group="workload",
     )
     system_name = Field(
         "system_name",
         "the system's name: chooses among a file's configurations, and names results",
+        effect=REPORTED,
         group="workload",
     )
     config_file = Field(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import boolean, flag_dict, http_urls
+from mpillm.core_names import TRTLLM_DISAGG, TRTLLM_ENDPOINT
+from mpillm.fields.effects import REPORTED, used_by
 
 
 class HarnessFields(Options):
@@ -22,6 +24,7 @@ class HarnessFields(Options):
         "trtllm_server_urls",
         "HTTP servers, host:port,host:port; a host behind TLS: https://host:port",
         http_urls,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
         group="harness",
     )
     show_steady_state_progress = Field(
@@ -29,5 +32,6 @@ class HarnessFields(Options):
         "show the throughput of the last 30 seconds in the progress line, too",
         boolean,
         default=False,
+        effect=REPORTED,
         group="harness",
     )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
+from mpillm.configurator.effect import Effect, Use
 from mpillm.configurator.parsers import boolean, flag_dict, fraction, one_of, positive
+from mpillm.core_names import (
+    DEFAULT,
+    DUMMY,
+    EMBEDDED,
+    TRTLLM_DISAGG,
+    TRTLLM_ENDPOINT,
+    TRTLLM_EXECUTOR,
+)
+from mpillm.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, used_by
 
 # The harness's names of policies, and TensorRT-LLM's.
 SCHEDULER_POLICIES = {
@@ -28,6 +38,7 @@ class ModelFields(Options):
         "read the weights, or make random ones from config.json",
         default="auto",
         choices=("auto", "dummy"),
+        effect=used_by(*EMBEDDED, "trtllm_hlapi", *TRTLLM_DISAGG),
         group="model",
     )
     dtype = Field(
@@ -35,6 +46,7 @@ class ModelFields(Options):
         "type of the weights, and of the KV cache unless kv_cache_dtype sets it; auto: the checkpoint's",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
+        effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
         group="model",
     )
     quantization = Field(
@@ -43,6 +55,7 @@ class ModelFields(Options):
         " int8 (only on CPUs) and fp8 quantise an unquantised checkpoint as it is loaded",
         default="auto",
         choices=("auto", "none", "int8", "fp8"),
+        effect=used_by(*EMBEDDED),
         group="model",
     )
     kv_cache_dtype = Field(
@@ -51,6 +64,7 @@ class ModelFields(Options):
         " fp8 without scales has scale 1",
         default="auto",
         choices=("auto", "bfloat16", "fp8"),
+        effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
         group="model",
     )
     precision = Field(
@@ -58,6 +72,7 @@ class ModelFields(Options):
         "type of the layers' weights, in the words of NVIDIA's configurations: sets qformat among"
         " trtllm_checkpoint_flags and, for mpillm's own engine, quantization",
         choices=("fp4", "nvfp4", "fp8", "fp16", "bf16", "fp32"),
+        effect=used_by(*MODELS),
         group="model",
     )
     device = Field(
@@ -65,6 +80,7 @@ class ModelFields(Options):
         "what the engine runs on; auto: GPUs, one per worker rank, where there are any",
         default="auto",
         choices=("auto", "cuda", "cpu"),
+        effect=used_by(DEFAULT, *LIBRARY),
         group="model",
     )
     max_batch_size = Field(
@@ -74,7 +90,11 @@ class ModelFields(Options):
         group="model",
     )
     max_num_tokens = Field(
-        "max_num_tokens", "maximum tokens of one engine step [default: the core's]", positive, group="model"
+        "max_num_tokens",
+        "maximum tokens of one engine step [default: the core's]",
+        positive,
+        effect=used_by(*MODELS),
+        group="model",
     )
     max_seq_len = Field(
         "max_seq_len",
@@ -83,23 +103,39 @@ class ModelFields(Options):
         group="model",
     )
     kv_cache_tokens = Field(
-        "kv_cache_tokens", "size of a rank's KV cache, tokens [default: the core's]", positive, group="model"
+        "kv_cache_tokens",
+        "size of a rank's KV cache, tokens [default: the core's]",
+        positive,
+        effect=used_by(*COMPUTING, *DUMMY),
+        group="model",
     )
     kv_cache_free_gpu_mem_fraction = Field(
         "kv_cache_free_gpu_mem_fraction",
         "without kv_cache_tokens: the KV cache's share of the GPU memory that the model leaves free",
         fraction,
         default=0.80,
+        effect=used_by(*MODELS),
         group="model",
     )
     tokens_per_block = Field(
-        "tokens_per_block", "tokens of one KV cache block", positive, default=32, group="model"
+        "tokens_per_block",
+        "tokens of one KV cache block",
+        positive,
+        default=32,
+        effect=Effect(
+            (
+                Use(BOTH, (*EMBEDDED, *TRTLLM_DISAGG)),
+                Use(BOTH, needs=("traffic_distribution_policy", "kv_cache_aware")),
+            )
+        ),
+        group="model",
     )
     enable_chunked_context = Field(
         "enable_chunked_context",
         "allow a prompt to be computed in several steps",
         boolean,
         default=False,
+        effect=used_by(*MODELS),
         group="model",
     )
     context_chunking_policy = Field(
@@ -107,6 +143,7 @@ class ModelFields(Options):
         "which prompts a step computes: the oldest first, or equal parts of all",
         default="first_come_first_served",
         choices=tuple(CHUNKING_POLICIES),
+        effect=used_by(*COMPUTING, *TRTLLM_ENDPOINT, needs=("enable_chunked_context", True)),
         group="model",
     )
     enable_max_num_tokens_tuning = Field(
@@ -116,6 +153,7 @@ class ModelFields(Options):
         " runs)",
         boolean,
         default=False,
+        effect=used_by(*EMBEDDED, *TRTLLM_EXECUTOR, *TRTLLM_DISAGG),
         group="model",
     )
     batch_scheduler_policy = Field(
@@ -125,6 +163,7 @@ class ModelFields(Options):
         " or in batches that run to their end (static)",
         one_of(*SCHEDULER_POLICIES, **{theirs.lower(): ours for ours, theirs in SCHEDULER_POLICIES.items()}),
         default="max_util",
+        effect=used_by(*MODELS),
         group="model",
     )
     enable_kv_cache_reuse = Field(
@@ -133,6 +172,7 @@ class ModelFields(Options):
         " generation instances do not look up prompts handed over to them",
         boolean,
         default=False,
+        effect=used_by(*MODELS),
         group="model",
     )
     speculative_config = Field(
@@ -141,11 +181,13 @@ class ModelFields(Options):
         " decoding_type (NGram, Draft_Target, Eagle), max_draft_len, max_matching_ngram_size,"
         " speculative_model, max_concurrency; MLPerf forbids it for all workloads that this engine runs",
         flag_dict,
+        effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
         group="model",
     )
     num_threads = Field(
         "num_threads",
         "CPU threads of each instance rank [default: the node's cores, shared evenly]",
         positive,
+        effect=used_by(*EMBEDDED),
         group="model",
     )

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpillm.configurator import Field
+from mpillm.configurator.effect import Effect
 from mpillm.configurator.parsers import boolean, positive
+from mpillm.core_names import (
+    DEFAULT,
+    DUMMY,
+    EMBEDDED,
+    TRITON,
+    TRTLLM,
+    TRTLLM_DISAGG,
+    TRTLLM_ENDPOINT,
+    TRTLLM_EXECUTOR,
+)
+from mpillm.fields.effects import used_by
 from mpillm.fields.model import ModelFields
 from mpillm.fields.topology import TopologyFields
 
@@ -18,10 +30,18 @@ RUNTIME_FLAGS: dict[str, Field] = {
     "batch_scheduler_policy": ModelFields.batch_scheduler_policy,
     "context_chunking_policy": ModelFields.context_chunking_policy,
     "use_inflight_batching": Field(
-        "use_inflight_batching", "false: batches run to their end", boolean, default=True
+        "use_inflight_batching",
+        "false: batches run to their end",
+        boolean,
+        default=True,
+        effect=used_by(*EMBEDDED, *DUMMY, *TRTLLM_EXECUTOR, *TRITON),
     ),
     "enable_batch_size_tuning": Field(
-        "enable_batch_size_tuning", "choose the batch size while running", boolean, default=False
+        "enable_batch_size_tuning",
+        "choose the batch size while running",
+        boolean,
+        default=False,
+        effect=used_by(*TRTLLM_EXECUTOR),
     ),
     "enable_max_num_tokens_tuning": ModelFields.enable_max_num_tokens_tuning,
     "dynamic_batch_moving_average_window": Field(
@@ -29,6 +49,7 @@ RUNTIME_FLAGS: dict[str, Field] = {
         "iterations over which that tuning averages",
         positive,
         default=128,
+        effect=used_by(*TRTLLM_EXECUTOR),
     ),
     "kvcache_free_gpu_mem_frac": ModelFields.kv_cache_free_gpu_mem_fraction,
     "enable_chunked_context": ModelFields.enable_chunked_context,
@@ -47,10 +68,6 @@ OTHER_NAMES: dict[str, tuple[str, Mapping[str, bool]]] = {
     "batching_strategy": ("use_inflight_batching", _BATCHING),
     "gpt_model_type": ("use_inflight_batching", _BATCHING),
 }
-TENSORRT_ONLY = (
-    "enable_batch_size_tuning",
-    "dynamic_batch_moving_average_window",
-)
 
 
 def _by_name(*options: Field) -> dict[str, Field]:
@@ -69,3 +86,50 @@ BUILD_OPTIONS = _by_name(
     TopologyFields.pipeline_parallelism,
     TopologyFields.moe_expert_parallelism,
 )
+
+
+def _of_client(why: str) -> Effect:
+    """Return the effect of a flag of how NVIDIA's harness feeds a server, which does the same."""
+    return Effect((), measured=False, instead=why)
+
+
+KNOWN_FLAGS: dict[str, Field] = {
+    **RUNTIME_FLAGS,
+    "http_backend": Field(
+        "http_backend",
+        "the client's library",
+        default="custom_http",
+        choices=("custom_http", "openai_async"),
+        effect=_of_client("there is one client"),
+    ),
+    "workers_per_core": Field(
+        "workers_per_core",
+        "client processes",
+        positive,
+        default=2,
+        effect=_of_client("each worker rank is a client: mpirun -n decides"),
+    ),
+}
+"""Runtime flags with an effect of their own, or none; those of TensorRT-LLM that are only passed on lack."""
+
+_SIZES = (*BUILD_OPTIONS, "tp_size", "pp_size", "moe_ep_size")
+OUR_BUILD_FLAGS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
+OUR_CHECKPOINT_FLAGS = ("qformat", "kv_cache_dtype", "calib_size")
+_SERVE_FLAGS = (
+    *("trtllm_backend", "batch_scheduler_policy", "context_chunking_policy", "enable_chunked_context"),
+    *("kvcache_free_gpu_mem_frac", "enable_kv_cache_reuse", "max_batch_size", "max_num_tokens"),
+    *("max_seq_len", "max_beam_width", "num_postprocess_workers", "max_concurrency"),
+    *RUNTIME_OPTIONS,
+)
+_NAMES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
+    "trtllm_checkpoint_flags": {(DEFAULT,): (*OUR_CHECKPOINT_FLAGS, *_SIZES)},
+    "trtllm_build_flags": {(DEFAULT, *DUMMY): (*OUR_BUILD_FLAGS, *_SIZES)},
+    "trtllm_runtime_flags": {(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG): _SERVE_FLAGS},
+}
+
+
+def names_of(flags: Field, core: str) -> tuple[str, ...] | None:
+    """Return the keys of flags that a core, named with its backend, knows; None: it passes on all."""
+    if core.partition(" ")[0] not in TRTLLM and flags.name == "trtllm_runtime_flags":
+        return (*RUNTIME_FLAGS, *RUNTIME_OPTIONS)
+    return next((names for cores, names in _NAMES[flags.name].items() if core in cores), None)

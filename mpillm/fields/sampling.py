@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import fraction, natural, not_negative, positive, token_ids
 from mpillm.configurator.parsers import stop_words as words
+from mpillm.fields.effects import COMPUTING, used_by
 
 
 class GenerationFields(Options):
@@ -39,6 +40,7 @@ class GenerationFields(Options):
         "beams of a search; mpillm's own engine supports only 1",
         positive,
         default=1,
+        effect=used_by(*COMPUTING),
         group="generation",
     )
     temperature = Field("temperature", "0 is greedy", not_negative, default=0.0, group="generation")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import port
+from mpillm.core_names import TRITON
+from mpillm.fields.effects import used_by
 
 
 class ServerFields(Options):
@@ -20,5 +22,6 @@ class ServerFields(Options):
     tritonserver = Field(
         "tritonserver",
         "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",
+        effect=used_by(*TRITON, measured=False),
         group="server",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import natural, port_or_any, positive, secret
+from mpillm.fields.effects import SERVED
 
 
 class ServingFields(Options):
@@ -13,10 +14,16 @@ class ServingFields(Options):
         "host",
         "the address to listen at; 0.0.0.0: at all of this machine's",
         default="127.0.0.1",
+        effect=SERVED,
         group="serve",
     )
     port = Field(
-        "port", "the port to listen at; 0: any that is free", port_or_any, default=8000, group="serve"
+        "port",
+        "the port to listen at; 0: any that is free",
+        port_or_any,
+        default=8000,
+        effect=SERVED,
+        group="serve",
     )
     api_key = Field(
         "api_key",
@@ -24,11 +31,13 @@ class ServingFields(Options):
         secret,
         disallow_argparse=False,
         from_environ="MPILLM_API_KEY",
+        effect=SERVED,
         group="serve",
     )
     served_model_name = Field(
         "served_model_name",
         "the model's name in the API, or several with commas between them [default: the model's]",
+        effect=SERVED,
         group="serve",
     )
     max_queue_size = Field(
@@ -36,6 +45,7 @@ class ServingFields(Options):
         "requests without a first token, beyond which clients are told to come again (429)",
         positive,
         default=1024,
+        effect=SERVED,
         group="serve",
     )
     perf_metrics_max_requests = Field(
@@ -43,16 +53,23 @@ class ServingFields(Options):
         "how many requests /perf_metrics keeps until it is read; 0: none, as in TensorRT-LLM",
         natural,
         default=0,
+        effect=SERVED,
         group="serve",
     )
     max_body_bytes = Field(
-        "max_body_bytes", "the largest body of a request", positive, default=1 << 24, group="serve"
+        "max_body_bytes",
+        "the largest body of a request",
+        positive,
+        default=1 << 24,
+        effect=SERVED,
+        group="serve",
     )
     server_role = Field(
         "server_role",
         "this server's part in disaggregated serving over HTTP; worker: each instance of the YAML is a server"
         " of its own; leader: it fronts the YAML's servers",
         choices=("context", "generation", "worker", "leader"),
+        effect=SERVED,
         group="serve",
     )
     kv_transfer_timeout_ms = Field(
@@ -61,5 +78,6 @@ class ServingFields(Options):
         " one, milliseconds",
         positive,
         default=60_000,
+        effect=SERVED,
         group="serve",
     )

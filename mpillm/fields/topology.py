@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, positive
-from mpillm.core_names import BUILT_IN, DEFAULT, names
+from mpillm.core_names import BUILT_IN, DEFAULT, TRTLLM_HLAPI, WITH_BACKENDS, names
+from mpillm.fields.effects import COMPUTED, DISAGG, PLAN, used_by
 
 
 class TopologyFields(Options):
@@ -15,6 +16,7 @@ class TopologyFields(Options):
         "one kind of instance, or separate context and generation instances",
         default="aggregated",
         choices=("aggregated", "disaggregated"),
+        effect=COMPUTED,
         group="topology",
     )
     core_type = Field(
@@ -26,27 +28,47 @@ class TopologyFields(Options):
         group="topology",
     )
     core_options = Field(
-        "core_options", "options of the core, as key:value,key:value", flag_dict, default={}, group="topology"
+        "core_options",
+        "options of the core, as key:value,key:value",
+        flag_dict,
+        default={},
+        effect=used_by(*(name for name in WITH_BACKENDS if name not in TRTLLM_HLAPI)),
+        group="topology",
     )
     disagg_config = Field(
         "disagg_config",
         "the disaggregation YAML [default: made from the options below and the number of ranks]",
+        effect=COMPUTED,
         group="topology",
         aliases=("trtllm_disagg_config_path",),
     )
-    num_ctx_servers = Field("num_ctx_servers", "context instances", positive, group="topology")
+    num_ctx_servers = Field("num_ctx_servers", "context instances", positive, effect=DISAGG, group="topology")
     ctx_tp_size = Field(
-        "ctx_tp_size", "tensor parallel size of a context instance", positive, group="topology"
+        "ctx_tp_size", "tensor parallel size of a context instance", positive, effect=DISAGG, group="topology"
     )
     ctx_pp_size = Field(
-        "ctx_pp_size", "pipeline parallel size of a context instance", positive, group="topology"
+        "ctx_pp_size",
+        "pipeline parallel size of a context instance",
+        positive,
+        effect=DISAGG,
+        group="topology",
     )
-    num_gen_servers = Field("num_gen_servers", "generation instances", positive, group="topology")
+    num_gen_servers = Field(
+        "num_gen_servers", "generation instances", positive, effect=DISAGG, group="topology"
+    )
     gen_tp_size = Field(
-        "gen_tp_size", "tensor parallel size of a generation instance", positive, group="topology"
+        "gen_tp_size",
+        "tensor parallel size of a generation instance",
+        positive,
+        effect=DISAGG,
+        group="topology",
     )
     gen_pp_size = Field(
-        "gen_pp_size", "pipeline parallel size of a generation instance", positive, group="topology"
+        "gen_pp_size",
+        "pipeline parallel size of a generation instance",
+        positive,
+        effect=DISAGG,
+        group="topology",
     )
     tensor_parallelism = Field(
         "tensor_parallelism", "tensor parallel size of an executor", positive, group="topology"
@@ -84,5 +106,6 @@ class TopologyFields(Options):
     nodes = Field(
         "nodes",
         "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]",
+        effect=used_by(commands=[PLAN], measured=False),
         group="plan",
     )

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
+from mpillm.configurator.effect import Effect
 from mpillm.configurator.parsers import boolean, grpc_ports, positive, seconds, urls
+from mpillm.core_names import TRITON
+from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
 
 
 class TritonFields(Options):
     """Triton servers, and the clients that talk to them."""
 
     triton_server_urls = Field(
-        "triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton"
+        "triton_server_urls",
+        "gRPC addresses of Triton servers, host:port,host:port",
+        urls,
+        effect=SERVERS_OF_TRITON,
+        group="triton",
     )
     triton_num_clients_per_server = Field(
         "triton_num_clients_per_server",
         "an older name of triton_num_clients_per_frontend: the larger of both counts",
         positive,
         default=1,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_num_models_per_server = Field(
         "triton_num_models_per_server",
         "models per server [default: as many as the servers of this host need to use its GPUs]",
         positive,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_num_frontends_per_model = Field(
@@ -30,6 +39,7 @@ class TritonFields(Options):
         "taken and not needed: each worker rank of the core triton_grpc is a frontend",
         positive,
         default=1,
+        effect=Effect((), measured=False, instead="each worker rank is a frontend: mpirun -n decides"),
         group="triton",
     )
     triton_num_clients_per_frontend = Field(
@@ -37,6 +47,7 @@ class TritonFields(Options):
         "gRPC clients of each frontend, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
         positive,
         default=1,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_request_timeout = Field(
@@ -44,6 +55,7 @@ class TritonFields(Options):
         "seconds until a request without its whole answer is given up, and counted as an error, by the core"
         " triton_grpc [default: none; a silent server ends the test after --stall_timeout]",
         seconds,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_num_servers = Field(
@@ -51,6 +63,7 @@ class TritonFields(Options):
         "tritonserver processes per host"
         " [default: 1 for Offline; for other scenarios one for each model that its GPUs hold]",
         positive,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_orchestrator = Field(
@@ -59,6 +72,7 @@ class TritonFields(Options):
         " for each rank; so it is for several such models in a repository",
         boolean,
         default=False,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_skip_server_spawn = Field(
@@ -66,18 +80,21 @@ class TritonFields(Options):
         "the servers run already: start none",
         boolean,
         default=False,
+        effect=used_by(*TRITON, measured=False),
         group="triton",
     )
     triton_grpc_ports = Field(
         "triton_grpc_ports",
         "where the servers listen: host_0:port_0,port_1|host_1:port_0,port_1",
         grpc_ports,
+        effect=SERVERS_OF_TRITON,
         group="triton",
     )
     triton_model_repo = Field(
         "triton_model_repo",
         "model repositories: this path, then _0, _1, … for each server",
         default="build/triton_model_repo",
+        effect=used_by(*TRITON, measured=False),
         group="triton",
     )
     triton_text_models = Field(
@@ -86,5 +103,6 @@ class TritonFields(Options):
         " tensorrt_llm: for clients that send text",
         boolean,
         default=False,
+        effect=used_by(*TRITON, measured=False),
         group="triton",
     )

@@ -15,10 +15,12 @@ from launch.children import Children
 from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.disagg_yaml import generated
+from mpillm.config.idle import idle
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
+from mpillm.fields.effects import RUN
 
 # Options that this module sets for each test.
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
@@ -55,13 +57,17 @@ def run_in_turn(tests: Sequence[Test]) -> int:
 
 
 def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
-    """Return the mpirun of one test: the options as typed, with this workload and scenario."""
+    """Return the mpirun of one test: the options as typed, with this workload and scenario.
+
+    Those that only other tests of the same command use are left out.
+    """
     name = run_name(config)
+    of_other_tests = [one.name for one in idle(config, RUN) if one.is_error]
     log_dir = Path(config.log_dir or Path("build/runs") / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:
         log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")
     words = [
-        *without(argv, _OURS),
+        *without(argv, (*_OURS, *of_other_tests)),
         f"--scenarios={config.scenario}",
         *([f"--benchmarks={config.benchmark_name}"] if config.benchmark else []),
     ]

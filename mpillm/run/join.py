@@ -17,12 +17,14 @@ from mpillm import __version__
 from mpillm.comms.messages import JoinReport
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
+from mpillm.fields.effects import RUN, SERVE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
@@ -110,7 +112,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     ranks = range(len(reports))
     core_class = BackendRegistry.get(config.core_type)
     yaml = disagg_config(config, len(ranks), core_class.is_client)
-    notes = [*filter(None, [config.passed_over()]), *([] if core_class.is_client else check_sections(config))]
+    notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]
+    notes += [] if core_class.is_client else check_sections(config)
     plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
     check_flags(config, plan)

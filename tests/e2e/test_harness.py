@@ -57,7 +57,7 @@ def test_the_worst_exit_code_and_the_tests_after_it(one: Starter, tmp_path: Path
 def test_dry_run_passes_everything_else_on(one: Starter, tmp_path: Path) -> None:
     make_folder(tmp_path)
     options = (
-        "--benchmarks=llama2,moe --core-type dummy --triton_grpc_ports=host_0:8001,8002|host_1:8001"
+        "--benchmarks=llama2,moe --core-type triton_grpc --triton_grpc_ports=host_0:8001,8002|host_1:8001"
         " --stop_words='[\"a b\"]'"
     )
     ended = (
@@ -66,7 +66,8 @@ def test_dry_run_passes_everything_else_on(one: Starter, tmp_path: Path) -> None
     first, second = ended.out.splitlines()
     for line, workload in ((first, "llama2-70b"), (second, "mixtral-8x7b")):
         assert (
-            " -m mpillm mpirun -n 3 run --core-type dummy '--triton_grpc_ports=host_0:8001,8002|host_1:8001'"
+            " -m mpillm mpirun -n 3 run --core-type triton_grpc"
+            " '--triton_grpc_ports=host_0:8001,8002|host_1:8001'"
             " '--stop_words=[\"a b\"]'" in line
         )
         assert f"--scenarios=Offline --benchmarks={workload} --log_dir=build/runs/" in line and line.endswith(

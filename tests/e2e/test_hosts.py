@@ -39,9 +39,7 @@ def test_no_host_but_the_first_needs_the_data_set_or_the_run_directory(
     for host in ("h2", "h3"):
         on_hosts.hosts.run(host, "mount", "-t", "tmpfs", "none", str(folder))
     words = ["run", "--core_type", "dummy", "--dataset_path", data, "--max_output_len", 8, "--save_outputs"]
-    command = on_hosts.start(
-        "h1:2,h2:2,h3:1", *words, "--enable_chunked_context", "true", log_dir=folder / "run"
-    )
+    command = on_hosts.start("h1:2,h2:2,h3:1", *words, log_dir=folder / "run")
     ended = command.end(WITHIN_S).must(DONE)
     for host in ("h2", "h3"):
         logs = on_hosts.hosts.run(host, "ls", str(folder / "run" / "ranks"))
@@ -99,9 +97,7 @@ def test_a_run_goes_on_without_the_instances_of_another_host(on_hosts: OnHosts, 
     """Its ranks are killed, all at once."""
     pace = ["--core_options", "ttft_ms:20,tpot_ms:20", "--max_batch_size", 16, "--max_output_len", 8]
     words = ["run", "--core_type", "dummy", "--dataset_path", samples.path, "--test_mode", "AccuracyOnly"]
-    command = on_hosts.start(
-        "h1:2,h2:2", *words, *pace, "--on_instance_loss", "continue", "--enable_chunked_context", "true"
-    )
+    command = on_hosts.start("h1:2,h2:2", *words, *pace, "--on_instance_loss", "continue")
     command.wait_phase("test")
     for pid in python_on(on_hosts.hosts, "h2", "run"):
         os.kill(pid, signal.SIGKILL)
@@ -120,7 +116,7 @@ def test_a_slow_link_that_stalls_makes_a_run_slower_and_nothing_else(
     words = ["run", "--core_type", "dummy", "--dataset_path", samples.path, "--test_mode", "AccuracyOnly"]
     words += [*pace, "--max_output_len", 8, "--mode", mode, "--on_instance_loss", policy]
     with or_skip(on_hosts.hosts.slow_link("h2", "20mbit")):
-        command = on_hosts.start("h1:2,h2:2,h3:1", *words, "--enable_chunked_context", "true")
+        command = on_hosts.start("h1:2,h2:2,h3:1", *words)
         command.wait_phase("test")
         for seconds in (0.5, 0.5, 0.5, 4.0):
             on_hosts.hosts.plug("h2", in_=False)

@@ -14,7 +14,6 @@ from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import CoreConfig
 from mpillm.run.rank_roles import check_flags, core_configs, what_runs
-from tests.helpers.configured import DUMMY
 
 TORCH = ["--core_type", "torch"]
 PLACES = {place.field.name: place for place in (*CORE, ROUTER)}
@@ -32,7 +31,7 @@ def section(**values: Any) -> dict[str, Any]:
     return made
 
 
-def given(file: Path, *options: str, core: list[str] = DUMMY, **content: Any) -> RunConfig:
+def given(file: Path, *options: str, core: list[str] = TORCH, **content: Any) -> RunConfig:
     file.write_text(json.dumps(content))
     return parse_run([*core, "--disagg_config", str(file), *options])
 

@@ -155,15 +155,6 @@ from tests.helpers.config_files import REGISTERED, SEVERAL, config_of, written
         # Flags
         (
             "a.yaml",
-            "core_type: dummy\ntrtllm_runtime_flags: {max_num_token: 5}\n",
-            [],
-            [
-                "a.yaml:2: trtllm_runtime_flags max_num_token: the dummy core has no such flag (did you mean"
-                " 'max_num_tokens'?)"
-            ],
-        ),
-        (
-            "a.yaml",
             "trtllm_runtime_flags: {max_num_tokens: 0}\n",
             [],
             ["a.yaml:1: trtllm_runtime_flags max_num_tokens 0: expected a whole"],

@@ -61,7 +61,7 @@ def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
 def test_a_generated_yaml_is_what_ran_and_where() -> None:
     config = parse_run(
         [
-            *DUMMY,
+            *TORCH,
             "--mode",
             "disaggregated",
             "--max_num_tokens",
@@ -91,6 +91,7 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
     kv_cache = {"tokens_per_block": 16, "event_buffer_max_size": 1024, "host_cache_size": None}
     config = given(
         file,
+        core=DUMMY,
         context_servers={
             "router": {"type": "conversation"},
             "kv_cache_config": kv_cache,
@@ -126,6 +127,7 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
     router = {"type": "KV_Cache_Aware", "max_batch_size": 8, "use_tokens": True}
     config = given(
         file,
+        core=DUMMY,
         context_servers={"router": router, "kv_cache_config": {"tokens_per_block": 16}},
         generation_servers={},
     )

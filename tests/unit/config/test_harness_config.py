@@ -41,9 +41,11 @@ def test_every_class_is_made_from_fields_only(cls: Any) -> None:
 
 def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pytest", "--tensor_parallelism", "7"])
-    config = parse_run(["--core_type", "dummy", "--tensor_parallelism", "2", "--triton_num_servers", "3"])
+    config = parse_run(
+        ["--core_type", "triton_grpc", "--tensor_parallelism", "2", "--triton_num_servers", "3"]
+    )
     triton = config.build(TritonHarnessConfig)
-    assert (triton.tensor_parallelism, triton.num_servers, triton.core_type) == (2, 3, "dummy")
+    assert (triton.tensor_parallelism, triton.num_servers, triton.core_type) == (2, 3, "triton_grpc")
     assert config.build(TritonHarnessConfig) is triton
 
 

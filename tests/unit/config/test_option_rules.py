@@ -21,7 +21,7 @@ from tests.helpers.configured import DUMMY
         (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
         (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
         (
-            ["--context_chunking_policy", "equal_progress"],
+            ["--core_type", "torch", "--context_chunking_policy", "equal_progress"],
             ["has no effect without --enable_chunked_context true"],
         ),
         (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),

@@ -61,8 +61,12 @@ def make(folder: Path, stand_in: None) -> Iterator[Callable[..., Any]]:
     made: list[LLMCore] = []
 
     def core(name: str, *options: str, check: bool = False, **more: Any) -> Any:
-        line = [f"--core_type={name}", f"--engine_dir={folder}", f"--model_path={folder}", *options]
-        config = parse_run(line)
+        engine = (
+            [f"--engine_dir={folder}"]
+            if name != "trtllm_hlapi" or any("trtllm_backend:cpp" in word for word in options)
+            else []
+        )
+        config = parse_run([f"--core_type={name}", f"--model_path={folder}", *engine, *options])
         core_config = CoreConfig(
             name,
             engine_dir=str(folder),

@@ -45,11 +45,11 @@ def test_names_that_mean_more_are_given_again(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "max_num_tokens:99")
+    monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "max_batch_size:9")
     run = recorded(tmp_path / "run", "--core_type", "dummy")
     monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
     words, notes = options_again(run)
-    assert parse_run(words).max_num_tokens == 99 and notes == []
+    assert parse_run(words).max_batch_size == 9 and notes == []
 
 
 def test_a_changed_and_a_lost_configuration_file(tmp_path: Path) -> None:

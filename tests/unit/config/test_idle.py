@@ -1,0 +1,266 @@
+"""What is stated and has no effect: every option, for every command and core, and who reads it there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import mpillm
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.cli import main
+from mpillm.config import layers
+from mpillm.config.disagg_values import CORE
+from mpillm.config.idle import check_idle, idle
+from mpillm.config.options import parse_run, parse_serve
+from mpillm.config.run_config import RunConfig
+from mpillm.configurator import Field
+from mpillm.configurator.effect import ANY
+from mpillm.core_names import WITH_BACKENDS
+from mpillm.fields import FIELDS
+from mpillm.fields.effects import RUN
+from tests.helpers.configured import DUMMY
+
+COMMANDS = ("run", "serve", "plan", "generate-engines")  # the last stands for all stages
+# A text of each option that is not its default, where none follows from its kind.
+TEXTS = {
+    "benchmarks": "llama2-70b",
+    "scenarios": "Server",
+    "accuracy_target": "0.999",
+    "core_type": "",
+    "core_options": "model:m",
+    "precision": "fp8",
+    "trtllm_server_urls": "a:1",
+    "triton_server_urls": "a:1",
+    "triton_grpc_ports": "a:1",
+    "dataset": "synthetic",
+    "stop_words": "x",
+    "end_ids": "7",
+    "user_conf": "x",
+    "gpu_batch_size": "7",
+    "speculative_config": "decoding_type:NGram",
+    "trtllm_checkpoint_flags": "qformat:fp8",
+    "trtllm_build_flags": "max_batch_size:7",
+    "trtllm_runtime_flags": "max_batch_size:7",
+    "batch_scheduler_policy": "no_evict",
+    "kv_cache_free_gpu_mem_fraction": "0.5",
+    "top_p": "0.5",
+}
+
+
+def text_of(field: Field) -> str:
+    """Return a value of an option that is not its default."""
+    if field.name in TEXTS:
+        return TEXTS[field.name]
+    if field.choices:
+        return next(choice for choice in field.choices if choice != field.default)
+    if isinstance(field.default, bool):
+        return str(not field.default).lower()
+    return "x" if field.from_string is None else "2" if field.default != 2 else "3"
+
+
+def named(core: str) -> dict[str, str]:
+    """Return the options for a core named with its backend."""
+    name, _, backend = core.partition(" ")
+    key = "triton_backend" if name == "triton_grpc" else "trtllm_backend"
+    return {"core_type": name, **({"trtllm_runtime_flags": f"{key}:{backend}"} if backend else {})}
+
+
+def beside(field: Field) -> dict[str, str]:
+    """Return options that this one needs."""
+    words = {
+        use.needs[0]: fields.BY_NAME[use.needs[0]].text(use.needs[1])
+        for use in field.effect.uses
+        if use.needs and use.needs[1] is not ANY
+    }
+    for use in field.effect.uses:
+        if use.scenarios:
+            words["scenarios"] = ",".join(use.scenarios)
+    return words
+
+
+def config_of(**options: str) -> RunConfig:
+    return RunConfig.resolved(layers.stated(options, FIELDS, None))
+
+
+def outcomes(core: str, field: Field) -> list[str]:
+    """Return what comes of an option that is stated for a core, for each of COMMANDS."""
+    try:
+        config = config_of(**{**beside(field), **named(core), field.name: text_of(field)})
+    except ConfigError:
+        return ["error"] * len(COMMANDS)
+    found = [[one for one in idle(config, command) if one.name == field.name] for command in COMMANDS]
+    return ["effect" if not each else "error" if each[0].is_error else "line" for each in found]
+
+
+def table() -> dict[str, dict[str, dict[str, str]]]:
+    """Return what comes of each option, by option, command and core."""
+    made = {}
+    for field in FIELDS:
+        by_core = {core: outcomes(core, field) for core in WITH_BACKENDS}
+        made[field.name] = {
+            command: {core: by_core[core][place] for core in WITH_BACKENDS}
+            for place, command in enumerate(COMMANDS)
+        }
+    return made
+
+
+NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
+
+
+def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -> None:
+    made = table()
+    for name, commands in made.items():
+        effects = [what for cores in commands.values() for what in cores.values()]
+        assert set(effects) <= {"effect", "line", "error"}
+        if name not in NAMES_A_FILE:
+            used = bool(fields.BY_NAME[name].effect.uses) and name not in ("model_scale", "power_setting")
+            assert ("effect" in effects) == used, f"{name}: nobody uses it, or its declaration is wrong"
+        if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, "harness_type", "use_triton"):
+            assert fields.BY_NAME[name].effect.measured, name
+            assert "error" not in commands["generate-engines"].values(), f"{name}: a stage measures nothing"
+    run = {name: commands["run"] for name, commands in made.items()}
+    for name in (
+        "quantization",
+        "kv_cache_dtype",
+        "beam_width",
+        "device",
+        "engine_dir",
+        "speculative_config",
+    ):
+        for core in ("trtllm_endpoint", "triton_grpc", "dummy"):
+            expected = "effect" if (name, core) == ("engine_dir", "triton_grpc") else "error"
+            assert run[name][core] == expected, (name, core)
+    assert run["trtllm_server_urls"]["torch"] == "error"
+    assert run["triton_num_frontends_per_model"]["triton_grpc"] == "line"
+    assert made["server_target_qps"]["serve"]["torch"] == "line"
+
+
+# Where a core computes, or asks what computes; `roles` and `run` read the rest for all cores.
+SOURCES = {
+    "dummy": ("cores/dummy*.py",),
+    "trtllm_executor": ("cores/trtllm/executor.py", "cores/trtllm/library.py"),
+    "trtllm_hlapi": ("cores/trtllm/hlapi.py", "cores/trtllm/library.py"),
+}
+
+
+@pytest.mark.parametrize("core", SOURCES)
+def test_a_core_reads_what_is_declared_for_it(core: str) -> None:
+    folder = Path(mpillm.__file__).parent
+    texts = [path.read_text() for pattern in SOURCES[core] for path in folder.glob(pattern)]
+    read = {name for text in texts for name in re.findall(r"\bconfig\.(\w+)", text)}
+    flags = {name for text in texts for name in re.findall(r'\bflags(?:\.get\(|\[)"(\w+)"', text)}
+    for place in CORE:
+        name, field = place.in_core or place.field.name, place.field
+        declared = any(core in use.cores or (not use.cores and not use.needs) for use in field.effect.uses)
+        assert declared == (name in read | flags), f"{core} and {field.name}"
+
+
+def on(core: str, *words: str) -> RunConfig:
+    return parse_run(["--core_type", core, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*DUMMY, "--quantization", "int8"], "--quantization int8 has no effect on the dummy core"),
+        (["--trtllm_server_urls", "a:1"], "--trtllm_server_urls a:1 has no effect on the torch core"),
+        (
+            ["--server_target_qps", "5"],
+            "--server_target_qps 5.0 has no effect in scenario Offline (it is for Server)",
+        ),
+        (
+            ["--dataset=prompts", "--num_samples", "5"],
+            "--num_samples 5 has no effect without --dataset synthetic",
+        ),
+        (
+            ["--trtllm_build_flags", "gemm_plugin:auto"],
+            "command line: trtllm_build_flags gemm_plugin auto has no effect on the torch core; it has",
+        ),
+        (
+            ["--core_type=trtllm_endpoint", "--trtllm_runtime_flags", "max_batchsize:3"],
+            "command line: trtllm_runtime_flags max_batchsize 3 has no effect on the trtllm_endpoint core"
+            " (did you mean 'max_batch_size'?); it has",
+        ),
+        (
+            ["--core_type=trtllm_endpoint", "--engine_dir", "x"],
+            "--engine_dir x has no effect on the trtllm_endpoint core",
+        ),
+    ],
+)
+def test_a_run_does_not_begin_with_what_would_measure_something_else(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run(words)
+    assert str(error.value).startswith(message)
+    assert main(["plan", "--world_size=3", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_change_the_measurement_is_a_line_for_each_reason() -> None:
+    flags = "http_backend:openai_async,workers_per_core:4"
+    config = on("trtllm_endpoint", "--trtllm_runtime_flags", flags, "--port", "99", "--host", "h")
+    assert check_idle(config, RUN) == [
+        "no effect on run (it is for serve): --host h, --port 99",
+        "no effect here (there is one client): command line: trtllm_runtime_flags http_backend openai_async",
+        "no effect here (each worker rank is a client: mpirun -n decides): command line: trtllm_runtime_flags"
+        " workers_per_core 4",
+    ]
+    assert check_idle(on("trtllm_endpoint", "--trtllm_runtime_flags", "workers_per_core:2"), RUN) == []
+    assert check_idle(on("torch", "--beam_width", "1"), RUN) == []
+
+
+def test_a_core_of_your_own_may_use_every_option() -> None:
+    assert check_idle(on("mine.cores:Core", "--quantization", "int8"), RUN) == []
+
+
+def test_a_file_may_hold_more_than_a_core_of_the_command_line_uses(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("scenario: Offline\nquantization: int8\nport: 99\n")
+    words = ["--config_file", str(file)]
+    assert check_idle(on("dummy", *words), RUN) == [
+        f"no effect on the dummy core: quantization int8 ({file}:2)"
+    ]
+    file.write_text("scenario: Offline\nquantization: int8\ncore_type: dummy\n")
+    with pytest.raises(ConfigError, match=r"quantization int8 .* has no effect on the dummy core"):
+        parse_run(words)
+    file.write_text("core_type: dummy\ntrtllm_runtime_flags: {max_num_token: 5}\n")
+    with pytest.raises(
+        ConfigError, match=r":2: trtllm_runtime_flags max_num_token 5 .*did you mean 'max_num_t"
+    ):
+        parse_run(words)
+    file.write_text("scenario: Offline\ntrtllm_build_flags: {gemm_plugin: auto}\n")
+    assert len(check_idle(parse_run(words), RUN)) == 1, "the flags of TensorRT-LLM are for whatever core"
+
+
+def test_a_yaml_of_others_is_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.yaml"
+    file.write_text('{"executors": {"speculative_config": {"decoding_type": "NGram"}, "max_batch_size": 3}}')
+    assert check_idle(on("dummy", "--disagg_config", str(file)), RUN) == [
+        "no effect on the dummy core: speculative_config decoding_type:NGram"
+        f" ({file}: executors.speculative_config)"
+    ]
+
+
+def test_one_string_of_options_serves_all_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a later command uses counts; an option of one of several tests is that test's."""
+    words = ["--model_path=tiny-llama", "--max_output_len=3", "--port=99", "--min_duration=3"]
+    assert main(["generate-engines", "--dry_run", *words]) == 0
+    assert "note" not in capsys.readouterr().err
+    assert main(["generate-engines", "--dry_run", *words, "--trtllm_server_urls=a:1"]) == 0
+    assert "mpillm: note: no effect on the torch core: --trtllm_server_urls a:1" in capsys.readouterr().err
+    several = ["run-harness", *DUMMY, "--dry_run", "--scenarios=Offline,Server", "--server_target_qps=9"]
+    assert main(several) == 0
+    offline, server = capsys.readouterr().out.splitlines()
+    assert "--server_target_qps" not in offline and "--server_target_qps=9" in server
+    assert main([*several, "--quantization=int8"]) == 2
+    assert "has no effect on the dummy core" in capsys.readouterr().err
+
+
+def test_serve_tells_of_options_of_runs() -> None:
+    assert check_idle(parse_serve([*DUMMY, "--min_duration", "5"]), "serve") == [
+        "no effect on serve (it is for run): --min_duration 5.0"
+    ]
