@@ -47,6 +47,16 @@ class Scenario(enum.Enum):
     Interactive = "Interactive"
 
 
+class AuditTest(enum.Enum):
+    """--compliance_test, and those that MLCommons has given up."""
+
+    TEST01 = "TEST01"
+    TEST04 = "TEST04"
+    TEST06 = "TEST06"
+    TEST07 = "TEST07"
+    TEST09 = "TEST09"
+
+
 _BENCHMARKS = {member: workload.name for workload in WORKLOADS.values() for member in workload.members}
 Benchmark = enum.Enum("Benchmark", _BENCHMARKS)  # type: ignore[misc]
 """--benchmarks"""

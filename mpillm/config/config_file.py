@@ -18,6 +18,7 @@ from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
 from mpillm import fields, user_config
 from mpillm.config import nvidia_config
+from mpillm.config.nvidia_config import PERFORMANCE, KindOfTest
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import Level, Origin
 from mpillm.fields.general import INTERACTIVE
@@ -105,13 +106,14 @@ def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
     return spelled
 
 
-def load(path: str, given: Mapping[Field, Any]) -> Configuration:
+def load(path: str, given: Mapping[Field, Any], kind: KindOfTest = PERFORMANCE) -> Configuration:
     """Return the one configuration of the file that agrees with what is `given`, by key field.
 
+    `kind`: a file in NVIDIA's newer form may have other values for accuracy and compliance tests.
     Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
     Raises ConfigError if none or several are left.
     """
-    entries = _entries(path)
+    entries = _entries(path, kind)
     if not entries:
         why = ": no class has @ConfigRegistry.register(…)" if Path(path).suffix == ".py" else ""
         raise ConfigError(f"--config_file {path}: no configuration in it{why}")
@@ -147,7 +149,7 @@ def _differing(found: Sequence[Entry]) -> str:
     )
 
 
-def _entries(path: str) -> tuple[Entry, ...]:
+def _entries(path: str, kind: KindOfTest) -> tuple[Entry, ...]:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -156,7 +158,7 @@ def _entries(path: str) -> tuple[Entry, ...]:
             f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}"
         ) from None
     if file.suffix == ".py":
-        return _python_entries(path, text)
+        return _python_entries(path, text, kind)
     if file.suffix in (".yaml", ".yml"):
         return tuple(_yaml_entries(path, text))
     raise ConfigError(f"--config_file {path}: must be a file .py, .yaml or .yml")
@@ -206,10 +208,10 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
 # --- Python ---
 
 
-def _python_entries(path: str, text: str) -> tuple[Entry, ...]:
+def _python_entries(path: str, text: str, kind: KindOfTest) -> tuple[Entry, ...]:
     with nvidia_config.importable(path):
         module = _run(path, text)
-        items = [*_classes(path), *nvidia_config.exports(module, path, text)]
+        items = [*_classes(path), *nvidia_config.exports(module, path, text, kind)]
     return tuple(_entry(path, name, line, values) for name, line, values in items)
 
 

@@ -17,6 +17,7 @@ from mpillm import fields
 from mpillm.configurator import Field
 from mpillm.configurator.found import Found, Level, Origin
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.fields.topology import PROMPTS_ALONE
 
 _CTX, _GEN, _EXECUTORS = SECTIONS
 _NOTHING = (None, "auto")  # values that state nothing
@@ -67,7 +68,11 @@ SIZES: dict[str, tuple[Place, ...]] = {
 }
 # What every section has.
 EXPERTS = Place(fields.moe_expert_parallelism, ("moe_expert_parallel_size",))
-ROUTER = Place(fields.traffic_distribution_policy, ("router", "type"))
+ROUTER = Place(
+    fields.traffic_distribution_policy,
+    ("router", "type"),
+    {name: name for name in fields.traffic_distribution_policy.choices} | {PROMPTS_ALONE: "load_balancing"},
+)
 # What TensorRT-LLM's router kv_cache_aware is given beside its name, of what ours knows.
 ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
 KV_TRANSFER_TIMEOUT = Place(

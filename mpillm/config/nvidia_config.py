@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields, user_config
@@ -32,6 +32,7 @@ _BY_NAME: Mapping[str, Field] = {
     **fields.BY_NAME,
     **PASSED_OVER,
     "quantizer_outdir": fields.llm_quantizer_outdir,
+    "readiness_timeout": fields.load_deadline,
 }
 
 
@@ -97,12 +98,23 @@ def importable(path: str) -> Iterator[None]:
         sys.modules.update({name: before[name] for name in before.keys() - sys.modules.keys()})
 
 
+class KindOfTest(NamedTuple):
+    """What a file may have other values for."""
+
+    test_mode: str
+    compliance_test: str | None
+
+
+PERFORMANCE = KindOfTest("PerformanceOnly", None)
+
+
 def exports(
-    module: types.ModuleType, path: str, text: str
+    module: types.ModuleType, path: str, text: str, kind: KindOfTest = PERFORMANCE
 ) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
     """Yield the configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
 
-    Workload, scenario and system are those of the file's path, if it is in a tree.
+    Workload, scenario and system are those of the file's path, if it is in a tree. Values for this kind of
+    test are laid over the others.
     """
     every: Mapping[Any, Mapping[Any, Any]] = getattr(module, "EXPORTS", {})
     assigned = _assigned(text)
@@ -120,6 +132,12 @@ def exports(
         lines = (
             {_BY_NAME.get(name): at for name, at in written[number].items()} if number < len(written) else {}
         )
+        for field, value in _for(kind, module, setting).items():
+            there = values.get(field)
+            if isinstance(there, Mapping) and isinstance(value, Mapping):
+                value = {**there, **value}
+            values = {**values, field: value}
+            lines.pop(field, None)
         items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in _of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():
@@ -129,6 +147,16 @@ def exports(
             here = f"{path}:{lines[field]}" if field in lines else path
             items[field.name] = (_in_tree(field, in_our_unit(field.name, value, here), path), here)
         yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
+
+
+def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[Any, Any]:
+    """Return a file's values for a kind of test: of the compliance test or, without any, of accuracy."""
+    of_tests: Mapping[Any, Any] = getattr(module, "COMPLIANCE_OVERRIDES", None) or {}
+    by_name = {getattr(test, "value", test): values for test, values in of_tests.items()}
+    of_test: Mapping[Any, Any] = by_name.get(kind.compliance_test) or {}
+    if setting not in of_test and kind.test_mode == "AccuracyOnly":
+        of_test = getattr(module, "ACCURACY_OVERRIDES", None) or {}
+    return dict(of_test.get(setting) or {})
 
 
 def in_our_unit(name: str, value: Any, where: str) -> Any:

@@ -45,6 +45,13 @@ class LoadgenFields(Options):
         effect=TEST,
         group="test",
     )
+    max_query_count = Field(
+        "max_query_count",
+        "maximum number of queries; Offline has one of all samples [default: none, or user_conf's]",
+        positive,
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+        group="test",
+    )
     server_target_qps = Field(
         "server_target_qps",
         "queries per second; Server needs it",

@@ -7,6 +7,8 @@ from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, po
 from mpillm.core_names import BUILT_IN, DEFAULT, TRTLLM_HLAPI, WITH_BACKENDS, names
 from mpillm.fields.effects import COMPUTED, DISAGG, PLAN, used_by
 
+PROMPTS_ALONE = "isl_load_balancing"
+
 
 class TopologyFields(Options):
     """What runs where."""
@@ -92,9 +94,10 @@ class TopologyFields(Options):
     traffic_distribution_policy = Field(
         "traffic_distribution_policy",
         "which instance gets a request: the one that owes the fewest tokens, the next in turn, or one that"
-        " has the beginning of its prompt cached",
+        " has the beginning of its prompt cached; NVIDIA's isl_load_balancing, which counts prompts alone, is"
+        " taken as load_balancing, which counts prompts and longest answers",
         default="load_balancing",
-        choices=("load_balancing", "round_robin", "kv_cache_aware"),
+        choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
         group="topology",
     )
     world_size = Field(

@@ -76,7 +76,7 @@ class LoadGenConfig:
                 scaled["accuracy_sample_count_override"] = workload.n_samples
         elif config.compliance_test == "TEST07":
             scaled["performance_sample_count_override"] = _TEST07_SAMPLES
-        options = {"min_duration": "min_duration", "min_query_count": "min_query_count"}
+        options = {name: name for name in ("min_duration", "min_query_count", "max_query_count")}
         if config.scenario in _TARGETS:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():

@@ -25,6 +25,7 @@ from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
 from mpillm.fields.effects import RUN, SERVE
+from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
@@ -113,6 +114,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     core_class = BackendRegistry.get(config.core_type)
     yaml = disagg_config(config, len(ranks), core_class.is_client)
     notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]
+    if config.traffic_distribution_policy == PROMPTS_ALONE:
+        notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += [] if core_class.is_client else check_sections(config)
     plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}

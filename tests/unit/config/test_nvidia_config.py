@@ -13,6 +13,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm import fields, user_config
 from mpillm.builder.trtllm_options import BUILD
+from mpillm.config.idle import check_idle
 from mpillm.config.options import parse, parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
@@ -185,6 +186,65 @@ def test_a_file_that_is_of_no_tree(tmp_path: Path) -> None:
         1800.0,
         None,
     )
+
+
+def test_values_for_kinds_of_tests_are_laid_over_the_others(tmp_path: Path) -> None:
+    """As NVIDIA's main.py does: of the compliance test if there are any, else those of accuracy."""
+    setting = "C.WorkloadSetting(C.HarnessType.Custom, C.AccuracyTarget(0.99), C.PowerSetting.MaxP)"
+    path = written(
+        tmp_path / "tree",
+        "My-System_x8/Offline/gpt-oss-120b.py",
+        HEAD
+        + f"""\
+EXPORTS = {{{setting}: {{
+    loadgen_fields.min_query_count: 7,
+    llm_fields.trtllm_build_flags: {{'max_input_len': 9, 'max_num_tokens': 8}},
+}}}}
+ACCURACY_OVERRIDES = {{{setting}: {{
+    loadgen_fields.min_query_count: 70,
+    llm_fields.trtllm_build_flags: {{'max_input_len': 90}},
+}}}}
+COMPLIANCE_OVERRIDES = {{C.AuditTest.TEST07: {{{setting}: {{loadgen_fields.min_query_count: 700}}}}}}
+""",
+    )
+    for words, count, longest in (
+        ([], 7, 9),
+        (["--test_mode=AccuracyOnly"], 70, 90),
+        (["--compliance_test=TEST07"], 700, 9),
+        (["--compliance_test=TEST09"], 7, 9),
+        (["--test_mode=AccuracyOnly", "--min_query_count=1"], 1, 90),
+    ):
+        config = config_of(path, *words)
+        assert config.min_query_count == count
+        assert config.trtllm_build_flags == {"max_input_len": longest, "max_num_tokens": 8}
+
+
+def test_fields_of_later_rounds(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "tree",
+        "My-System_x8/Interactive/llama3_1-405b.py",
+        HEAD
+        + """\
+EXPORTS = {C.WorkloadSetting(): {
+    loadgen_fields.max_query_count: 41,
+    llm_fields.readiness_timeout: 3600,
+    llm_fields.traffic_distribution_policy: 'isl_load_balancing',
+    llm_fields.warmup_iterations: 5,
+    llm_fields.harness_use_hf_tokenizer: True,
+    llm_fields.dynamo_cluster: {'prefill': {'nodes': 1}},
+    harness_fields.enable_metrics: False,
+    llm_fields.trtllm_runtime_flags: {'sampler_type': 'x'},
+}}
+""",
+    )
+    config = config_of(path)
+    assert (config.max_query_count, config.load_deadline) == (41, 3600.0)
+    assert config.traffic_distribution_policy == "isl_load_balancing"
+    assert config.passed_over() == (
+        f"{path}: without effect here: warmup_iterations 5, enable_metrics False,"
+        " harness_use_hf_tokenizer True, dynamo_cluster {'prefill': {'nodes': 1}}"
+    )
+    assert [line for line in check_idle(config, "run") if "sampler_type" in line], "told, not refused"
 
 
 def test_nothing_of_it_stays(top: Path) -> None:
