@@ -217,6 +217,7 @@ class Beat(NamedTuple):
     away_s: float  # since the main thread was last in its event loop
     stack: str  # of the main thread, when it has been away for long
     measured: Any = None  # `Role.measured`, of a rank that leads an instance
+    doing: str = ""  # `Role.doing`
 
 
 class Arrived(NamedTuple):

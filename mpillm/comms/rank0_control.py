@@ -54,6 +54,7 @@ class RankState:
     seen: str = ""  # the phase of its last message
     beat: Beat | None = None
     measured: Any = None  # from its latest beat (see `Role.measured`)
+    doing: str = "not here yet"  # likewise (see `Role.doing`)
 
     def describe(self) -> str:
         """Return label, host and pid."""
@@ -147,6 +148,18 @@ class Rank0Control:
     def check_soon(self) -> None:
         """Look after them at the next `poll`: one has ended."""
         self._check_at = 0.0
+
+    def awaited(self) -> dict[str, list[int]]:
+        """Return the ranks that have not arrived at the end of the phase, by what they say they do.
+
+        Any thread may ask.
+        """
+        found: dict[str, list[int]] = {}
+        there = {*self._arrived.get(self.phase, ()), *self._lost}
+        for rank, state in enumerate(self.ranks):
+            if rank not in there:
+                found.setdefault(state.doing, []).append(rank)
+        return found
 
     def label(self, plan: WorldPlan) -> None:
         """Describe ranks by their roles in `plan` from now on."""
@@ -379,7 +392,7 @@ class Rank0Control:
         state.heard = time.monotonic()
         state.beat = beat
         state.seen = beat.phase
-        state.measured = beat.measured
+        state.measured, state.doing = beat.measured, beat.doing
 
     def _on_failed(self, source: int, failure: Failure) -> None:
         if source in self._lost or failure.rank in self._lost:

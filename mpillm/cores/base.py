@@ -98,6 +98,8 @@ class LLMCore(ABC):
         """Be cheap: weights and sockets are for `load`. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
+        self.awaits = ""
+        """What `load` waits for, in a few words. Any thread may set it."""
         self.wake: Callable[[], None] = lambda: None
         """Wakes the rank, which then looks at `has_work`. Any thread may call it. The run sets it before
         `load`."""
@@ -117,6 +119,13 @@ class LLMCore(ABC):
     @abstractmethod
     def load(self) -> None:
         """Load weights, or start or connect to a server. May take minutes, within the load deadline."""
+
+    def doing(self) -> str:
+        """Return how far `load` or the warm-up has come, or what it waits for, in a few words; "": unknown.
+
+        The console shows it while a person waits. Another thread calls this, twice a second.
+        """
+        return self.awaits
 
     @abstractmethod
     def run_health_check(self) -> None:

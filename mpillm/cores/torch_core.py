@@ -28,6 +28,7 @@ from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
 from mpillm.engine.speculation.check_speculation import check_speculation
+from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
 from mpillm.telemetry.recorder import Recorder
 
@@ -179,6 +180,13 @@ class TorchCore(LLMCore):
             shares_rows=c.options.get(CUSTOM_ALL_REDUCE, True),
             decode_rows=decode_rows(c),
         )
+
+    def doing(self) -> str:
+        if self._runs is None:
+            total = self.info.n_bytes
+            return f"{min(bytes_held.count(), total) / 1e9:.2f} of {total / 1e9:.2f} GB of weights"
+        n = compilations.count()
+        return f"{n} kernels and graphs compiled" if n else ""
 
     def run_health_check(self) -> None:
         """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine.

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import disagg
@@ -22,6 +22,8 @@ from mpillm.report.timeline import Computed
 _WIDTH = 80  # of the progress lines
 _MOST_BAR, _LEAST_BAR = 24, 4
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
+_WAIT_SHOWN_S, _WAIT_TOLD_S = 1.0, 3.0  # into a phase before the test: on a terminal, and elsewhere
+_MOST_SAID = 2  # of what ranks say that they do
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
@@ -35,7 +37,9 @@ class Console:
         launcher = find_launcher()
         self._frames = launcher is not None and os.environ.get(TTY) == "1"
         self._terminal = launcher is None and out.isatty()
-        self._interval_s = 0.25 if self._frames or self._terminal else 5.0
+        self._draws = self._frames or self._terminal
+        self._interval_s = 0.25 if self._draws else 5.0
+        self._waited_s = 0.0  # into a phase before the test, when `waiting` was last shown
         self._drawn = time.monotonic()
         self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
 
@@ -46,6 +50,23 @@ class Console:
     def phase(self, name: str, seconds: float, note: str = "") -> None:
         """Print that a phase is done."""
         self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
+
+    def waiting(self, phase: str, elapsed_s: float, awaited: Mapping[str, Sequence[int]]) -> None:
+        """Show that a phase goes on, and what its ranks do: `awaited`, the ranks by what they say.
+
+        On a terminal soon; elsewhere a line after some seconds, and then less and less often.
+        """
+        if elapsed_s < self._waited_s:
+            self._waited_s = 0.0  # another phase
+        seldom = max(_WAIT_TOLD_S, min(3 * self._waited_s, self._waited_s + 60))
+        wait_s = _WAIT_SHOWN_S if self._draws else seldom
+        if elapsed_s < wait_s or not awaited:
+            return
+        self._waited_s = elapsed_s
+        said = [f"{rank_list(ranks)}{f': {what}' if what else ''}" for what, ranks in awaited.items()]
+        more = len(said) - _MOST_SAID
+        text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
+        self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
 
     def progress(
         self,
@@ -69,6 +90,9 @@ class Console:
         lines = progress_lines(done, total, elapsed_s, computed)
         if steady and (lately := self._lately(elapsed_s, done, tokens)):
             lines.append(lately)
+        self._draw(lines)
+
+    def _draw(self, lines: Sequence[str]) -> None:
         if self._terminal:
             self._lines.draw(lines)
         else:

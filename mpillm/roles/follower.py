@@ -43,6 +43,9 @@ class Follower(Role):
         self._core.poll_responses()
         return True
 
+    def doing(self) -> str:
+        return self._core.doing()
+
     def quiet_s(self) -> float:
         return self._core.quiet_s()
 

@@ -73,6 +73,10 @@ class InstanceRole(Follower):
     def done(self, phase: Phase) -> bool:
         return not self._warming
 
+    def doing(self) -> str:
+        open_ = len(self._warming)
+        return ", ".join(filter(None, (f"{open_} requests open" if open_ else "", super().doing())))
+
     def record(self, recorder: Recorder) -> None:
         if not self._core.record_steps(recorder):
             self._open = Spell(partial(recorder.busy, self.works_on))

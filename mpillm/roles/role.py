@@ -44,6 +44,13 @@ class Role:
         """
         return None
 
+    def doing(self) -> str:
+        """Return how far a phase before the test has come, or what it waits for, in a few words; "": unknown.
+
+        The heartbeat's thread calls this.
+        """
+        return ""
+
     def record(self, recorder: Recorder) -> None:
         """Note in `recorder`, from the start of the test on, when this rank computes."""
 

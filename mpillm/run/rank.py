@@ -280,10 +280,12 @@ class Rank:
         """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this."""
         self._sampler.sample()
         beat = beat._replace(
-            measured=next((measured for role in self._roles if (measured := role.measured())), None)
+            measured=next((measured for role in self._roles if (measured := role.measured())), None),
+            doing=next((doing for role in self._roles if (doing := role.doing())), ""),
         )
         if self._rank0 is not None:
-            self._rank0.control.ranks[0].measured = beat.measured
+            self._rank0.control.ranks[0].measured, self._rank0.control.ranks[0].doing = beat[3:]
+            self._rank0.show_waiting()
             # MPICH's UCX crashes when it sends to a process that has ended.
             control = self._rank0.control
             dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -118,6 +119,13 @@ class Rank0:
                 self._record.write_unfinished(PHASES[PHASES.index(phase) + 1])
         self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
         return self.session.finished() if self.session and phase == "stop" else value
+
+    def show_waiting(self) -> None:
+        """Show what ranks do, if a phase before the test takes long. The watch's thread calls this."""
+        control = self.control
+        if PHASES.index(control.phase) < PHASES.index("test"):
+            elapsed = time.monotonic() - control.phase_started
+            self._console.waiting(control.phase, elapsed, control.awaited())
 
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
         planned = plan_run(self._config, reports, serves=self._purpose.serves)

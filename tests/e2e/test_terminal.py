@@ -20,6 +20,7 @@ from tests.helpers.support import (
     Command,
     Ended,
     Starter,
+    free_ports,
     wait_until,
 )
 
@@ -115,3 +116,23 @@ def test_one_rank_without_mpirun(one: Starter, tmp_path: Path) -> None:
     see_bar(command)
     command.press_ctrl_c()
     assert shown_whole(command.end().must(130))[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
+
+
+def test_a_server_that_is_not_there(one: Starter) -> None:
+    """It is named within seconds, with what it says: on a terminal, and in a log."""
+    url = f"127.0.0.1:{free_ports(1)[0]}"
+    options = ["--trtllm_server_urls", f"http://{url}/v1"]
+    for terminal in (True, False):
+        command = one.start(2, *options, core="trtllm_endpoint", terminal=terminal, one_terminal=terminal)
+        said = rf"load +after \d+ s  rank 1: waiting for http://{url}: .*refused"
+        wait_until(lambda: re.search(said, command.out), "the server's name", 30.0)  # noqa: B023
+        command.kill()
+
+
+def test_weights_that_take_long_to_read(one: Starter, tmp_path: Path) -> None:
+    """How many bytes are read is shown while they are read."""
+    options = ["--model_path", "llama3.2-1b", "--max_output_len", 4, "--load_format", "dummy"]
+    command = one.start(2, *options, core="torch", terminal=True, one_terminal=True)
+    said = r"load +after \d+ s  rank 1: \d\.\d\d of \d\.\d\d GB of weights"
+    wait_until(lambda: re.search(said, command.out), "the bytes read", 60.0)
+    command.kill()

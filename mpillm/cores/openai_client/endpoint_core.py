@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,7 +175,8 @@ class TrtllmEndpointCore(LLMCore):
         )
         deadline = EARLIER * self._harness.load_deadline
         for endpoint in self._endpoints:
-            self._ask(until_ready(endpoint, deadline), deadline + 60)
+            self._ask(until_ready(endpoint, deadline, partial(setattr, self, "awaits")), deadline + 60)
+        self.awaits = ""
 
     def run_health_check(self) -> None:
         """Find the model, and generate a token, on each server."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpillm.cores.openai_client.http_connection import HttpError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
-_LOG_S = 10.0
+_FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _ASK_S = 10.0  # longest wait for one answer of a server that may not be up
 # `owned_by` in the list of models: these servers' own names for themselves.
 _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
@@ -25,12 +26,16 @@ _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # as every model has them
 
 
-async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
-    """Wait until the server is healthy (`/health`, else `/v1/models`).
+async def until_ready(
+    endpoint: Endpoint, deadline_s: float, tell: Callable[[str], None] = lambda text: None
+) -> None:
+    """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` what it waits for, again and
+    again.
 
     Raises EndpointError after `deadline_s`.
     """
-    start = logged = time.monotonic()
+    start = time.monotonic()
+    logged = start - _LOG_S + _FIRST_LOG_S
     last = ""
     while True:
         left = start + deadline_s - time.monotonic()
@@ -57,9 +62,11 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
             raise EndpointError(
                 f"{endpoint.url}: {last}; the key sent was that in the environment variable {API_KEY}"
             )
+        waiting = f"waiting for {endpoint.url}: {last}"
+        tell(waiting)
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
-            _log.warning("waiting for %s: %s", endpoint.url, last)
+            _log.warning("%s", waiting)
         await asyncio.sleep(min(_PAUSE_S, left))
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class TritonGrpcCore(LLMCore):
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
-                until_ready(url, channel, deadline)
+                until_ready(url, channel, deadline, partial(setattr, self, "awaits"))
                 wanted = self.config.options.get("model")
                 models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
             except TritonError as error:
@@ -129,6 +130,7 @@ class TritonGrpcCore(LLMCore):
             self._clients.connect(url, n, self._heard, n_calls)
             names = ", ".join(model.name for model in models)
             _log.info("%s has %s; %d clients", url, names, n)
+        self.awaits = ""
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,7 +16,7 @@ from mpillm.cores.triton_grpc.stream import error_text
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
-_LOG_S = 10.0
+_FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _ASK_S = 10.0
 _HTTP_S = 2.0
 _INPUTS = {"input_ids", "request_output_len"}
@@ -40,10 +41,16 @@ def framework_of(model: Model) -> str:
     return f"tritonserver, {'backend ' + model.backend if model.backend else 'an ensemble'}"
 
 
-def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
-    """Wait until the server and all its models are ready. Raises TritonError after `deadline_s`."""
+def until_ready(
+    url: str, channel: grpc.Channel, deadline_s: float, tell: Callable[[str], None] = lambda text: None
+) -> None:
+    """Wait until the server and all its models are ready; `tell` what it waits for, again and again.
+
+    Raises TritonError after `deadline_s`.
+    """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-    start = logged = time.monotonic()
+    start = time.monotonic()
+    logged = start - _LOG_S + _FIRST_LOG_S
     last = "it was not asked"
     # Whether it speaks HTTP is asked within the same deadline: this rank's phase has one, too.
     http_s = min(_HTTP_S, deadline_s / 4)
@@ -57,9 +64,11 @@ def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
             last = "it is up, but its models are not loaded"
         except grpc.RpcError as error:
             last = error_text(error)
+        waiting = f"waiting for tritonserver {url}: {last}"
+        tell(waiting)
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
-            _log.warning("waiting for %s: %s", url, last)
+            _log.warning("%s", waiting)
         time.sleep(min(_PAUSE_S, max(0.0, left)))
     if _speaks_http(url, http_s):
         last += " (this is an HTTP port; gRPC has one of its own, 8001 by default)"

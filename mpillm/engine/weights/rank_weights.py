@@ -15,6 +15,7 @@ from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.parallel.layout import FUSED, Layout
+from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.engine_folder import EngineFolder
 from mpillm.engine.weights.entries import held_kv_scales, kv_scale_names, scale_name
 from mpillm.engine.weights.quantize import quantize_rows
@@ -29,9 +30,15 @@ class Weights(ABC):
         self.dtype = dtype
         self.device = device
 
-    @abstractmethod
     def get(self, name: str) -> Tensor:
         """Return a parameter that is not a linear projection: always floats."""
+        weight = self._floats(name)
+        bytes_held.note(weight.nbytes)
+        return weight
+
+    @abstractmethod
+    def _floats(self, name: str) -> Tensor:
+        """Do the work of `get`."""
 
     @abstractmethod
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -45,7 +52,9 @@ class Weights(ABC):
         """Return the scales of an fp8 KV cache: float32 [layers, 2, kv_heads of this rank]; None: all 1."""
 
     def linear(self, name: str) -> Linear:
-        return make_linear(*self.matrix(name), self.dtype)
+        weight, scales = self.matrix(name)
+        bytes_held.note(weight.nbytes + (0 if scales is None else scales.nbytes))
+        return make_linear(weight, scales, self.dtype)
 
 
 class Shards(Weights):
@@ -66,7 +75,7 @@ class Shards(Weights):
         self._layout = layout
         self._quantization = quantization
 
-    def get(self, name: str) -> Tensor:
+    def _floats(self, name: str) -> Tensor:
         name += ".weight"
         return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
 
@@ -123,7 +132,7 @@ class Built(Weights):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._path}: cannot be read: {error}") from error
 
-    def get(self, name: str) -> Tensor:
+    def _floats(self, name: str) -> Tensor:
         return self._tensor(f"{name}.weight")
 
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.environment import TTY
 from mpillm.errors import Failure
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.timeline import Computed
@@ -56,6 +57,32 @@ def test_progress_fits_80_columns(n: int) -> None:
     for elapsed in (0.5, 3_600.0, 86_400.0):
         lines = progress_lines(n, max(1, n), elapsed, computed)
         assert len(lines) == 2 and max(map(len, lines)) <= 80
+
+
+def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a log less and less often; ranks that say the same share it, and a phase begins anew."""
+    out = io.StringIO()
+    console = Console(out)
+    awaited = {"waiting for http://a:1: connection refused": [2, 3, 4], "": [1], "reading": [5], "x": [6]}
+    for half_s in range(1, 60):
+        console.waiting("load", half_s / 2, awaited)
+    console.waiting("warmup", 2.0, {"": [1]})
+    console.waiting("warmup", 3.0, {"": [1]})
+    console.waiting("warmup", 30.0, {})
+    said = "ranks 2-4: waiting for http://a:1: connection refused; rank 1; and 2 more"
+    assert out.getvalue().splitlines() == [
+        f"  load    after 3 s  {said}",
+        f"  load    after 9 s  {said}",
+        f"  load    after 27 s  {said}",
+        "  warmup  after 3 s  rank 1",
+    ]
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv(TTY, "1")
+    out = io.StringIO()
+    console = Console(out)
+    for half_s in range(1, 9):
+        console.waiting("load", half_s / 2, {"": [1]})
+    assert out.getvalue().count("rank 1") == 7
 
 
 def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
