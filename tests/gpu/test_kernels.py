@@ -318,6 +318,25 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
             assert error(out, wanted) < limit(dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_long_contexts_have_more_shares(dtype: torch.dtype) -> None:
+    """A short context in the same table has as many shares as ever."""
+    heads, kv_heads, d, size, longest = 8, 2, 64, 64, 4700 if INTERPRETED else 20_000
+    per_slot = max(longest, 8192) // size + 1
+    keys, values = torch.randn(2, per_slot + 1, kv_heads, size, d, device=DEVICE).to(dtype)
+    table = (torch.randperm(per_slot, device=DEVICE) + 1).to(torch.int32)[None]
+    slots, qkv = (
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.randn(1, heads + 2 * kv_heads, d, device=DEVICE).to(dtype),
+    )
+    for length in (longest, 4353, 130, 1):
+        positions = torch.tensor([length - 1], device=DEVICE)
+        out, wanted = torch.full((2, 1, heads * d), torch.nan, device=DEVICE).to(dtype)
+        for module, to in ((kernels, out), (plain, wanted)):
+            module.decode_attention(qkv, keys, values, None, table, slots, positions, to, heads)
+        assert error(out, wanted) < limit(dtype)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
 def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
     """Pieces go out of blocks and into others as on the CPU, and nothing else is written."""

@@ -34,7 +34,10 @@ _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
 _PROGRAMS = 12 * 132
 # With an fp8 cache and so many registers it is so many programs; each is 2 to 10 % slower.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
-_MOST_SPLITS = 16
+_MOST_SPLITS = tl.constexpr(16)
+# Where a table has room for so many tokens, few sequences have more shares, up to so many programs in all. A
+# share beyond the sixteenth has so many tiles at least, or joining it costs more than it saves.
+_LONG_TABLE, _LONG_PROGRAMS, _TILES_OF_A_SHARE = 8192, 4 * 128, tl.constexpr(8)
 # With so many a step has few rows. (By rows alone the kernel would have more forms than a warm-up meets.)
 _EARLY_SPLITS = 4
 
@@ -92,7 +95,12 @@ def _decode(
     G: tl.constexpr = H // K
     member, d, pair = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     position = tl.load(positions + row).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(position + 1, TILE), SPLITS) * TILE
+    n_tiles, n_shares = tl.cdiv(position + 1, TILE), SPLITS
+    if SPLITS > _MOST_SPLITS:
+        n_shares = tl.minimum(SPLITS, tl.maximum(_MOST_SPLITS, n_tiles // _TILES_OF_A_SHARE))
+        if split >= n_shares:
+            return
+    share = tl.cdiv(n_tiles, n_shares) * TILE
     first = split * share
     last = tl.minimum(first + share, position + 1)
     query = head * G + member
@@ -151,20 +159,25 @@ def _decode(
         tl.store(sums + own, total, mask=real_member)
         tl.store(bests + own, best, mask=real_member)
         tl.debug_barrier()  # every thread has stored its part before one of them counts
-        if tl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") < SPLITS - 1:
+        if tl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") < n_shares - 1:
             return
         tl.store(arrived + row * K + head, 0)  # for the next layer
         shares = at[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-        highests = tl.load(bests + shares, mask=real_member[:, None], other=0.0)
-        best = tl.max(highests, 1)
+        computed = real_member[:, None] & (tl.arange(0, SPLITS) < n_shares)[None, :]
+        highests = tl.load(bests + shares, mask=computed, other=-float("inf"))
+        best = tl.where(real_member, tl.max(highests, 1), 0.0)
         weights = tl.exp2(highests - best[:, None])
-        total = tl.sum(weights * tl.load(sums + shares, mask=real_member[:, None], other=1.0), 1)
+        total = tl.sum(weights * tl.load(sums + shares, mask=computed, other=0.0), 1)
         result = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for i in tl.static_range(SPLITS):
-            share = at * SPLITS + i
-            weight = tl.exp2(tl.load(bests + share, mask=real_member, other=0.0) - best)
-            part = tl.load(parts + share[:, None] * D + d[None, :], mask=real_out, other=0.0)
-            result += part * weight[:, None]
+        JOINED: tl.constexpr = SPLITS if SPLITS < _MOST_SPLITS else _MOST_SPLITS  # loads on their way at once
+        for start in range(0, n_shares, JOINED):
+            for i in tl.static_range(JOINED):
+                joined = at * SPLITS + start + i
+                there = real_member & (joined < at * SPLITS + n_shares)
+                weight = tl.exp2(tl.load(bests + joined, mask=there, other=-float("inf")) - best)
+                inside = there[:, None] & (d < D)[None, :]
+                part = tl.load(parts + joined[:, None] * D + d[None, :], mask=inside, other=0.0)
+                result += part * weight[:, None]
     tl.store(
         out + at[:, None] * D + d[None, :],
         (result / total[:, None]).to(out.dtype.element_ty),
@@ -191,7 +204,7 @@ def decode_attention(
     k, size = keys.shape[1:3]
     if scales is not None:
         values = values.view(torch.int16)
-    splits = min(_MOST_SPLITS, 1 << max(1, _PROGRAMS // (n * k)).bit_length() - 1)
+    splits = _splits(n * k, table.stride(0) * size)
     tile, n_warps, n_stages = _DECODE[scales is not None]
     if qkv.dtype == torch.float32:  # no tensor cores: more registers
         n_warps, n_stages = 4, 2
@@ -210,6 +223,14 @@ def decode_attention(
         num_warps=n_warps, num_stages=n_stages,
         **registers,
     )  # fmt: skip
+
+
+def _splits(n_programs: int, table_tokens: int) -> int:
+    """Return the most shares, a power of two, of `n_programs` contexts in tables of `table_tokens`."""
+    splits = min(_MOST_SPLITS.value, 1 << max(1, _PROGRAMS // n_programs).bit_length() - 1)
+    if table_tokens >= _LONG_TABLE:
+        splits = max(splits, 1 << max(1, _LONG_PROGRAMS // n_programs).bit_length() - 1)
+    return min(splits, 64)
 
 
 @functools.cache
