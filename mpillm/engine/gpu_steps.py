@@ -76,6 +76,7 @@ class GpuSteps:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
+            part.model.read_choices_above(max(self._decode_rows, _MOST_LAYER_ROWS))
             self._capture(ladder(self._decode_rows))
 
     # --- a step ---

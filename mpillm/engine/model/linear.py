@@ -156,16 +156,24 @@ class GroupedLinear:
         self._stacked: Tensor | None = None
         self._scales: Tensor | None = None  # float32 [experts, out], of fp8 weights
         if first._weight.device.type != "cpu":
+            self._stacked = torch.stack([linear._weight for linear in linears])
             if isinstance(first, Fp8Linear):
                 self._scales = torch.cat(
                     [linear._scales for linear in linears if isinstance(linear, Fp8Linear)]
                 )
-            self._stacked, self._linears = torch.stack([linear._weight for linear in linears]), []
+                scales = self._scales.unsqueeze(-1)
+                self._linears = [Fp8Linear(*held) for held in zip(self._stacked, scales, strict=True)]
+            else:
+                self._linears = [Linear(weight) for weight in self._stacked]  # which share its memory
 
     @property
     def rounds(self) -> bool:
         """Whether it takes `Rounded`, which the operation before can give."""
         return self._scales is not None
+
+    def of(self, expert: int) -> Linear:
+        """Return the product of one of this rank's experts alone."""
+        return self._linears[expert]
 
     def __call__(self, x: Tensor | Rounded, choice: Choice) -> Tensor:
         """Multiply x [rows, in] or [pairs, in]: [pairs, out].

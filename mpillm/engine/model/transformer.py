@@ -106,6 +106,9 @@ class Mixture:
         self._ops = ops
         self._experts = experts
         self._n_chosen = weights.config.n_experts_per_token
+        # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
+        # for the choice: on a GPU, in steps that are no CUDA graphs.
+        self.one_by_one_above = math.inf
         self.router = Linear(weights.get(f"{prefix}.gate"))
         self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
         self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
@@ -115,12 +118,37 @@ class Mixture:
     ) -> Tensor:
         """Compute; no adapter changes experts, and the result is never added to `residual`."""
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
-        hidden = self._ops.silu_mul(self.gate_up(x, choice), self.down.rounds)
-        return self._ops.combine(self.down(hidden, choice), choice.weights)
+        if len(x) > self.one_by_one_above:
+            down = self._one_by_one(x, choice)
+        else:
+            down = self.down(self._ops.silu_mul(self.gate_up(x, choice), self.down.rounds), choice)
+        return self._ops.combine(down, choice.weights)
+
+    def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
+        """As `gate_up`, `silu_mul` and `down` on a GPU, with dense products of one expert after the other."""
+        from mpillm.engine.kernels.fp8_kernels import quantize_rows
+
+        numbers = quantize_rows(x) if self.gate_up.rounds else x
+        out, start = x.new_empty(len(choice.order), self.down.out_features), 0
+        for expert, end in enumerate(choice.ends.tolist()):
+            if end > start:
+                pairs = choice.order[start:end].long()
+                gate_up = self.gate_up.of(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
+                hidden = self._ops.silu_mul(gate_up, self.down.rounds)
+                out[pairs] = self.down.of(expert)(hidden)
+            start = end
+        return out
 
     def rounds(self, n_rows: int) -> bool:
         """Always False (see `Linear.rounds`): the router needs floats."""
         return False
+
+
+def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
+    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+        numbers = x.numbers.view(torch.uint8)[rows].view(x.numbers.dtype)
+        return Rounded(numbers, x.scales[rows], x.dtype)
+    return x[rows]
 
 
 class Layer:
@@ -164,6 +192,12 @@ class Llama:
         self.features: Features | None = None  # to keep, of each step
         self.vocabulary = layout.vocabulary(config)
         self.rotations = _rotations(config, max_seq_len).to(weights.device)
+
+    def read_choices_above(self, n_rows: int) -> None:
+        """Let the host wait for the choice of experts in steps of more rows, which no CUDA graph may have."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.one_by_one_above = n_rows
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return rows of the embedding for `tokens` (int64)."""
