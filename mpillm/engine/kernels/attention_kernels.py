@@ -34,7 +34,8 @@ _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
 _PROGRAMS = 12 * 132
 # With an fp8 cache and so many registers it is so many programs; each is 2 to 10 % slower.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
-_MOST_SPLITS = tl.constexpr(16)
+_MOST_SPLITS = 16
+_SHORT_SPLITS = tl.constexpr(_MOST_SPLITS)
 # Where a table has room for so many tokens, few sequences have more shares, up to so many programs in all. A
 # share beyond the sixteenth has so many tiles at least, or joining it costs more than it saves.
 _LONG_TABLE, _LONG_PROGRAMS, _TILES_OF_A_SHARE = 8192, 4 * 128, tl.constexpr(8)
@@ -96,8 +97,8 @@ def _decode(
     member, d, pair = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     position = tl.load(positions + row).to(tl.int32)
     n_tiles, n_shares = tl.cdiv(position + 1, TILE), SPLITS
-    if SPLITS > _MOST_SPLITS:
-        n_shares = tl.minimum(SPLITS, tl.maximum(_MOST_SPLITS, n_tiles // _TILES_OF_A_SHARE))
+    if SPLITS > _SHORT_SPLITS:
+        n_shares = tl.minimum(SPLITS, tl.maximum(_SHORT_SPLITS, n_tiles // _TILES_OF_A_SHARE))
         if split >= n_shares:
             return
     share = tl.cdiv(n_tiles, n_shares) * TILE
@@ -169,7 +170,9 @@ def _decode(
         weights = tl.exp2(highests - best[:, None])
         total = tl.sum(weights * tl.load(sums + shares, mask=computed, other=0.0), 1)
         result = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        JOINED: tl.constexpr = SPLITS if SPLITS < _MOST_SPLITS else _MOST_SPLITS  # loads on their way at once
+        JOINED: tl.constexpr = (
+            SPLITS if SPLITS < _SHORT_SPLITS else _SHORT_SPLITS
+        )  # loads on their way at once
         for start in range(0, n_shares, JOINED):
             for i in tl.static_range(JOINED):
                 joined = at * SPLITS + start + i
@@ -227,7 +230,7 @@ def decode_attention(
 
 def _splits(n_programs: int, table_tokens: int) -> int:
     """Return the most shares, a power of two, of `n_programs` contexts in tables of `table_tokens`."""
-    splits = min(_MOST_SPLITS.value, 1 << max(1, _PROGRAMS // n_programs).bit_length() - 1)
+    splits = min(_MOST_SPLITS, 1 << max(1, _PROGRAMS // n_programs).bit_length() - 1)
     if table_tokens >= _LONG_TABLE:
         splits = max(splits, 1 << max(1, _LONG_PROGRAMS // n_programs).bit_length() - 1)
     return min(splits, 64)
