@@ -20,6 +20,7 @@ from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.bench.busy import rank_cores
 from mpillm.loadgen.logs import latencies_ms
+from mpillm.report.run_directory import keep_results
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
@@ -56,8 +57,11 @@ def run_in(
     """``mpirun … run`` with `options`, in the run directory `folder`; its output goes to a file there.
 
     `mpirun`: its options (``-n 4 --hostfile hosts``). `watch`: called often; a text ends the run. The run has
-    deadlines of its own, for each phase; `deadline_s` is one more. Raises ConfigError when that has passed.
+    deadlines of its own, for each phase; `deadline_s` is one more. Raises ConfigError when that has passed,
+    and if a test has left its results in `folder`.
     """
+    if "--force" not in options:
+        keep_results(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / CONSOLE
     log.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     words, _ = repeated(run)
     folder = Path(options.log_dir or run.path / BESIDE)
     words = [*_of_the_test(words), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
-    words += ["--log_dir", str(folder)]
+    words += ["--log_dir", str(folder), *(["--force"] if options.log_dir is None else [])]
     code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *words])
     if code != ExitCode.DONE:
         return code

@@ -27,14 +27,14 @@ from mpillm.fields.effects import RUN, SERVE
 RUN_FIELDS = fields.shown(
     *("workload", "topology", "model", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
-    also=("server_port", "worker_start_port"),  # of the YAML that it leaves
+    also=("server_port", "worker_start_port", "force"),  # ports: of the YAML that it leaves
 )
 
 
 # What `serve` shows.
 SERVE_FIELDS = fields.shown(
     *("serve", "workload", "topology", "model", "build", "harness", "generation", "deadlines"),
-    also=("apply_chat_template", "log_dir"),
+    also=("apply_chat_template", "log_dir", "force"),
 )
 
 

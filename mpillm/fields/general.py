@@ -94,5 +94,9 @@ class GeneralFields(Options):
         "dry_run", "print the commands without running them", boolean, default=False, group="stages"
     )
     force = Field(
-        "force", "do it again even if the result is up to date", boolean, default=False, group="stages"
+        "force",
+        "do it again even if the result is up to date; of a run: replace the results in log_dir",
+        boolean,
+        default=False,
+        group="stages",
     )

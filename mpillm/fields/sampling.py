@@ -37,7 +37,7 @@ class GenerationFields(Options):
     )
     beam_width = Field(
         "beam_width",
-        "beams of a search; mpillm's own engine supports only 1",
+        "beams of a search; with mpillm's own engine only requests to Triton may ask for more than 1",
         positive,
         default=1,
         effect=used_by(*COMPUTING),

@@ -35,7 +35,7 @@ def said_options(run: Path) -> list[str]:
                 value = {key: value[key] for key, where in source.items() if _said(where)}
             elif not _said(source):
                 continue
-            if name != "log_dir" and value not in (None, {}, str(Secret(""))):
+            if name not in ("log_dir", "force") and value not in (None, {}, str(Secret(""))):
                 words += [f"--{name}", BY_NAME[name].text(value)]
     return words
 

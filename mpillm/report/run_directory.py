@@ -79,6 +79,15 @@ def lock(folder: Path) -> None:
         os.close(descriptor)
 
 
+def keep_results(folder: Path) -> None:
+    """Raise ConfigError if a test has left its results there."""
+    if (folder / DETAIL).exists():
+        raise ConfigError(
+            f"--log_dir {folder}: it holds the results of a test; name another folder, or replace them"
+            " (--force)"
+        )
+
+
 @about("log_dir")
 def take_directory(config: RunConfig, name: str) -> Path:
     """Create and lock the directory of a run. Raises ConfigError, RunError if that is impossible.
@@ -100,6 +109,8 @@ def take_directory(config: RunConfig, name: str) -> Path:
             )
         path.mkdir(parents=True, exist_ok=True)
         lock(path)
+        if not config.force:
+            keep_results(path)
     except OSError as error:
         raise unwritable(config, path, error) from error
     return path.absolute()

@@ -78,7 +78,7 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
 def ranks_of(config: RunConfig) -> int:
     """Return --world_size, or the ranks of the instances that the options or the YAML name, with control
     ranks. An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown.
-    Clients of servers are as many as the servers."""
+    Of clients there is one for each of --trtllm_server_urls, or one."""
     if config.world_size:
         return int(config.world_size)
     if BackendRegistry.get(config.core_type).is_client:

@@ -175,7 +175,7 @@ def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
     [
         (
             ["--model_path", "tiny-llama", "--beam_width", 2],
-            "--beam_width 2: must be 1; the torch core has no beam search",
+            "--beam_width 2: must be 1; only requests to Triton may ask for more",
         ),
         (["--model_path", "llama3.1-405b", "--load_format", "dummy"], "llama3.1-405b does not fit: it needs"),
     ],

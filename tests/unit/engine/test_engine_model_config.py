@@ -136,7 +136,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
             {"context_chunking_policy": "equal"},
             "context_chunking_policy equal: not one of first_come_first_served, equal_progress",
         ),
-        ({"beam_width": 4}, "beam_width 4: must be 1; the torch core has no beam search"),
+        ({"beam_width": 4}, "beam_width 4: must be 1; only requests to Triton may ask for more"),
         (
             {"stop_words": ("abc", (512,))},
             r"stop_words \(512,\): tokens \[512\]; must be one or more, each from 0 to 511",

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import run_in
+from mpillm.config.options import parse_run
 from mpillm.files import read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
-from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, unused
+from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, take_directory, unused
 from mpillm.report.run_environment import ENVIRONMENT
 from mpillm.submission.compliance_tests import FILES
 
@@ -32,6 +34,23 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"--log_dir {tmp_path}: another run is writing to it"):
             lock(tmp_path)
     lock(tmp_path)  # a run that has ended, however it did, keeps nothing
+
+
+def test_the_results_of_a_test_are_replaced_on_demand_only(tmp_path: Path) -> None:
+    def taken(name: str, *more: str) -> Path:
+        said = ["--core_type", "dummy", "--log_dir", str(tmp_path / name), *more]
+        return take_directory(parse_run(said), "x")
+
+    for name, content in (("served", "result.json"), ("tested", DETAIL), ("again", DETAIL)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / content).write_text("")
+    assert taken("new") == tmp_path / "new"
+    assert taken("served") == tmp_path / "served"  # or failed before its test
+    with pytest.raises(ConfigError, match=r"tested: it holds the results of a test; .*--force"):
+        taken("tested")
+    with pytest.raises(ConfigError, match=r"tested: it holds the results of a test"):
+        run_in(tmp_path / "tested", ("-n", "2"), ())
+    assert taken("again", "--force") == tmp_path / "again"
 
 
 def test_runs_of_one_second(tmp_path: Path) -> None:
