@@ -27,7 +27,7 @@ export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-# The stages of the pipeline (docs/pipeline.md), as the reference harness names them.
+# The stages of the pipeline (docs/howto/pipeline.md), as the reference harness names them.
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
@@ -47,7 +47,7 @@ help:
 	@echo "make test-browser  the page of a run in a headless Chromium"
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
-	@echo "                the stages from a model to a result: docs/pipeline.md"
+	@echo "                the stages from a model to a result: docs/howto/pipeline.md"
 	@echo "make size       lines and tokens of code in each folder, beside the last release"
 	@echo "make clean      delete .venv, .venv-peers and caches (runs and models, in build/, stay)"
 
@@ -63,7 +63,7 @@ $(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(PMIX_RANK)$(SLURM_PROCID),
 	@exec $(PY) -c 'import os, shlex, sys; from mpillm.cli import main; sys.exit(main(["$@", *shlex.split(os.environ["RUN_ARGS"])]))'
 
 $(PREPARING):
-	@echo "make $@ is not built here: install TensorRT-LLM and Triton, or start one of NVIDIA's containers that has them (docs/pipeline.md)" >&2; exit 2
+	@echo "make $@ is not built here: install TensorRT-LLM and Triton, or start one of NVIDIA's containers that has them (docs/howto/pipeline.md)" >&2; exit 2
 
 test: lint test-unit test-mpi
 
@@ -115,7 +115,7 @@ size:
 	@$(PYTHON) -m tools.size
 
 docs: $(STAMP)
-	$(PY) -c 'from mpillm.config.options import options_page; print(options_page(), end="")' > docs/options.md
+	$(PY) -c 'from mpillm.config.options import options_page; print(options_page(), end="")' > docs/reference/options.md
 
 install: $(STAMP)
 

@@ -12,7 +12,7 @@ from .schema import Rule, checked
 
 MODES = ("aggregated", "disaggregated")
 CONTROL_RANKS = (1, 2)
-"""How many ranks harness and leader may have, the better first: docs/architecture.md has the figures."""
+"""How many ranks harness and leader may have, the better first."""
 _MOST = 1 << 20  # a larger count is a typing error, and would only fill the memory
 _CONTROL: Rule = ("1 or 2", lambda x: type(x) is int and (x == 0 or x in CONTROL_RANKS))
 _SHARES = {None: "1 or 2 ranks are control", 0: "all ranks are workers"}

@@ -1,4 +1,4 @@
-"""What a user's Python configuration file imports: see docs/configuration.md.
+"""What a user's Python configuration file imports: see docs/reference/configuration.md.
 
 The names are those of NVIDIA's submissions: a class holds values by field, `ConfigRegistry.register` says
 what it is for.

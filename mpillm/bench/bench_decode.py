@@ -66,7 +66,7 @@ class Options(Values):
     speculative_config = Field(
         "speculative_config",
         "CPU: instead of others, the engine with these guesses takes turns with the engine without; GPU: also"
-        " time steps that test guesses (docs/speculation.md); as key:value,key:value",
+        " time steps that test guesses (docs/explain/speculation.md); as key:value,key:value",
         flag_dict,
         group="benchmark",
     )

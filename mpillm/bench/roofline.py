@@ -3,7 +3,7 @@
 No operation is faster than the larger of its bytes over the memory's bandwidth and its floating-point
 operations over the peak of their type. And a GPU at its limit of power does no more than that pays for: on an
 H200 reading and products in turns draw what each draws alone, by the byte and by the operation, within 2 %
-(docs/engine.md; as in Choi et al., 2013, "A roofline model of energy").
+(docs/explain/engine.md; as in Choi et al., 2013, "A roofline model of energy").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stages from a model to an engine and its configurations (docs/pipeline.md)."""
+"""The stages from a model to an engine and its configurations (docs/howto/pipeline.md)."""
 
 from mpillm.builder.trtllm import QuantizerConfig as QuantizerConfig
 from mpillm.builder.trtllm import TRTLLMBuilderOp as TRTLLMBuilderOp

@@ -80,7 +80,7 @@ _ELSEWHERE = frozenset(
     max_queue_size decoupled_mode triton_backend
     """.split()  # noqa: SIM905 (as many names as an editor shows on two lines)
 )
-_ALONE = "the repository has only the tensorrt_llm model: docs/pipeline.md says where the others are"
+_ALONE = "the repository has only the tensorrt_llm model: docs/howto/pipeline.md says where the others are"
 _NO_TENSOR = "our tensorrt_llm model has no such tensor"
 _REFUSED = {
     "engine_dir": "name the engine with --engine_dir",
@@ -331,7 +331,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     elif with_text:
         raise ConfigError(
             "--triton_text_models: these models call the embedded engine (--trtllm_runtime_flags"
-            f" triton_backend:{PYTHON}); docs/pipeline.md says where TensorRT-LLM has its own",
+            f" triton_backend:{PYTHON}); docs/howto/pipeline.md says where TensorRT-LLM has its own",
             about=["triton_text_models"],
         )
     else:

@@ -48,7 +48,7 @@ def _parser() -> Parser:
         epilog="examples:\n"
         "  python -m mpillm accuracy build/runs/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
         "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
-        " docs/submission.md says how",
+        " docs/howto/submission.md says how",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
     return parser

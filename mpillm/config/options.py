@@ -39,7 +39,7 @@ SERVE_FIELDS = fields.shown(
 
 
 def options_page() -> str:
-    """Return docs/options.md: every option, from the fields."""
+    """Return docs/reference/options.md: every option, from the fields."""
     lines = [
         "# Options",
         "",

@@ -56,7 +56,7 @@ def _gpus(cause: str) -> list[Line]:
 
 
 def _gpu_memory(cause: str) -> list[Line]:
-    """By what PyTorch says: the check before a run does not count fragments (docs/engine.md)."""
+    """By what PyTorch says: the check before a run does not count fragments (docs/explain/engine.md)."""
     advice = (
         "give the KV cache less (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens) or, for fewer"
         " fragments, start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not for disaggregated runs)"

@@ -1,4 +1,4 @@
-"""The registry of all options, from which command lines, --help, docs/options.md and config.json are made.
+"""The registry of all options: of command lines, --help, docs/reference/options.md and config.json.
 
 A new option is one declaration in the class of its subject: ``name = Field("name", "what it means", parser,
 default=…, group=GROUP)``. It is then an option of the commands that show its group, an attribute of

@@ -13,8 +13,8 @@ class DataFields(Options):
     dataset_path = Field(
         "dataset_path",
         'JSONL with {"prompt": …} or {"input_tokens": […]} per line; or a published data set:'
-        " the folder with input_ids_padded.npy, or a data frame, .pkl or .pkl.gz (docs/workloads.md)"
-        " [default: the workload's, or the prompts that come with mpillm]",
+        " the folder with input_ids_padded.npy, or a data frame, .pkl or .pkl.gz"
+        " (docs/reference/workloads.md) [default: the workload's, or the prompts that come with mpillm]",
         effect=TEST,
         group="data",
         aliases=("tensor_path",),

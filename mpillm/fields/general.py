@@ -88,7 +88,9 @@ class GeneralFields(Options):
         group="workload",
     )
     config_file = Field(
-        "config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload"
+        "config_file",
+        "a configuration of your own, Python or YAML (docs/reference/configuration.md)",
+        group="workload",
     )
     dry_run = Field(
         "dry_run", "print the commands without running them", boolean, default=False, group="stages"

@@ -177,7 +177,7 @@ class ModelFields(Options):
     )
     speculative_config = Field(
         "speculative_config",
-        "speculative decoding, with the same answers, as key:value,key:value (docs/speculation.md):"
+        "speculative decoding, with the same answers, as key:value,key:value (docs/explain/speculation.md):"
         " decoding_type (NGram, Draft_Target, Eagle), max_draft_len, max_matching_ngram_size,"
         " speculative_model, max_concurrency; MLPerf forbids it for all workloads that this engine runs",
         flag_dict,

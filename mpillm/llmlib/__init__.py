@@ -1,7 +1,7 @@
 """The classes of NVIDIA's `code.llmlib`, under their names: cores and harnesses written for them run here.
 
 The files have the same names as there; the code is ours. `rank_core` puts such a core behind
-`mpillm.cores.base.LLMCore`. No other room imports this one. See docs/cores.md.
+`mpillm.cores.base.LLMCore`. No other room imports this one. See docs/howto/cores.md.
 """
 
 from mpillm.llmlib.config import GenerationConfig as GenerationConfig

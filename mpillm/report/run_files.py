@@ -38,7 +38,7 @@ class RunFiles:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     machines: dict[str, Any] = field(default_factory=dict)  # by node
     timeline: list[dict[str, Any]] = field(default_factory=list)  # rows of `TIMELINE`, in their order
-    telemetry: dict[str, Any] = field(default_factory=dict)  # see docs/report.md
+    telemetry: dict[str, Any] = field(default_factory=dict)  # see docs/reference/report.md
     detail: dict[str, Any] = field(default_factory=dict)  # LoadGen's detailed log: the last value of a key
     missing: tuple[str, ...] = ()
 

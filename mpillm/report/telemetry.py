@@ -30,7 +30,7 @@ class RunTelemetry:
         self._progress.add(time.perf_counter(), totals.issued, totals.samples, totals.tokens)
 
     def write(self, path: Path, totals: Totals) -> None:
-        """Write the file; docs/report.md describes it. Raises OSError if the disk is full."""
+        """Write the file; docs/reference/report.md describes it. Raises OSError if the disk is full."""
         if totals.started and totals.ended:
             self._progress.add(totals.ended, totals.issued, totals.samples, totals.tokens)
         since = totals.started

@@ -101,7 +101,7 @@ def verify(run: RunDirectory, end_ids: Sequence[int], evaluated: str | None = No
     if test is None:
         raise ConfigError(f"{run.path} is not a compliance run: start one with --compliance_test TEST06")
     if (evaluated is not None) != (test == "TEST07"):
-        needs = "needs what the reference's evaluator printed: --evaluated FILE (docs/submission.md)"
+        needs = "needs what the reference's evaluator printed: --evaluated FILE (docs/howto/submission.md)"
         raise ConfigError(
             f"{run.path}: TEST07 {needs}" if evaluated is None else f"{test} takes no --evaluated"
         )

@@ -123,7 +123,9 @@ def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scor
     if evaluated is None:
         with as_writable(run.path / COMPLETIONS):
             write_json(run.path / COMPLETIONS, scores.completions)
-        how = f"execute {run.path / COMPLETIONS} (docs/submission.md), then name its results with --mbxp"
+        how = (
+            f"execute {run.path / COMPLETIONS} (docs/howto/submission.md), then name its results with --mbxp"
+        )
         note = f"mbxp: not scored: {how}"
         return Scores(scores.values, [*scores.notes, note])
     try:
@@ -141,7 +143,8 @@ def _with_evaluation(run: RunDirectory, scores: Scores, evaluated: str | None) -
     accuracy = run.workload.accuracy
     names = ", ".join(accuracy.references)
     if evaluated is None:
-        how = f"run {accuracy.evaluator} of mlcommons/inference on {run.path / ACCURACY} (docs/submission.md)"
+        path = run.path / ACCURACY
+        how = f"run {accuracy.evaluator} of mlcommons/inference on {path} (docs/howto/submission.md)"
         note = f"{names}: not scored: {how}, then name the file with its output with --evaluated"
         return Scores(scores.values, [note])
     try:

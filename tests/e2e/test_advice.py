@@ -43,7 +43,9 @@ JUDGED = (
     "python -m mpillm compliance runs/server-test06",
 )
 QUANTISED = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"), re.DOTALL
+    r"```python\n(.*?)```",
+    (ROOT / "docs" / "explain" / "quantization.md").read_text(encoding="utf-8"),
+    re.DOTALL,
 )[0]
 TRITON_REPOSITORY = (
     "mkdir -p build/triton_model_repo_0/m; echo 'name: \"m\"' > build/triton_model_repo_0/m/config.pbtxt"

@@ -1,4 +1,4 @@
-"""From a model to a result with the torch core, by the commands of docs/pipeline.md."""
+"""From a model to a result with the torch core, by the commands of docs/howto/pipeline.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages as the program prints them."""
+"""docs/howto/troubleshooting.md quotes messages as the program prints them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.advice import strings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
 OF_OTHERS = re.compile(r"\((Open MPI|from the system)\)")  # programs whose messages these are
 
 
@@ -49,13 +49,13 @@ def test_the_message_is_in_the_program(message: str, source: str) -> None:
     parts = constant_parts(message)
     assert parts, f"{message!r} is nothing but gaps"
     gone = [part for part in parts if not is_printed(part, source)]
-    assert not gone, f"docs/troubleshooting.md quotes {message!r}; no message of the program has {gone}"
+    assert not gone, f"docs/howto/troubleshooting.md quotes {message!r}; no message of the program has {gone}"
 
 
 def test_the_page_quotes_many_messages_and_the_readme_leads_to_it() -> None:
     assert len(messages()) >= 30
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert (
-        "(docs/troubleshooting.md)"
+        "(docs/howto/troubleshooting.md)"
         in readme.partition("## When something goes wrong")[2].partition("\n## ")[0]
     )

@@ -24,8 +24,8 @@ from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
-# For contexts, measured on an H200 (docs/engine.md): query rows of a program, over all heads that share a KV
-# head; keys that it takes at a time; its warps; pipeline stages.
+# For contexts, measured on an H200: query rows of a program, over all heads that share a KV head; keys that
+# it takes at a time; its warps; pipeline stages.
 _CONTEXT = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (16, 32, 8, 2)}
 # For decode, without and with an fp8 cache, measured likewise: keys that a program takes at a time, its
 # warps, and pipeline stages.

@@ -3,7 +3,7 @@
 Such a kernel (see `launch.Kernel`) starts as soon as all programs of the one before it have called
 `let_next_start` or ended, and calls `after_previous` before it touches what another kernel touches. Programs
 that read much (of products, of decode attention) must be spread evenly over the multiprocessors. Beside many
-others that still run they are not, and both together take longer (docs/engine.md).
+others that still run they are not, and both together take longer (docs/explain/engine.md).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, i
     """
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    # The fastest of six to twelve, measured on an H200 with Mixtral 8x7B's shapes (docs/engine.md).
+    # The fastest of six to twelve, measured on an H200 with Mixtral 8x7B's shapes (docs/explain/engine.md).
     rows = n_pairs / n_experts  # of an expert, where all are chosen equally often
     deeper = 1 if dtype == torch.bfloat16 else 2  # as many bytes
     if rows <= 8:

@@ -7,7 +7,7 @@ depend on which it is.
 
 SiLU and the sum with the residual are taken along, since a small kernel of its own takes 3 to 4 us, 2 to 4 %
 of a layer's time. The norm before a product would save another 1 to 2 % of a step, but needs what the product
-before it has found (docs/engine.md).
+before it has found (docs/explain/engine.md).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Way(NamedTuple):
     n_programs: int  # wanted
 
 
-# Measured on an H200 (docs/engine.md), for weights in fp8 and in bfloat16: the most rows, above which cuBLAS
-# is faster. With what follows the product, large bfloat16 weights are faster here for more.
+# Measured on an H200, for weights in fp8 and in bfloat16: the most rows, above which cuBLAS is faster.
+# With what follows the product, large bfloat16 weights are faster here for more.
 MOST_ROWS = {True: 8, False: 16}
 _WAYS = {True: _Way(32, 128, 4, 2, 512), False: _Way(32, 128, 3, 2, 512)}
 _LARGE, _MOST_OF_LARGE, _WAY_OF_LARGE = 48 << 20, 32, _Way(64, 128, 4, 4, 128)

@@ -4,7 +4,7 @@ Floats on a CPU go to `CpuProducts`, where it can be compiled and is faster than
 x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to 2.5 times as fast
 as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in float32, 1.0 to
 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more.
-docs/engine_cpu.md has `CpuProducts` beside it.
+docs/explain/engine_cpu.md has `CpuProducts` beside it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Fp8Linear(Linear):
             return few(x)
         numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
         # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
-        # many, which saves 3 to 40 % of the time up to 512 rows (docs/quantization.md).
+        # many, which saves 3 to 40 % of the time up to 512 rows (docs/explain/quantization.md).
         scales_now = len(numbers) >= fp8_kernels.SCALED_ROWS
         product = torch._scaled_mm(
             numbers,

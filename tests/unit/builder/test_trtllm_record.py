@@ -17,7 +17,7 @@ from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE, Tool
 from mpillm.cli import main
 from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record
 
-LACKING = {"quantize.py": {"export_format"}}  # docs/pipeline.md says so
+LACKING = {"quantize.py": {"export_format"}}  # docs/howto/pipeline.md says so
 
 
 @pytest.mark.parametrize("release", [NEWEST, WHOLE])
@@ -91,7 +91,7 @@ NESTED = {
 }
 
 
-LATER = {  # than 0.20, which has pydantic pass over them in silence: docs/pipeline.md says so
+LATER = {  # than 0.20, which has pydantic pass over them in silence: docs/howto/pipeline.md says so
     ("kv_cache_config", "tokens_per_block"),
     ("kv_cache_config", "dtype"),
     ("cache_transceiver_config", "backend"),

@@ -1,11 +1,11 @@
-"""docs/options.md says what the fields say."""
+"""docs/reference/options.md says what the fields say."""
 
 from pathlib import Path
 
 from mpillm.config.options import options_page
 from mpillm.fields import FIELDS
 
-PAGE = Path(__file__).parents[3] / "docs" / "options.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
 
 
 def test_page_is_made_from_the_fields() -> None:

@@ -1,4 +1,4 @@
-"""docs/pipeline.md: its LLaMA sequence runs with stand-ins, and --dry_run prints what the page says."""
+"""docs/howto/pipeline.md: its LLaMA sequence runs with stand-ins, and --dry_run prints what the page says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpillm.cli import main
 from tests.helpers.trtllm_stand_in import make_library, make_model
 
 PAGE = (
-    (Path(__file__).parents[3] / "docs" / "pipeline.md")
+    (Path(__file__).parents[3] / "docs" / "howto" / "pipeline.md")
     .read_text(encoding="utf-8")
     .partition("## The LLaMA workflow")[2]
 )

@@ -1,4 +1,4 @@
-"""docs/reference_options.md: every option of the reference texts is a field with the default that is said,
+"""docs/reference/reference_options.md: every option of the reference texts is a field with the default said,
 and its tests are there."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpillm.fields.runtime_flags import RUNTIME_FLAGS
 from mpillm.models import model_files
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "reference_options.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "reference_options.md").read_text()
 ROWS = [
     [cell.strip() for cell in line[1:-1].split("|")] for line in PAGE.splitlines() if line.startswith("| `")
 ]

@@ -120,7 +120,7 @@ def test_a_run_is_one_test() -> None:
 
 
 def test_a_full_size_configuration() -> None:
-    """All fields are parsed and 8,192 worker ranks planned; docs/configuration.md says how long it takes."""
+    """All fields are parsed and 8,192 worker ranks planned."""
     config = parse_run(
         ["--core_type", "dummy", "--mode", "disaggregated", "--ctx_tp_size", "8", "--gen_tp_size", "8"]
     )

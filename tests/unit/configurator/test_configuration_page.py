@@ -1,4 +1,4 @@
-"""What docs/configuration.md shows works."""
+"""What docs/reference/configuration.md shows works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import FIELDS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "configuration.md").read_text()
 
 
 def block(language: str, word: str) -> str:
