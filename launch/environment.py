@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
@@ -25,6 +25,9 @@ _ABSENT = "absent"
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
+
+SECRETS = {"api_key": "MPILLM_API_KEY", "kv_secret": "MPILLM_KV_SECRET"}
+"""Options that nobody but the ranks should read, and the variables in their place."""
 
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
 """The part of disaggregated serving that `run-llm-server` starts: worker or leader. Only it reads this."""
@@ -56,6 +59,22 @@ _MPIRUN_MCA = re.compile(
 )
 
 _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line without its options that are secrets, and the variables that say the same.
+
+    Every user of a machine sees the command lines of its processes, and logs have them.
+    """
+    left, variables = list[str](), dict[str, str]()
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and (variable := SECRETS.get(name[2:].replace("-", "_"))):
+            variables[variable] = value if equals else next(rest, "")
+        else:
+            left.append(word)
+    return left, variables
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:

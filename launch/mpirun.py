@@ -29,12 +29,14 @@ from disagg.errors import ConfigError, nearest
 from launch.environment import (
     EXIT_FILE,
     LAUNCH_TYPE,
+    SECRETS,
     TTY,
     rank_environment,
     tell_absent,
     tell_signal,
     told_exit_code,
     told_started,
+    without_secrets,
 )
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
@@ -268,13 +270,13 @@ def exit_code(told: int | None, status: int, interrupted: int | None = None, sur
     return status
 
 
-def _exports() -> list[str]:
+def _exports(env: Mapping[str, str]) -> list[str]:
     """Return the variables that ranks on other hosts need."""
     return [
         EXIT_FILE,
         "PYTHONUNBUFFERED",
         *([TTY] if sys.stdout.isatty() else []),
-        *([LAUNCH_TYPE] if LAUNCH_TYPE in os.environ else []),
+        *(name for name in (LAUNCH_TYPE, *SECRETS.values()) if name in env),
     ]
 
 
@@ -319,6 +321,8 @@ def main(
         print(USAGE.format(commands=", ".join(commands), start=START_DEADLINE_S))
         return 0
     arguments = parse_arguments(argv, commands)
+    command, secrets = without_secrets(arguments.command)
+    environment = os.environ | secrets
     mpi = detect()
     several_hosts = spans_hosts(arguments.options, os.environ)
     survive = arguments.command[0] not in _END_WITH_MPIRUN
@@ -328,15 +332,17 @@ def main(
     line = command_line(
         mpi,
         arguments.ranks,
-        [*([sys.executable, "-m", "mpillm"] if program is None else program), *arguments.command],
+        [*([sys.executable, "-m", "mpillm"] if program is None else program), *command],
         arguments.options,
         root=os.geteuid() == 0,
         cores=slots(),
-        exports=[*_exports(), *([ROLL_CALL] if calls else [])] if several_hosts else [],
+        exports=[*_exports(environment), *([ROLL_CALL] if calls else [])] if several_hosts else [],
         survive=survive,
     )
     if arguments.dry_run:
         print(shlex.join(line))
+        for name in secrets:
+            say(f"the line has no secret: set {name} in its environment")
         return 0
     print(shlex.join(line), file=sys.stderr, flush=True)
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
@@ -346,7 +352,7 @@ def main(
         tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder,
     ):
         exit_file = Path(folder) / "exit_code"
-        env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty(), session=session)
+        env = rank_environment(environment, exit_file, tty=sys.stdout.isatty(), session=session)
         if roll_call is not None:
             env[ROLL_CALL] = roll_call.address
         supervisor = Supervisor(

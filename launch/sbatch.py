@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch.environment import EXIT_FILE, clean_environment
+from launch.environment import EXIT_FILE, clean_environment, without_secrets
 from launch.launcher import RANK_COMMANDS
 from launch.mpirun import INSTANCE_LOST
 
@@ -238,6 +238,10 @@ def _job(given: argparse.Namespace, command: tuple[str, ...]) -> Job:
         raise ConfigError(
             "sbatch: --log_dir: a job that is requeued needs a folder for each start;"
             " name the folder above them with --log_root, before --"
+        )
+    if secrets := without_secrets(command)[1]:
+        raise ConfigError(
+            f"sbatch: the script would show a secret: set {', '.join(secrets)} in its environment"
         )
     if Job(command).is_harness and (named := given.container_image or given.task_output):
         raise ConfigError(

@@ -36,6 +36,7 @@ class RunConfig(Values, AllFields):
         self.sections: Mapping[str, RunConfig] = {}
         self.half = ""  # of disaggregated serving, if the run is one: context or generation
         self.part: Part | None = None
+        self.launch_secret = ""  # of the servers that one mpirun has started
         self._built: dict[type, Any] = {}
 
     @classmethod

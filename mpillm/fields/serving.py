@@ -34,6 +34,15 @@ class ServingFields(Options):
         effect=SERVED,
         group="serve",
     )
+    kv_secret = Field(
+        "kv_secret",
+        "what context and generation servers of several mpiruns sign the addresses of KV caches with; better"
+        " in the environment, as MPILLM_KV_SECRET",
+        secret,
+        disallow_argparse=False,
+        from_environ="MPILLM_KV_SECRET",
+        group="serve",
+    )
     served_model_name = Field(
         "served_model_name",
         "the model's name in the API, or several with commas between them [default: the model's]",

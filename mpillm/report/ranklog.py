@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from pathlib import Path
+
+from launch.environment import without_secrets
 
 
 def open_rank_log(directory: Path, rank: int) -> Path:
@@ -17,8 +18,8 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     path = directory / "ranks" / f"rank_{rank:04d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    words = re.sub(r"(-api[_-]key[= ])\S+", r"\1(secret)", " ".join(sys.argv))
-    print(f"rank {rank}, pid {os.getpid()}: {words}", file=file, flush=True)
+    words, _ = without_secrets(sys.argv)
+    print(f"rank {rank}, pid {os.getpid()}: {' '.join(words)}", file=file, flush=True)
     if rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import socket
 from typing import Any
 
@@ -14,6 +16,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.roles.half import Arrival, ContextServer, GenerationServer
 from mpillm.roles.instance import InstanceRole
 from mpillm.serve.disaggregated_params import Half, KvFormat
+from mpillm.serve.opaque_state import Seal, is_loopback
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
@@ -37,16 +40,25 @@ class HalfServer:
                 f"{config.named('kv_transfer_timeout_ms')} must be less than {config.named('stall_timeout')},"
                 " after which an instance that owes an answer counts as stuck"
             )
+        secret = config.launch_secret or (config.kv_secret.text if config.kv_secret else None)
+        if secret is None and not is_loopback(config.host):
+            raise ConfigError(
+                f"--server_role {role} at {config.host} needs a secret that the other servers have, too: set"
+                " MPILLM_KV_SECRET in the environment of all of them",
+                about=["server_role", "host"],
+            )
         self._arrivals: dict[int, Arrival] = {}
         self._store = KvStore(config.host, timeout_s) if role == "context" else None
         host = socket.gethostname() if config.host in _ALL_ADDRESSES else config.host
         name = config.part.instance.name if config.part else f"{role} server {url.removesuffix('/v1')}"
+        shape = dataclasses.replace(model.config, dtype="", quantization="none", kv_quantization="none")
         kv = KvFormat(
-            f"{model.config.n_layers} layers of {model.config.n_kv_heads} heads of {model.config.head_dim}"
+            f"model {hashlib.sha256(repr(shape).encode()).hexdigest()[:8]},"
+            f" {model.config.n_layers} layers of {model.config.n_kv_heads} heads of {model.config.head_dim}"
             f" in {model.kv_dtype}",
             model.config.kv_bytes_per_token(model.kv_dtype),
         )
-        self.routes = Half(role, name, kv, host, self._store, self._arrivals, timeout_s)
+        self.routes = Half(role, name, kv, host, self._store, self._arrivals, timeout_s, Seal(secret))
 
     def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
         """Return the role of the instance's first rank."""

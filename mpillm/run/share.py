@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -57,5 +58,6 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     origin = Origin(Level.YAML, f"{path}: {mine.section}.urls")
     made = copy.copy(config)
     made.half, made.part = mine.kind, part
+    made.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
     made.found = config.found | {name: Found(value, origin) for name, value in values.items()}
     return Share(made, RunComms(world, world.Dup(), world.Dup()))

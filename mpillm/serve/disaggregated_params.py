@@ -4,15 +4,15 @@ The leader (`serve.leader_service`, or `trtllm-serve disaggregated`) sends a req
 server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
 generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
 (`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
-affair: here base64 of JSON that says where the KV cache waits, and under which key.
+affair (`serve.opaque_state`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,12 @@ from mpillm.roles.half import Arrival
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.body_values import token_ids
 from mpillm.serve.choices import Choice, Piece
+from mpillm.serve.opaque_state import KvState, Seal, request_digest
 from mpillm.serve.open_requests import Answer
 from mpillm.serve.protocol import Asked, Served
 from mpillm.serve.shapes import Shapes
 
+_log = logging.getLogger(__name__)
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _FETCHES = 64  # at once
 
@@ -37,37 +39,8 @@ _FETCHES = 64  # at once
 class KvFormat:
     """What must be equal in both servers' KV caches."""
 
-    layout: str  # layers, heads and data type, in words
+    layout: str  # model, layers, heads and data type, in words
     bytes_per_token: int
-
-
-@dataclass(frozen=True)
-class _State:
-    """Where a context's KV cache waits."""
-
-    server: str  # name and URL, for messages
-    host: str
-    port: int
-    key: str
-    kv: str  # `KvFormat.layout`
-
-    def encode(self) -> str:
-        return base64.b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
-
-    @staticmethod
-    def decode(text: object) -> _State:
-        """Read the state in a request. Raises ApiError if it was not written here."""
-        try:
-            data = json.loads(base64.b64decode(str(text), validate=True))
-            state = _State(**data)
-            bytes.fromhex(state.key)
-            if type(state.port) is int and all(
-                isinstance(one, str) for one in (state.server, state.host, state.kv)
-            ):
-                return state
-        except (ValueError, TypeError):
-            pass
-        raise _wrong("encoded_opaque_state", "expected the value that a context server of mpillm answered")
 
 
 class Half:
@@ -82,6 +55,7 @@ class Half:
         store: KvStore | None,
         arrivals: dict[int, Arrival],
         timeout_s: float,
+        seal: Seal,
     ) -> None:
         """`role`: context or generation; `name`: the server's, with its URL.
 
@@ -96,6 +70,7 @@ class Half:
         self._store = store
         self._arrivals = arrivals
         self._timeout_s = timeout_s
+        self._seal = seal
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
 
     def check(self, asked: Asked, served: Served) -> Asked:
@@ -154,9 +129,10 @@ class Half:
         key = self._store.key(choice.answer.id)
         if key is None:
             raise ApiError(503, f"{self._name}: the KV cache was dropped before the answer", code="kv_cache")
-        state = _State(self._name, self._host, self._store.port, key.hex(), self._kv.layout)
+        of = request_digest(choice.prompt, piece.tokens[0])
+        state = KvState(self._name, self._host, self._store.port, key.hex(), self._kv.layout, of)
         said["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
-        params["encoded_opaque_state"] = state.encode()
+        params["encoded_opaque_state"] = self._seal.write(state)
         return made
 
     # --- a generation server ---
@@ -170,12 +146,14 @@ class Half:
         tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
         if len(tokens) != 1:
             raise _wrong("first_gen_tokens", f"{len(tokens)} tokens; expected one")
-        state = _State.decode(params.get("encoded_opaque_state"))
+        state = self._seal.read(params.get("encoded_opaque_state"))
         if state.kv != self._kv.layout:
             raise _wrong(
                 "encoded_opaque_state",
                 f"{state.server} has a KV cache of {state.kv}, {self._name} one of {self._kv.layout}",
             )
+        if state.of != request_digest(prompt, tokens[0]):
+            raise _wrong("encoded_opaque_state", "its KV cache is of another prompt or first token")
         n_bytes = len(prompt) * self._kv.bytes_per_token
         try:
             cache = await asyncio.get_running_loop().run_in_executor(
@@ -183,7 +161,10 @@ class Half:
                 partial(fetch, state.host, state.port, bytes.fromhex(state.key), n_bytes, self._timeout_s),
             )
         except CacheLost as error:
-            raise ApiError(502, f"{state.server}: {error}", code="context_server") from None
+            _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
+            raise ApiError(
+                502, f"{state.server}: its KV cache can't be had; our log says why", code="context_server"
+            ) from None
         return Arrival(tokens[0], cache)
 
     def opened(self, answer: Answer, arrival: Arrival) -> None:

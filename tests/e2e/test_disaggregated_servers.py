@@ -108,6 +108,8 @@ class TestFourCommands:
             ended = workers.end(TIMEOUT_S, tidy=False)
             name = f"generation instance 1 at http://localhost:{port + 2}"
             assert ended.code != DONE and f"worker 2 ({name}) was ended by signal 9" in ended.err
+            # A process has no environment any more, by which we find it, before its port is closed.
+            wait_until(lambda: ask(port, **BODY)[0] == 503, "no server to be there", TIMEOUT_S)
             status, error = ask(port, **BODY)
             names = rf"(context instance 0 at http://localhost:{port + 1}|{name})"
             assert status == 503 and re.match(f"{names} does not answer: ", error["error"]["message"]), error
@@ -170,7 +172,7 @@ class TestTwoServers:
         wait_until(all_told, "metrics of every request", TIMEOUT_S)
         assert first_ids.count(77) == 3 and rest_ids.count(77) == 2 and rest_ids.count(None) == 1
         status, error = ask(to, **BODY, disaggregated_params=params)
-        gone = f"context server http://127.0.0.1:{at}: it does not have the KV cache any more"
+        gone = f"context server http://127.0.0.1:{at}: its KV cache can't be had; our log says why"
         assert (status, error["error"]["message"]) == (502, gone)
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "ignore_eos": True}
         routed = ask(at, "/v1/chat/completions", **chat, **CONTEXT, prompt_token_ids=[5, 6, 7])
@@ -193,7 +195,6 @@ class TestTwoServers:
             os.kill(pid, signal.SIGKILL)
         context.end(tidy=False)
         status, error = ask(to, **BODY, disaggregated_params=params)
-        gone = f"context server http://127.0.0.1:{at}: its KV cache can't be fetched: Connection refused"
         assert (status, error["error"]["message"]) == (502, gone)
         assert tokens(ask(to, **BODY)) == whole
         wait_until(lambda: idle(to), "no request and no block", TIMEOUT_S)

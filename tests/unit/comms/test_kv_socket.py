@@ -86,7 +86,7 @@ def test_nothing_of_a_dropped_request_touches_the_next_one_with_its_id(store: Kv
     store.put(5, CACHE)
     with socket.create_connection((HOST, store.port), TIMEOUT_S) as client:
         client.sendall(store.key(5) or b"")
-        left = 8 + CACHE.nbytes
+        left = 12 + CACHE.nbytes
         while left:
             left -= len(client.recv(left))
         store.drop(5)  # its time is over, or the client has gone
@@ -130,7 +130,8 @@ def test_a_server_that_is_gone(store: KvStore) -> None:
     ("sent", "message"),
     [
         (b"", "it closed the connection before"),
-        (CACHE.nbytes.to_bytes(8, "little") + bytes(100), "it closed the connection before"),
+        (CACHE.nbytes.to_bytes(8, "little") + bytes(104), "it closed the connection before"),
+        (CACHE.nbytes.to_bytes(8, "little") + bytes(4 + CACHE.nbytes), "another checksum"),
         (None, r"did not come within 0\.2 s"),
     ],
 )
@@ -201,3 +202,16 @@ def test_a_key_gives_few_callers_a_thread(store: KvStore) -> None:
         assert first[0].recv(8, socket.MSG_WAITALL) == CACHE.nbytes.to_bytes(8, "little")
     wait_until(lambda: not store._kept[1].callers, "their end")
     assert np.array_equal(fetched(store, 1), CACHE)
+
+
+def test_the_checksum_sees_each_byte_and_its_place() -> None:
+    cache = np.random.default_rng(0).integers(0, 256, 300_003).astype(np.uint8)
+    expected = kv_socket.checksum(cache)
+    swapped = cache.copy()
+    swapped[:65_536], swapped[65_536:131_072] = cache[65_536:131_072], cache[:65_536]
+    assert kv_socket.checksum(swapped) != expected
+    for at in (0, 7, 131_071, 299_999, 300_000, 300_002):
+        other = cache.copy()
+        other[at] ^= 1
+        assert kv_socket.checksum(other) != expected
+    assert kv_socket.checksum(cache[:0]) == kv_socket.checksum(np.zeros(0, np.uint8))

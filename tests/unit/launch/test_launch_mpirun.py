@@ -290,6 +290,26 @@ def test_dry_run_only_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out.endswith("guard.py " + f"{sys.executable} -m mpillm run --log_dir 'a b'\n")
 
 
+@pytest.mark.parametrize("key", [["--api_key", "sesame"], ["--api-key=sesame"]])
+def test_a_key_is_in_no_command_line(
+    tmp_path: Path, key: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks have it in their environment, on other hosts, too."""
+    says = script(
+        tmp_path / "mpirun", f'echo "$MPILLM_API_KEY $*" > {tmp_path}/said; echo 0 > $MPILLM_EXIT_FILE'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(says)))
+    assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "serve", "--port", "1", *key]) == 0
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("sesame ") and "sesame" not in said[6:] and "-x MPILLM_API_KEY" in said
+    assert mpirun.main(["-n", "2", "--dry_run", "serve", *key]) == 0
+    printed = capsys.readouterr()
+    assert (
+        "sesame" not in printed.out + printed.err and "set MPILLM_API_KEY in its environment" in printed.err
+    )
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert mpirun.main(["--help"]) == 0
     assert "usage: python -m mpillm mpirun -n N" in capsys.readouterr().out

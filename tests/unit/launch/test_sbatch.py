@@ -62,6 +62,11 @@ def test_the_sample_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert written(capsys, *OPTIONS, *BASH).splitlines() == SAMPLE.splitlines()
 
 
+def test_a_key_is_in_no_script() -> None:
+    with pytest.raises(ConfigError, match="set MPILLM_API_KEY in its environment"):
+        main(["--", "serve", "--api_key", "sesame"])
+
+
 def test_what_is_left_to_fill_in_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no value for --job_name, --account, --partition: fill it in"):
