@@ -62,7 +62,7 @@ def test_a_forged_state_sends_nothing_anywhere() -> None:
         state = dataclasses.replace(STATE, port=listening.getsockname()[1])
         plain = base64.b64encode(json.dumps(dataclasses.asdict(state)).encode()).decode()
         signature = ours.write(STATE).partition(".")[2]
-        for forged in (
+        made: list[object] = [
             *(
                 theirs.write(state),
                 Seal(None).write(state),
@@ -71,7 +71,8 @@ def test_a_forged_state_sends_nothing_anywhere() -> None:
                 ours.write(state)[:-1],
             ),
             *("", ".", None, 7, [], "x" * 100_000, "é", "[" * 3000),
-        ):
+        ]
+        for forged in made:
             with pytest.raises(ApiError, match="MPILLM_KV_SECRET") as error:
                 fetched(generation_server(ours), forged)
             assert error.value.status == 400
