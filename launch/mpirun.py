@@ -68,8 +68,8 @@ Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI 
 Other options before COMMAND go to mpirun as they are: --hostfile FILE, --host LIST, -x NAME, --map-by POLICY,
 --bind-to POLICY, --mca NAME VALUE, …
 
-Exit codes: 0 done, 2 bad usage or configuration, 3 did not become ready, 4 the test failed, 5 a rank or an
-instance was lost,
+Exit codes: 0 done, 1 a stage failed, 2 bad usage or configuration, 3 did not become ready, 4 the test failed,
+5 a rank or an instance was lost,
 128 + signal when interrupted (130 after Ctrl-C); any other code is mpirun's own."""
 
 _RANKS = frozenset({"n", "np", "c"})

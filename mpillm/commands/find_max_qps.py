@@ -20,6 +20,7 @@ from mpillm.experiments.run_series import (
     parse_series,
     series_folder,
 )
+from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json
 from mpillm.report.goodput import parse_goodput, take_goodput
@@ -72,19 +73,36 @@ def main(argv: Sequence[str]) -> int:
         options.probe_duration,
     )
     tests.prepare()
-    start = config.server_target_qps if _has_rate(words) else None
+    record = SearchRecord(tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": tests.goodput})
+    try:
+        return _search(options, tests, record, config.server_target_qps if _has_rate(words) else None)
+    except SystemExit:  # Ctrl-C, or another signal
+        best = record.best()
+        if best is not None:
+            length = "" if best.full else ", by a short test only"
+            print(f"\nbest so far                {best.rate:.5g} per second{length}: {best.folder}")
+        print(f"to go on: the same command with --log_dir {path_shown(tests.folder)}", flush=True)
+        raise
+
+
+def _search(options: Options, tests: RateTests, record: SearchRecord, start: float | None) -> int:
+    start = start or record.start
     if start is None:
         print(f"measuring the capacity: all queries at once, for {tests.short_s:g} s", flush=True)
         start = tests.capacity()
         print(f"  {start:.4g} answers per second", flush=True)
+    record.begin(start)
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(f"{lengths}, in {path_shown(tests.folder)}")
-    tried: list[Tried] = []
 
     def test(rate: float, full: bool) -> Tried:
-        one = tests.test(rate, full)
-        tried.append(one)
-        print(_line(one), flush=True)
+        one = record.known(rate, full)
+        if one is None:
+            one = tests.test(rate, full)
+            record.add(one)
+            print(_line(one), flush=True)
+        else:
+            print(f"{_line(one)}  (from before)", flush=True)
         return one
 
     found = find_max_rate(test, start, options.tolerance)
@@ -99,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
             "rate": best.rate,
             "too_high": found.too_high,
             "run": best.folder,
-            "tests": [asdict(t) for t in tried],
+            "tests": [asdict(t) for t in record.tests],
         }
         write_json(Path(options.output), said)
     return ExitCode.DONE

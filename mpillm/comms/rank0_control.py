@@ -253,6 +253,7 @@ class Rank0Control:
                 f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}",
                 r,
                 code=ExitCode.INSTANCE_LOST,
+                ended=r in dead,
             )
             for r in ranks
         )

@@ -83,6 +83,11 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
     library = mpi_library()
     from mpi4py import MPI
 
+    if MPI.Is_finalized():
+        raise EveryRankError(
+            "this Python process has ended MPI, which begins once in a process: start each run in one of its"
+            ' own, as with subprocess.run([sys.executable, "-m", "mpillm", "run", …])'
+        )
     if not MPI.Is_initialized():
         check_world(library, None, command)
         _drop_foreign_variables(library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -9,13 +10,28 @@ from pathlib import Path
 
 from launch.environment import without_secrets
 
+_TAIL_BYTES = 1 << 16
+# Python's names of the signals that end a process and that it can tell of.
+_FATAL = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+
+def log_name(rank: int) -> str:
+    """Return the path of a rank's log in its run directory."""
+    return f"ranks/rank_{rank:04d}.log"
+
 
 def open_rank_log(directory: Path, rank: int) -> Path:
     """Send logging to ``ranks/rank_NNNN.log``, and, unless this is rank 0, stdout and stderr.
 
     Raises OSError if the file can't be written.
     """
-    path = directory / "ranks" / f"rank_{rank:04d}.log"
+    path = directory / log_name(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     words, _ = without_secrets(sys.argv)
@@ -28,4 +44,19 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     logging.basicConfig(
         stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    faulthandler.enable(file)  # a signal that ends the process leaves the threads' stacks
     return path
+
+
+def how_it_ended(log: Path) -> str:
+    """Return which signal ended the rank of this log, and what speaks for it; "" if the log isn't here."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    for name, signal in _FATAL.items():
+        if f"Fatal Python error: {name}" in text:
+            return f"{signal} ended it: its log has the stacks"
+    return "its log says nothing of it, as after SIGKILL: by `kill -9`, or the kernel's OOM killer (dmesg)"

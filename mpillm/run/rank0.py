@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
+from mpillm.report.ranklog import how_it_ended, log_name
 from mpillm.report.result import failures_json
 from mpillm.report.run_directory import RunRecord, path_shown, take_directory
 from mpillm.roles.instance import InstanceRole
@@ -150,6 +152,7 @@ class Rank0:
         """Note that the run goes on without an instance."""
         if self._record is None or self.session is None:
             raise RunError(failure)
+        failure = self._with_its_end(failure)
         who = self.control.ranks[failure.rank or 0].describe()
         self._record.result["lost"].append(
             {
@@ -183,9 +186,17 @@ class Rank0:
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
         return self._record
 
+    def _with_its_end(self, failure: Failure) -> Failure:
+        """Return the failure of a rank whose process has ended with which signal did it, if that is known."""
+        if not failure.ended or self._record is None or failure.rank is None:
+            return failure
+        how = how_it_ended(self._record.path / log_name(failure.rank))
+        return replace(failure, cause=f"{failure.cause}\n{how}".rstrip())
+
     def failed(self, failures: tuple[Failure, ...], code: int) -> None:
         """Write the result and print the message of a run that ends with exit code `code`."""
         phase, record = self.control.phase, self._record
+        failures = tuple(map(self._with_its_end, failures))
         more: list[str] = []
         if self.session is not None and (known := self.session.failed()):
             more.append(known)
@@ -197,7 +208,7 @@ class Rank0:
                 "failures": failures_json(failures),
             }
             ranks = sorted({f.rank for f in failures if f.rank is not None})
-            where = record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path
+            where = record.path / log_name(ranks[0]) if len(ranks) == 1 else record.path
             more.append(f"see {path_shown(where)}")
         when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
         unwritten = ""

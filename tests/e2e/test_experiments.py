@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,27 @@ def test_the_highest_rate_of_a_known_system(one: Starter, tmp_path: Path) -> Non
     confirming = json.loads((Path(found["run"]) / "result.json").read_text())
     assert confirming["status"] == "VALID"
     assert confirming["loadgen"]["min_duration_ms"] == 20_000
+
+
+def test_a_search_that_is_interrupted_tells_the_best_rate_and_goes_on(one: Starter, tmp_path: Path) -> None:
+    """The tests that have ended are not repeated, and no other search goes on there."""
+    words = (
+        *("find-max-qps", *DUMMY, "--server_target_qps", 20, "--goodput", "ttft:500"),
+        *("--min_duration", 30, "--probe_duration", 1, "--log_dir", tmp_path / "search"),
+    )
+    command = typed(one, *words)
+    wait_until(lambda: command.out.count(" VALID") >= 2, "two tests")
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end().must(130)
+    assert re.search(r"best so far +40 per second, by a short test only: .*short-40", ended.out), repr(ended)
+    assert ended.out.splitlines()[-1] == "to go on: the same command with --log_dir search", repr(ended)
+
+    again = typed(one, *words)
+    wait_until(lambda: again.out.count(" VALID") >= 3, "a third test")
+    again.kill()
+    assert re.findall(r"(\S+)/s .*from before", again.out)[:2] == ["20", "40"], again.out
+    other = typed(one, *words, "--tolerance", 0.1, "--max_output_len", 2).end().must(2)
+    assert "a search with other options began there" in other.err
 
 
 @pytest.mark.slow

@@ -81,11 +81,21 @@ def test_ctrl_c_in_the_test(both: Starter) -> None:
     )
 
 
-def test_a_killed_rank(both: Starter) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "its log says nothing of it, as after SIGKILL"),
+        (signal.SIGSEGV, "SIGSEGV ended it: its log has the stacks"),
+    ],
+)
+def test_a_killed_rank(both: Starter, number: int, said: str) -> None:
+    """Its signal is named, as far as it can be known: no MPI's mpirun tells."""
     command = both.start(3, *ENDLESS, terminal=True, one_terminal=True)
     see_bar(command)
-    os.kill(command.wait_rank(2), signal.SIGKILL)
-    assert shown_whole(command.end().must(INSTANCE_LOST))[0] == "mpillm: failed in phase 'test'"
+    os.kill(command.wait_rank(2), number)
+    message = shown_whole(command.end().must(INSTANCE_LOST))
+    assert message[0] == "mpillm: failed in phase 'test'"
+    assert any(said in line for line in message), message
 
 
 def test_a_killed_rank_0(both: Starter) -> None:

