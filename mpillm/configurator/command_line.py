@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             return f"; {_THEIRS[name]}"
         if _MPIRUNS.fullmatch(unknown[0]) and command in RANK_COMMANDS:
             words = unknown[: 1 if re.search("[=0-9]", unknown[0]) else 2]
-            return f"; it is mpirun's: python -m mpillm mpirun {shlex.join(words)} {command} …"
+            return f"; it is mpirun's: `python -m mpillm mpirun {shlex.join(words)} {command} …`"
         if name in ("-n", "-np", "--np") and "--world_size" in options:
             return " (did you mean '--world_size'?)"
         if name == "--json" and "--format" in options:

@@ -33,8 +33,9 @@ class Advice:
 
 
 def of_pages() -> Iterator[Advice]:
-    """Yield the commands in the code blocks of README.md and docs/, and those in their sentences."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    """Yield the commands in the code blocks of README.md, docs/ and notes, and those in their sentences."""
+    folders = (ROOT / "docs", ROOT / "benchmarks")
+    for path in (ROOT / "README.md", *sorted(page for folder in folders for page in folder.rglob("*.md"))):
         where, page = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         setting: list[str] = []
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
