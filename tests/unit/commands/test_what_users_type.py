@@ -32,9 +32,9 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["-n", "4"], "mpillm run: unknown option -n; it is mpirun's: python -m mpillm mpirun -n 4 run …"),
-        (["-n4", "--mode=auto"], "unknown option -n4; it is mpirun's: python -m mpillm mpirun -n4 run …"),
-        (["--np=4"], "unknown option --np=4; it is mpirun's: python -m mpillm mpirun --np=4 run …"),
+        (["-n", "4"], "mpillm run: unknown option -n; it is mpirun's: `python -m mpillm mpirun -n 4 run …`"),
+        (["-n4", "--mode=auto"], "unknown option -n4; it is mpirun's: `python -m mpillm mpirun -n4 run …`"),
+        (["--np=4"], "unknown option --np=4; it is mpirun's: `python -m mpillm mpirun --np=4 run …`"),
         (["--hostfile", "my hosts"], "python -m mpillm mpirun --hostfile 'my hosts' run …"),
     ],
 )
