@@ -29,6 +29,7 @@ _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 TIMELINE = "timeline.jsonl"
 TELEMETRY = "telemetry.json"
 REQUESTS = "requests.bin"
+RANKS = "ranks"  # the folder of the ranks' logs
 PAGE, TRACE = "report.html", "trace.json"
 CERTIFICATE = "certificate.json"
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 from disagg.errors import ConfigError
 from mpillm.files import read_json
 from mpillm.loadgen.logs import DETAIL, read_detail
+from mpillm.report.ranklog import log_name
 from mpillm.report.request_log import damaged_requests
 from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE
 
 T = TypeVar("T")
+_INTERRUPTED = "interrupted ("
 
 # Files by which a directory is known as a run's, and what each tells.
 _KNOWN_BY = {
@@ -87,6 +89,29 @@ class RunFiles:
         if not isinstance(ranks, int) or ranks < 1:
             raise ConfigError(f"{self.path}: neither result.json nor plan.json says how many ranks it had")
         return ranks
+
+    @property
+    def stopped_by(self) -> str:
+        """Return what a person or a batch system did that ended this run: "Ctrl-C in phase test"; else ""."""
+        failures = self.result.get("failures") or []
+        causes = [str(one.get("cause")) for one in failures]
+        if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
+            return ""
+        phase = self.result.get("phase")
+        return causes[0].removeprefix(_INTERRUPTED).removesuffix(")") + (
+            f" in phase {phase}" if phase else ""
+        )
+
+    @property
+    def failed_ranks(self) -> set[int]:
+        """Return the ranks that the run names as why it failed."""
+        ranks = (one.get("rank") for one in self.result.get("failures") or [])
+        return {rank for rank in ranks if isinstance(rank, int)}
+
+    def log_of(self, rank: int) -> str:
+        """Return a rank's log, by its path in the run directory; "" if it has none."""
+        name = log_name(rank)
+        return name if (self.path / name).is_file() else ""
 
     @property
     def plan_ranks(self) -> list[dict[str, Any]]:

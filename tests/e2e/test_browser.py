@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +23,9 @@ pytestmark = [
 ]
 
 
-def test_the_page_draws_charts_and_lanes_without_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run with charts, lanes, a distribution, and options with long names and values."""
     run = make_run(tmp_path / "run", result={"loadgen_result": "VALID", "test_s": 4.0})
     steps = {"start": [0.0, 2.0], "end": [1.0, 4.0], "busy_s": [1.0, 2.0], "n": [1, 9], "kind": [0, 1]}
     none: dict[str, list[float]] = {name: [] for name in steps}
@@ -30,16 +34,23 @@ def test_the_page_draws_charts_and_lanes_without_an_error(tmp_path: Path) -> Non
     cdf = {"ttft": {"ms": [5.0, 10.0], "share": [0.5, 1.0]}}
     kinds = ["context", "decode", "mixed", "busy", "handoff"]
     write(run / "telemetry.json", {"kinds": kinds, "progress": progress, "cdf": cdf, "ranks": {"0": noted}})
-    dom = drawn(write_page(run), tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    for i in range(4):
+        value = f"/data/{i}/a-folder-with-a-long-name/of_several_words/checkpoint"
+        config[f"an_option_with_a_long_name_{i}"] = {"value": value, "source": "command line"}
+    write(run / "config.json", config)
+    return run
+
+
+def test_the_page_draws_charts_and_lanes_without_an_error(run: Path, tmp_path: Path) -> None:
     # Answered samples, the distribution, and the lanes.
-    assert dom.count("<canvas") == 3
+    assert drawn(write_page(run), tmp_path).count("<canvas") == 3
 
 
-def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
-    runs = [comparable_run(tmp_path / name, ttft) for name, ttft in (("a", 0.1), ("b", 0.2))]
-    assert main(["compare", *map(str, runs), "--log_dir", str(tmp_path)]) == 0
-    # Three distributions.
-    assert drawn(tmp_path / "compare.html", tmp_path).count("<canvas") == 3
+def several_runs(folder: Path) -> dict[str, Path]:
+    """Return the pages of commands that make several runs."""
+    runs = [comparable_run(folder / name, ttft) for name, ttft in (("a", 0.1), ("b", 0.2))]
+    assert main(["compare", *map(str, runs), "--log_dir", str(folder)]) == 0
     found = [
         {
             "options": {"max_batch_size": str(i)},
@@ -50,22 +61,76 @@ def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
         }
         for i in range(1, 10)
     ]
-    page = tmp_path / "sweep.html"
-    page.write_text(sweep_page(tmp_path, found, pareto(found)))
-    assert drawn(page, tmp_path).count("<canvas") == 1
+    page = folder / "sweep.html"
+    page.write_text(sweep_page(folder, found, pareto(found)))
+    return {"compare": folder / "compare.html", "sweep": page}
+
+
+def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
+    charts = {"compare": 3, "sweep": 1}
+    for name, page in several_runs(tmp_path).items():
+        assert drawn(page, tmp_path).count("<canvas") == charts[name], name
+
+
+WIDTHS = (390, 800, 1280, 1600)
+
+
+def test_nothing_is_wider_than_the_window_and_no_word_falls_apart(run: Path, tmp_path: Path) -> None:
+    pages = {"run": write_page(run), **several_runs(tmp_path)}
+    for name, page in pages.items():
+        for width in WIDTHS:
+            assert faults(page, width, tmp_path) == [], f"{name} at {width} pixels"
+
+
+MEASURE = """
+const found = [], all = frame.contentDocument, wide = frame.clientWidth;
+const style = one => frame.contentWindow.getComputedStyle(one);
+const rolls = at => at && (style(at).overflowX === "auto" || rolls(at.parentElement));
+for (const one of all.body.querySelectorAll("*")) {
+  const box = one.getBoundingClientRect();
+  const seen = box.width && !one.closest(".hidden") && !rolls(one.parentElement);
+  if (seen && box.right > wide + 1)
+    found.push(`${one.tagName} ${one.getAttribute("class")} ends at ${box.right}`);
+}
+for (const one of all.body.querySelectorAll("td, th, li, p, dt, dd, h1, h2")) {
+  const text = one.textContent.trim(), range = all.createRange();
+  range.selectNodeContents(one);
+  const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top / 4))).size;
+  if (lines > 3 && text.length / lines < 4) found.push(`${one.tagName} has ${lines} lines: ${text}`);
+}
+"""
+
+
+def faults(page: Path, width: int, folder: Path) -> list[str]:
+    """Return what is too wide, or broken letter by letter, in a window of so many pixels."""
+    text = json.dumps(page.read_text()).replace("<", "\\u003c")
+    wrapper = folder / "wrapper.html"
+    wrapper.write_text(
+        f'<body><iframe style="width:{width}px;height:900px;border:0"></iframe><script>'
+        f"const frame = document.querySelector('iframe'); frame.srcdoc = {text};"
+        f"frame.onload = () => setTimeout(() => {{ {MEASURE}"
+        "document.body.textContent = '@@' + JSON.stringify(found) + '@@'; }, 300);</script></body>"
+    )
+    dom = rendered(wrapper, folder, f"--window-size={max(width, 520)},900").stdout
+    return list(json.loads(html.unescape(dom.split("@@")[1])))
 
 
 def drawn(page: Path, folder: Path) -> str:
     """Return the document after its script has run, without an error."""
+    done = rendered(page, folder)
+    assert '<html lang="en" class="js">' in done.stdout
+    return done.stdout
+
+
+def rendered(page: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--enable-logging=stderr", f"--user-data-dir={folder}/profile"]
     done = subprocess.run(
-        [CHROMIUM, *options, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
+        [CHROMIUM, *options, *more, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
     assert "CONSOLE" not in done.stderr
-    assert '<html lang="en" class="js">' in done.stdout
-    return done.stdout
+    return done

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = {"meta", "link", "br", "line", "polyline", "rect"}
+VOID = {"meta", "link", "br", "line", "polyline", "rect", "wbr"}
 
 
 class Wellformed(HTMLParser):
@@ -16,11 +16,13 @@ class Wellformed(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.words: list[str] = []
+        self._goes_on = False  # a word that may break here is one word
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._goes_on = tag == "wbr"
         if tag not in VOID:
             self.open.append(tag)
 
@@ -28,10 +30,13 @@ class Wellformed(HTMLParser):
         pass
 
     def handle_endtag(self, tag: str) -> None:
+        self._goes_on = False
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if not {"script", "style"} & {*self.open}:
+            if self._goes_on:
+                data = self.words.pop() + data
             self.words.append(data)
 
 

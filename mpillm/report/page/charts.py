@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.report.page.facts import Facts, floats, limits_ms
+from mpillm.report.page.numbers import milliseconds
 
 _MOST_POINTS = 600
 _MOST_SERIES = 16  # the most loaded instances; more are not told apart
 _MB = 1 << 20
+MARKED = (50, 90, 99)
+"""The percentiles that a distribution names."""
 
 
 @dataclass
@@ -29,15 +32,29 @@ class Chart:
     limit: tuple[str, float] | None = None  # an x with its label
     # Of each x: what stands there. Then all are points; those of the first line are joined.
     names: list[str] | None = None
+    y_limit: tuple[str, float] | None = None  # a y with its label
+    marks: list[tuple[str, float]] = field(default_factory=list)  # more of x with their labels
+
+    @property
+    def is_cdf(self) -> bool:
+        return self.x_label == "ms"
+
+    @property
+    def x_axis(self) -> str:
+        """What is written below the axis."""
+        return {"s": "seconds of the test", "ms": "at most, log scale"}.get(self.x_label, self.x_label)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "unit": self.unit,
             "x_label": self.x_label,
+            "x_axis": self.x_axis,
             "x": self.x,
             "lines": [{"label": label, "y": y, "colour": colour} for label, y, colour in self.lines],
             "limit": self.limit,
+            "y_limit": self.y_limit,
+            "marks": self.marks,
             "names": self.names,
         }
 
@@ -114,6 +131,10 @@ def distributions(facts: Facts) -> list[Chart]:
             x = cdf["ms"]
             chart = Chart(f"cdf-{key}", title, "% of samples", x, [("at most", shares, 0)], "ms")
             chart.limit = ("limit", limit) if limit else None
+            chart.marks = [
+                (f"p{p} {milliseconds(at)}", round(at, 4))
+                for p, at in zip(MARKED, np.interp(MARKED, shares, x).tolist(), strict=True)
+            ]
             charts.append(chart)
     return charts
 

@@ -18,11 +18,14 @@ from typing import Any
 from mpillm import __version__
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
+from mpillm.report.page.numbers import milliseconds
 from mpillm.report.run_directory import PAGE
 
 ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
 CDF = "What share of the samples took at most so long. Log scale of time."
 _QUANTITY = re.compile(r"^([\d.,]+) (\S{1,3})$")
+_LONG = re.compile(r"[^\s\N{NO-BREAK SPACE}]{13,}")
+_MARK = re.compile(r"([/_=,.:-]+)(?=\w)")
 _TOGETHER = "\\1\N{NO-BREAK SPACE}\\2"
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -64,7 +67,7 @@ def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = F
     figures = "".join(
         f'<figure id="{chart.name}"><figcaption>{escape(chart.title)}'
         f"{f' <small>{escape(chart.unit)}</small>' if chart.unit else ''}{_limit(chart)}</figcaption>"
-        f'<div class="still">{svg.lines(chart)}</div></figure>'
+        f'<div class="still">{svg.lines(chart, wide)}</div></figure>'
         for chart in charts
     )
     said = f'<p class="note js-only">{note}</p>' if note else ""
@@ -75,7 +78,8 @@ def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = F
 
 
 def _limit(chart: Chart) -> str:
-    return f' <small class="limit">limit {svg.short(chart.limit[1])} ms</small>' if chart.limit else ""
+    limit = chart.limit or chart.y_limit
+    return f' <small class="limit">limit {milliseconds(limit[1])}</small>' if limit else ""
 
 
 def link_to_run(run: Path, folder: Path, text: str) -> Html:
@@ -94,13 +98,20 @@ def section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], mor
 def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table with a row of names above; a number stays beside its unit."""
     head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{_QUANTITY.sub(_TOGETHER, escape(cell))}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _cell(value: object) -> str:
+    """Return a cell: a number stays beside its unit, a long name or path may break after its marks."""
+    text = _QUANTITY.sub(_TOGETHER, escape(value))
+    return text if isinstance(value, Html) else _LONG.sub(_breakable, text)
+
+
+def _breakable(word: re.Match[str]) -> str:
+    return _MARK.sub(r"\1<wbr>", word[0])
 
 
 def _embedded(data: object) -> str:

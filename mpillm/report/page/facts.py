@@ -73,7 +73,7 @@ class Facts:
             for rank, noted in (telemetry.items() if isinstance(telemetry, dict) else ())
             if str(rank).isdecimal() and isinstance(noted, dict)
         }
-        self.failed = {one.get("rank") for one in run.result.get("failures") or []} - {None}
+        self.failed = run.failed_ranks
         self.instances = {number: self._instance(number) for number in run.instances()}
 
     def _instance(self, number: int) -> InstanceFacts:

@@ -73,8 +73,8 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     rows = made("what each rank did", lane_rows, [], facts)
     start, end = shown_window(facts)
     top = made("verdict", sections.head, "", facts)
+    wrong = made("failures", sections.failures, "", run)
     parts = [
-        made("failures", sections.failures, "", run),
         made("figures", sections.tiles, "", facts, price_per_gpu_hour),
         made("the plan", sections.plan, "", facts),
         made("charts", chart_section, "", "Over time", times, ZOOM),
@@ -86,9 +86,12 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         made("options", sections.options, "", run),
         made("files", sections.files, "", run),
     ]
-    title = f"{run.path.absolute().name}: {run.result.get('status', 'not ended')}"
+    status = "STOPPED" if run.stopped_by else run.result.get("status", "not ended")
+    title = f"{run.path.absolute().name}: {status}"
     lanes = {"rows": rows, "start": start, "end": end, "kinds": run.telemetry.get("kinds") or []}
-    return document(title, [top, sections.missing(notes), *parts], (*times, *latencies, *hardware), lanes)
+    return document(
+        title, [top, wrong, sections.missing(notes), *parts], (*times, *latencies, *hardware), lanes
+    )
 
 
 def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts) -> str:

@@ -9,16 +9,21 @@ from typing import Any
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
-from mpillm.report.run_directory import PAGE
+from mpillm.report.page.numbers import milliseconds, short
+from mpillm.report.run_directory import PAGE, RANKS, TRACE
 from mpillm.report.run_files import RunFiles
 
 _MOST_CARDS = 128
+_MOST_LOGS = 256
+_MOST_SERVERS = 4
+_SERVERS = ("trtllm_server_urls", "triton_server_urls")
 _FAILED = '<em class="flag">failed</em>'
 _WORDS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
     "SERVED": "This run served until it was ended.",
     "FAILED": "This run failed.",
+    "STOPPED": "Ended before it was done: there is no verdict. What it did until then is below.",
     "": "This run has left no outcome: it goes on, or was killed.",
 }
 
@@ -33,8 +38,9 @@ def head(facts: Facts) -> str:
         "world_size": run.plan.get("world_size"),
     }
     result = run.result or asked
-    status = str(result.get("status") or "")
-    reasons = [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
+    status = "STOPPED" if (stopped := run.stopped_by) else str(result.get("status") or "")
+    reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
+    reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
     if result.get("lost"):
         reasons.append("Not to be submitted: the run went on without a part of its system.")
@@ -49,6 +55,7 @@ def head(facts: Facts) -> str:
         result.get("test_mode"),
         result.get("mode"),
         f"core {result['core_type']}" if result.get("core_type") else "",
+        _server(run),
         f"{result['world_size']} ranks" if result.get("world_size") else "",
         when,
     )
@@ -63,6 +70,15 @@ def head(facts: Facts) -> str:
     )
 
 
+def _server(run: RunFiles) -> str:
+    """Return where this run served, or which servers it asked; "" if neither."""
+    if url := run.result.get("url"):
+        return str(url)
+    asked = [url for name in _SERVERS for url in run.value(name) or ()]
+    more = f" and {len(asked) - _MOST_SERVERS} more" if len(asked) > _MOST_SERVERS else ""
+    return f"of {', '.join(map(str, asked[:_MOST_SERVERS]))}{more}" if asked else ""
+
+
 def missing(notes: Sequence[str]) -> str:
     """Return what the run directory lacks, a line for each."""
     if not notes:
@@ -74,10 +90,15 @@ def missing(notes: Sequence[str]) -> str:
 def failures(run: RunFiles) -> str:
     """Return why the run failed, and what it lost."""
     said = []
-    for failure in run.result.get("failures") or []:
-        who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
-        trace = f"<pre>{escape(failure['traceback'])}</pre>" if failure.get("traceback") else ""
-        said.append(f"<li><strong>{escape(who)}{escape(failure.get('cause', ''))}</strong>{trace}</li>")
+    for failure in [] if run.stopped_by else run.result.get("failures") or []:
+        rank, trace = failure.get("rank"), failure.get("traceback")
+        who = "" if rank is None else f"rank {rank}: "
+        more = f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""
+        if isinstance(rank, int) and (log := run.log_of(rank)):
+            more += f'<p>See <a href="{log}">{log}</a>.</p>'
+        if trace:
+            more += f"<details><summary>Traceback</summary><pre>{escape(trace)}</pre></details>"
+        said.append(f"<li><strong>{escape(who)}{escape(failure.get('cause', ''))}</strong>{more}</li>")
     for lost in run.result.get("lost") or []:
         said.append(
             f"<li><strong>Lost at {lost.get('at_s', 0):.1f} s:"
@@ -100,7 +121,7 @@ def tiles(facts: Facts, price: float | None) -> str:
     shown: list[tuple[str, str, str, str]] = []  # label, value, note, class
     for key, label in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
         if (value := result.get(key)) is not None:
-            shown.append((label, svg.short(value), "", ""))
+            shown.append((label, short(value), "", ""))
     for key, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "end to end")):
         if (latency := result.get(f"{key}_ms")) is None:
             continue
@@ -127,13 +148,6 @@ def tiles(facts: Facts, price: float | None) -> str:
     return (
         f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells}</dl></section>' if cells else ""
     )
-
-
-def milliseconds(value: float) -> str:
-    """Return a time that fits its size: 850 µs, 12.3 ms, 4.5 s."""
-    if value >= 1000:
-        return f"{value / 1000:.3g} s" if value < 100_000 else f"{value / 1000:.0f} s"
-    return f"{value:.3g} ms" if value >= 1 else f"{1000 * value:.0f} µs"
 
 
 def plan(facts: Facts) -> str:
@@ -245,7 +259,7 @@ def figures(facts: Facts) -> str:
                 "" if one.share is None else f"{100 * one.share:.0f} %",
                 "" if one.waited is None else f"{100 * one.waited:.0f} %",
                 *(
-                    svg.short(peak["peak"]) if (peak := metrics.get(name)) else ""
+                    short(peak["peak"]) if (peak := metrics.get(name)) else ""
                     for name in ("running", "waiting")
                 ),
                 f"{100 * kv['peak']:.0f} %" if kv else "",
@@ -292,11 +306,21 @@ def _shown(value: Any) -> str:
 
 def files(run: RunFiles) -> str:
     """Return links to the files beside the page, and what the ranks ran."""
-    names = sorted(path.name for path in run.path.iterdir() if path.is_file() and path.name != PAGE)
-    links = "".join(f'<li><a href="{escape(name)}">{escape(name)}</a></li>' for name in names)
+    names = {path.name for path in run.path.iterdir() if path.is_file()} | {TRACE}  # written after the page
+    logs = sorted(path.name for path in run.path.glob(f"{RANKS}/*.log"))
+    failed = {run.log_of(rank) for rank in run.failed_ranks}
+    links = "".join(_link(name) for name in sorted(names - {PAGE}))
+    for log in (f"{RANKS}/{name}" for name in logs[:_MOST_LOGS]):
+        links += _link(log, _FAILED if log in failed else "")
+    if len(logs) > _MOST_LOGS:
+        links += f"<li>{len(logs) - _MOST_LOGS} more logs in {RANKS}/</li>"
     versions = (run.ranks[0].get("versions") or {}) if run.ranks else {}
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f'<section><h2>Files</h2><p class="note">{escape(said)}. trace.json opens in ui.perfetto.dev.</p>'
         f'<ul class="files">{links}</ul></section>'
     )
+
+
+def _link(name: str, more: str = "") -> str:
+    return f'<li><a href="{escape(name)}">{escape(name)}</a>{more}</li>'

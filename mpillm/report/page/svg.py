@@ -3,47 +3,74 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpillm.report.page.charts import Chart
+from mpillm.report.page.numbers import milliseconds, short
 
-_W, _H, _LEFT, _BOTTOM, _TOP = 600, 180, 48, 22, 8
+_WIDE, _NARROW = (800, 320), (400, 200)  # what fits a page, and what fits a third of it, or a phone
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
 _ROW, _GAP = 22, 6
 _NEAR = 12  # points whose numbers would lie over each other
+_MOST_TICKS = 6
+_ROOM = 0.05  # at the ends of an axis of latencies, as a share of its values
+_FEW = 5  # counts of which each has a tick
+_LOG_FROM = 20  # a y axis is logarithmic if its largest value is so many times the smallest
 
 
-def lines(chart: Chart) -> str:
+def lines(chart: Chart, wide: bool = False) -> str:
     """Return a chart as an SVG element."""
     points = [(x, y) for _, ys, _ in chart.lines for x, y in zip(chart.x, ys, strict=True) if y is not None]
     if not points:
         return ""
-    x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
-    if chart.names is not None:  # room for the points at the ends
-        x0, x1 = around(x0, x1)
-    if chart.limit:
-        x1 = max(x1, chart.limit[1] * 1.02)
-    y1 = max(max(y for _, y in points), 1e-9) * (1.1 if chart.names else 1)
-    width, height = _W - _LEFT - 8, _H - _BOTTOM - _TOP
+    width, height = _WIDE if wide else _NARROW
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    across = _across(chart, [x for x, _ in points])
+    up = _up(chart, [y for _, y in points])
 
-    def place(x: float, y: float) -> str:
-        return f"{_LEFT + (x - x0) / ((x1 - x0) or 1) * width:.1f},{_TOP + (1 - y / y1) * height:.1f}"
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + across.share(x) * (right - _LEFT), bottom - up.share(y) * (bottom - _TOP)
 
-    parts = [
-        f'<line class="axis" x1="{_LEFT}" y1="{_H - _BOTTOM}" x2="{_W - 8}" y2="{_H - _BOTTOM}"/>',
-        f'<line class="grid" x1="{_LEFT}" y1="{_TOP}" x2="{_W - 8}" y2="{_TOP}"/>',
-        f'<text x="{_LEFT - 4}" y="{_TOP + 8}" text-anchor="end">{short(y1)}</text>',
-        f'<text x="{_LEFT - 4}" y="{_H - _BOTTOM}" text-anchor="end">0</text>',
-        f'<text x="{_LEFT}" y="{_H - 6}">{short(x0)}</text>',
-        f'<text x="{_W - 8}" y="{_H - 6}" text-anchor="end">{short(x1)} {html.escape(chart.x_label)}</text>',
-    ]
+    parts = []
+    for y in up.ticks:
+        at = place(across.low, y)[1]
+        parts.append(f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{short(y)}</text>')
+    for x in across.ticks:
+        at = place(x, up.low)[0]
+        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
+        text = milliseconds(x) if chart.is_cdf else short(x)
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    middle = (_LEFT + right) / 2
+    said = html.escape(chart.x_axis)
+    parts.append(f'<text class="name" x="{middle}" y="{height - 5}" text-anchor="middle">{said}</text>')
+    if chart.unit:
+        turned = f'transform="rotate(-90 12 {(_TOP + bottom) / 2})"'
+        said = html.escape(chart.unit) + (", log scale" if up.log else "")
+        parts.append(
+            f'<text class="name" x="12" y="{(_TOP + bottom) / 2}" {turned} text-anchor="middle">{said}</text>'
+        )
+    for i, (label, x) in enumerate(chart.marks):
+        at = place(x, up.low)[0]
+        end = ' text-anchor="end"' if at > middle else ""
+        parts.append(f'<line class="mark" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
+        parts.append(
+            f'<text class="said" x="{at + (-4 if end else 4):.1f}" y="{bottom - 8 - 15 * i}"{end}>'
+            f"{html.escape(label)}</text>"
+        )
     if chart.limit:
-        at = place(chart.limit[1], 0).partition(",")[0]
-        parts.append(f'<line class="limit" x1="{at}" y1="{_TOP}" x2="{at}" y2="{_H - _BOTTOM}"/>')
+        at = place(chart.limit[1], up.low)[0]
+        parts.append(f'<line class="limit" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
+    if chart.y_limit:
+        at = place(across.low, chart.y_limit[1])[1]
+        parts.append(f'<line class="limit" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
     for i, (_, ys, colour) in enumerate(chart.lines):
-        told = [(j, place(x, y)) for j, (x, y) in enumerate(zip(chart.x, ys, strict=True)) if y is not None]
+        told = [place(x, y) for x, y in zip(chart.x, ys, strict=True) if y is not None]
         if chart.names is None or i == 0:
-            joined = " ".join(at for _, at in told)
+            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in told)
             parts.append(f'<polyline class="c{colour % 8}" points="{joined}"/>')
     if chart.names is not None:
         parts += _points(chart, place)
@@ -52,9 +79,77 @@ def lines(chart: Chart) -> str:
     )
     key = f'<ul class="key">{keys}</ul>' if len(chart.lines) > 1 else ""
     return (
-        f'<svg viewBox="0 0 {_W} {_H}" role="img" aria-label="{html.escape(chart.title)}">'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(chart.title)}">'
         f"{''.join(parts)}</svg>{key}"
     )
+
+
+class Axis(NamedTuple):
+    """What an axis shows, from `low` to `high`."""
+
+    low: float
+    high: float
+    ticks: list[float]
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, 0 at the low end, 1 at the high one."""
+        if self.log:
+            value = max(value, self.low)
+            return math.log(value / self.low) / (math.log(self.high / self.low) or 1)
+        return (value - self.low) / ((self.high - self.low) or 1)
+
+
+def _across(chart: Chart, xs: list[float]) -> Axis:
+    low, high = min(xs), max(xs)
+    known = [at for _, at in [*chart.marks, *filter(None, [chart.limit])]]
+    low, high = min([low, *known]), max([high, *known])
+    if chart.is_cdf:  # the whole width for what was measured
+        low, high = max(low, 1e-6) * (1 - _ROOM), high * (1 + _ROOM)
+        return Axis(low, high, log_ticks(low, high), log=True)
+    if chart.names is not None:  # room for the points at the ends
+        low, high = around(low, high)
+    return Axis(low, high, ticks(low, high))
+
+
+def _up(chart: Chart, ys: list[float]) -> Axis:
+    if chart.unit.startswith("%"):
+        return Axis(0, 100, [0, 25, 50, 75, 100])
+    low, high = min(ys), max(ys)
+    if chart.y_limit:
+        high = max(high, chart.y_limit[1])
+    if chart.names is not None and chart.unit == "ms" and low > 0 and high / low > _LOG_FROM:
+        low, high = low / 1.5, high * 1.5
+        return Axis(low, high, log_ticks(low, high), log=True)
+    if not chart.unit and chart.names is None and high <= _FEW:  # a count
+        return Axis(0, math.ceil(high), list(map(float, range(math.ceil(high) + 1))))
+    found = ticks(0, max(high, 1e-9) * (1.1 if chart.names else 1.02))
+    if found[-1] < high:
+        found.append(2 * found[-1] - found[-2])
+    return Axis(0, found[-1], found)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from `low` to `high`, some five of them."""
+    if low >= high:
+        return [low]
+    rough = (high - low) / (_MOST_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from `low` to `high`, both positive, for a logarithmic axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        found = [n * 10.0**power for power in powers for n in steps if low <= n * 10.0**power <= high]
+        if len(found) <= _MOST_TICKS:
+            break
+    else:
+        found = found[:: -(-len(found) // _MOST_TICKS)]
+    return found if len(found) > 2 else ticks(low, high)
 
 
 def around(low: float, high: float) -> tuple[float, float]:
@@ -63,7 +158,7 @@ def around(low: float, high: float) -> tuple[float, float]:
     return max(0.0, low - room), high + room
 
 
-def _points(chart: Chart, place: Callable[[float, float], str]) -> Iterator[str]:
+def _points(chart: Chart, place: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
     """Yield the points of a chart, with their numbers, the first words of their names.
 
     Where points lie over each other, one text has all their numbers.
@@ -73,7 +168,7 @@ def _points(chart: Chart, place: Callable[[float, float], str]) -> Iterator[str]
         for x, y, name in zip(chart.x, ys, chart.names or (), strict=True):
             if y is None:
                 continue
-            across, down = map(float, place(x, y).split(","))
+            across, down = (round(at, 1) for at in place(x, y))
             yield (
                 f'<circle class="c{colour % 8}" cx="{across}" cy="{down}" r="4">'
                 f"<title>{html.escape(name)}</title></circle>"
@@ -122,10 +217,3 @@ def strip(shares: Sequence[float]) -> str:
     )
     box = f'viewBox="0 0 {len(shares)} 1" preserveAspectRatio="none"'
     return f'<svg class="strip" {box} aria-hidden="true">{bars}</svg>'
-
-
-def short(number: float) -> str:
-    """Return a number in few characters: 0.05, 1.2, 345, 12k."""
-    if abs(number) >= 10_000:
-        return f"{number / 1000:.0f}k"
-    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from mpillm.cli import main
+from mpillm.report.page import svg
+from mpillm.report.page.charts import Chart
 from mpillm.report.page.facts import Facts
 from mpillm.report.page.page import page, write_page
 from mpillm.report.request_log import RECORD
@@ -256,6 +258,68 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
         "plan.json is missing",
     ):
         assert part in said
+
+
+def test_ctrl_c_is_said_and_no_failure(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    failures = [{"rank": None, "cause": "interrupted (Ctrl-C)", "traceback": ""}]
+    write(run / "result.json", result | {"status": "FAILED", "phase": "test", "failures": failures})
+    said = words(write_page(run))
+    assert "STOPPED" in said and "Ctrl-C in phase test." in said
+    assert "FAILED" not in said and "What went wrong" not in said
+
+
+def test_what_went_wrong_comes_first_and_links_the_log_of_the_rank(run: Path) -> None:
+    (run / "ranks").mkdir(exist_ok=True)
+    for rank in range(3):
+        (run / f"ranks/rank_000{rank}.log").write_text("")
+    (run / "timeline.jsonl").unlink()
+    result = json.loads((run / "result.json").read_text())
+    failures = [{"rank": 2, "cause": "out of memory", "traceback": "Traceback"}]
+    write(run / "result.json", result | {"status": "FAILED", "phase": "test", "failures": failures})
+    text = write_page(run).read_text()
+    assert text.index("What went wrong") < text.index("What is missing here")
+    assert text.count('href="ranks/rank_0002.log"') == 2  # beside the failure, and among the files
+    assert text.count('href="ranks/rank_0001.log"') == 1
+    assert 'href="trace.json"' in text
+
+
+def test_the_page_names_the_server(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["trtllm_server_urls"] = {"value": ["http://gpu7:8000"], "source": "command line"}
+    write(run / "config.json", config)
+    assert "http://gpu7:8000" in words(write_page(run)).partition("Options")[0]
+
+
+def test_a_distribution_marks_percentiles_on_an_axis_that_uses_the_width() -> None:
+    cdf = Chart(
+        "cdf-ttft", "First token", "% of samples", [40.0, 60.0, 90.0], [("", [1.0, 50.0, 100.0], 0)], "ms"
+    )
+    cdf.marks = [("p50 60 ms", 60.0)]
+    text = svg.lines(cdf)
+    xs = [float(point.split(",")[0]) for point in re.findall(r'points="([^"]+)"', text)[0].split()]
+    assert xs[-1] - xs[0] > 280, "of 400"
+    assert all(part in text for part in (">40 ms<", ">80 ms<", "p50 60 ms", ">at most, log scale<"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "found"),
+    [
+        (0, 11.8, [0, 2.5, 5, 7.5, 10]),
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (7, 7, [7]),
+        (0, 30_000, [0, 10_000, 20_000, 30_000]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, found: list[float]) -> None:
+    assert svg.ticks(low, high) == found
+
+
+@pytest.mark.parametrize("power", range(-9, 9))
+@pytest.mark.parametrize("span", [1.001, 1.5, 8, 100, 1e5, 1e12])
+def test_a_logarithmic_axis_has_a_few_ticks(power: int, span: float) -> None:
+    found = svg.log_ticks(10.0**power, span * 10.0**power)
+    assert 1 <= len(found) <= 8 and found == sorted(set(found))
 
 
 def test_a_run_killed_with_rank_0_shows_what_it_had_written(run: Path) -> None:

@@ -10,12 +10,42 @@
 
   // --- charts ---
   const plots = [];
-  const limitLine = chart => u => {
-    if (!chart.limit) return;
-    const x = u.valToPos(chart.limit[1], "x", true), { left, top, width, height } = u.bbox, c = u.ctx;
-    if (x < left || x > left + width) return;
-    c.save(); c.strokeStyle = colour("bad"); c.lineWidth = 2 * devicePixelRatio; c.setLineDash([6, 4]);
-    c.beginPath(); c.moveTo(x, top); c.lineTo(x, top + height); c.stroke(); c.restore();
+  /** Draws the limits and the marked percentiles. */
+  const markLines = chart => u => {
+    const { left, top, width, height } = u.bbox, c = u.ctx, r = devicePixelRatio;
+    const line = (x0, y0, x1, y1, name, thick) => {
+      if (x1 < left || x0 > left + width || y1 < top || y0 > top + height) return;
+      c.strokeStyle = colour(name); c.lineWidth = thick * r; c.setLineDash(thick > 1 ? [6 * r, 4 * r] : [2 * r, 3 * r]);
+      c.beginPath(); c.moveTo(x0, y0); c.lineTo(x1, y1); c.stroke();
+    };
+    c.save(); c.font = 12 * r + "px system-ui, DejaVu Sans, sans-serif";
+    chart.marks.forEach(([label, at], i) => {
+      const x = u.valToPos(at, "x", true), toLeft = x > left + width / 2;
+      if (x < left || x > left + width) return;
+      line(x, top, x, top + height, "soft", 1);
+      c.fillStyle = colour("text"); c.textAlign = toLeft ? "right" : "left";
+      c.strokeStyle = colour("card"); c.lineWidth = 4 * r; c.setLineDash([]); c.strokeText(label, x + (toLeft ? -4 : 4) * r, top + height - (8 + 15 * i) * r);
+      c.fillText(label, x + (toLeft ? -4 : 4) * r, top + height - (8 + 15 * i) * r);
+    });
+    if (chart.limit) { const x = u.valToPos(chart.limit[1], "x", true); line(x, top, x, top + height, "bad", 2); }
+    if (chart.y_limit) { const y = u.valToPos(chart.y_limit[1], "y", true); line(left, y, left + width, y, "bad", 2); }
+    c.restore();
+  };
+  /** Round numbers from a to b, some `most` of them; `logTicks`: on a logarithmic axis. */
+  const ticks = (a, b, most) => {
+    const rough = (b - a || Math.abs(b) || 1) / most, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 2.5, 5, 10].find(n => n * power >= rough * .999) * power, found = [];
+    for (let i = Math.ceil(a / step - 1e-9); i * step <= b * (1 + 1e-9); i++) found.push(+(i * step).toPrecision(12));
+    return found;
+  };
+  const logTicks = (a, b, most) => {
+    let found = [];
+    for (const steps of [[1, 2, 5], [1, 3], [1]]) {
+      found = [];
+      for (let e = Math.floor(Math.log10(a)); e <= Math.ceil(Math.log10(b)); e++) for (const n of steps) { const at = +(n * 10 ** e).toPrecision(3); if (at >= a && at <= b) found.push(at); }
+      if (found.length <= most + 1) break;
+    }
+    return found.length > 2 ? found : ticks(a, b, most);
   };
   /** Writes the number of each point beside it. */
   const pointNumbers = chart => u => {
@@ -35,26 +65,35 @@
   /** How a chart's x is written, on its axis and in its legend. */
   const wayOf = chart => chart.names ? { tick: number, said: (v, i) => chart.names[i] ?? "–", label: "point" }
     : chart.x_label === "ms" ? { tick: time, said: time, label: "within" }
-    : { tick: v => number(v) + " s", said: v => number(v) + " s", label: "at" };
+    : { tick: number, said: v => number(v) + " s", label: "at" };
   function draw(chart) {
     const box = document.getElementById(chart.name), log = chart.x_label === "ms", way = wayOf(chart);
     const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, font: "12px system-ui, DejaVu Sans, sans-serif" };
-    const say = (u, v, s, i) => v == null ? "–" : way.said(v, i);
+    const say = (u, v, s, i) => v == null ? "" : way.said(v, i);
     const look = i => !chart.names ? { width: 1.7, points: { show: false } } : { width: 1.7, points: { show: true, size: 9, fill: colour("c" + chart.lines[i].colour % 8) }, ...(i ? { paths: () => null } : {}) };
-    const x = { time: false, distr: log ? 3 : 1 };
-    if (log && chart.limit) x.range = (u, a, b) => uPlot.rangeLog(Math.min(a, chart.limit[1]), Math.max(b, chart.limit[1]), 10, false);
+    const x = { time: false, distr: log ? 3 : 1 }, known = [...chart.marks, ...(chart.limit ? [chart.limit] : [])].map(m => m[1]);
+    // The whole width for what was measured: no rounding to powers of ten.
+    if (log) x.range = (u, a, b) => zoomed(u, a, b) ? [a, b] : [Math.min(a, ...known) * .95, Math.max(b, ...known) * 1.05];
     if (chart.names) x.range = (u, a, b) => { const room = (b - a) * .08 || b * .2 || 1; return [Math.max(0, a - room), b + room]; };
+    const zoomed = (u, a, b) => a > chart.x[0] || b < chart.x[chart.x.length - 1];
+    const ys = chart.lines.flatMap(l => l.y).filter(v => v != null), yLog = !!chart.names && chart.unit === "ms" && Math.min(...ys) > 0 && Math.max(...ys) > 20 * Math.min(...ys);
+    const whole = !chart.unit && !chart.names;  // counts
+    const top = b => { if (whole && b <= 5) return Math.ceil(b); const t = ticks(0, b * 1.02, 5); return t[t.length - 1] < b ? 2 * t[t.length - 1] - t[t.length - 2] : t[t.length - 1]; };
+    const most = Math.max(2, Math.floor(box.clientWidth / 80));
+    const y = yLog ? { distr: 3, range: (u, a, b) => [a / 1.5, Math.max(b, chart.y_limit?.[1] || 0) * 1.5] }
+      : { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : top(Math.max(b || 1, chart.y_limit?.[1] || 0) * (chart.names ? 1.1 : 1))] };
     const plot = new uPlot({
-      width: box.clientWidth, height: box.closest(".wide") ? 320 : 190,
-      scales: { x, y: { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : (b || 1) * 1.06] } },
+      width: box.clientWidth, height: box.closest(".wide") ? 340 : 210,
+      scales: { x, y },
       axes: [
-        { ...axis, values: (u, vs) => vs.map(v => v == null ? "" : way.tick(v)), space: 60, ...(chart.names ? { label: chart.x_label, labelSize: 18, labelFont: axis.font } : {}) },
-        { ...axis, size: 48, values: (u, vs) => vs.map(number) }],
+        { ...axis, values: (u, vs) => vs.map(v => v == null ? "" : way.tick(v)), splits: (u, i, a, b) => (log ? logTicks : ticks)(a, b, most), filter: (u, vs) => vs, size: 32, label: chart.x_axis, labelSize: 18, labelFont: axis.font },
+        { ...axis, size: 52, values: (u, vs) => vs.map(number), splits: (u, i, a, b) => whole && b <= 5 ? ticks(0, b, b) : yLog ? logTicks(a, b, 5) : chart.unit.startsWith("%") ? [0, 25, 50, 75, 100] : ticks(a, b, 5), filter: (u, vs) => vs, ...(chart.unit ? { label: chart.unit + (yLog ? ", log scale" : ""), labelSize: 16, labelFont: axis.font } : {}) }],
       cursor: { drag: { x: true, y: false }, sync: { key: log || box.closest("section") !== document.getElementById("generated")?.closest("section") ? chart.name : "time" } },
       legend: { live: true },
       series: [{ label: way.label, value: say },
-        ...chart.lines.map((l, i) => ({ ...look(i), label: l.label, stroke: colour("c" + l.colour % 8), spanGaps: true, value: (u, v) => number(v) }))],
-      hooks: { draw: [limitLine(chart), pointNumbers(chart)] },
+        ...chart.lines.map((l, i) => ({ ...look(i), label: l.label, stroke: colour("c" + l.colour % 8), spanGaps: true, value: (u, v) => v == null ? "" : number(v) }))],
+      // An idle legend shows names only.
+      hooks: { draw: [markLines(chart), pointNumbers(chart)], setCursor: [u => u.root.classList.toggle("live", u.cursor.idx != null && u.cursor.left >= 0)] },
     }, [chart.x, ...chart.lines.map(l => l.y)], box);
     keys(box, () => [plot.scales.x.min, plot.scales.x.max], (a, b) => plot.setScale("x", { min: a, max: b }), chart.x[0], chart.x[chart.x.length - 1]);
     plots.push([box, plot]);
@@ -80,7 +119,7 @@
   const lanes = data.lanes || { rows: [], start: 0, end: 0, kinds: [] }, box = document.getElementById("lanes");
   let canvas, tip, from = lanes.start, to = lanes.end;
   const row = 26, axisHeight = 20;
-  const labelWidth = () => canvas.clientWidth < 600 ? 92 : 130;
+  const labelWidth = () => canvas.clientWidth < 600 ? 108 : 136;
   const names = ["context", "decode", "mixed", "busy", "handoff"];
   const least = Math.min(0, ...lanes.rows.flatMap(r => r.phases.map(p => p[1]))), most = Math.max(lanes.end, ...lanes.rows.flatMap(r => r.phases.map(p => p[2])));
   function drawLanes() {
@@ -162,6 +201,8 @@
   const all = () => { drawAll(); if (box) drawLanes(); };
   all();
   dark.addEventListener("change", all);
-  let wide = innerWidth, due = 0;
-  addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(due); due = setTimeout(all, 80); } });
+  // Also when a scroll bar comes or goes: no event of the window tells that.
+  const frame = document.querySelector("main");
+  let wide = frame.clientWidth, due = 0;
+  new ResizeObserver(() => { if (frame.clientWidth !== wide) { wide = frame.clientWidth; clearTimeout(due); due = setTimeout(all, 80); } }).observe(frame);
 })();
