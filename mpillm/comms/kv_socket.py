@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<qI")  # size, checksum
 _NOTHING = _HEAD.pack(-1, 0)
 _FETCHED = b"\x01"
 _BACKLOG = 256
+_CONNECT_S = 5.0
 _CALLERS = 4  # of one cache: who has broken off may not be noticed yet
 _CHUNK = 1 << 20  # bytes of one call
 _PIECE = 1 << 13  # words of one sum
@@ -60,6 +61,8 @@ class KvStore:
         Raises OSError if there is no such host.
         """
         self._timeout_s = timeout_s
+        self.most_open = 1
+        """How many requests of the kind may be open at once: others want a share."""
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
         self._by_key: dict[bytes, _Kept] = {}
@@ -152,7 +155,7 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
     """Fetch a cache of `n_bytes`, waiting for it. Raises CacheLost if it does not come within `timeout_s`."""
     end = time.monotonic() + timeout_s
     try:
-        with socket.create_connection((host, port), timeout_s) as connection:
+        with socket.create_connection((host, port), min(timeout_s, _CONNECT_S)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(key)
             size, expected = _HEAD.unpack(_received(connection, _HEAD.size, end).tobytes())

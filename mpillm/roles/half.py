@@ -13,6 +13,7 @@ follow FIRST, so credits limit the memory that waiting caches take.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 
 from mpillm.comms.kv_socket import Cache, KvStore
 from mpillm.comms.messages import DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.cores.base import LLMCore
+from mpillm.cores.base import Credits, LLMCore
 from mpillm.phases import Phase
 from mpillm.roles.instance import InstanceRole
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SLOTS = 256  # most KV caches that move inside this run at once
+_GRACE_S = 5.0  # for a cache to be fetched that others have no room for
 _PARTNER = 0  # the instance that stands for this rank's memory
 
 
@@ -83,6 +85,16 @@ class ContextServer(_Half):
         self._to_send: deque[int] = deque()  # no slot yet
         self._id_of: dict[int, int] = {}  # by slot
         self._not_fetched = 0
+        # Caches in the store, the oldest first: since when (time.monotonic()), and their tokens.
+        self._kept: dict[int, tuple[float, int]] = {}
+        self._kept_tokens = 0
+        self._room = Credits(0, 0)  # for these
+
+    def ready(self) -> None:
+        requests, tokens = self._core.credits()
+        self._room = Credits(requests // 2, tokens // 2)
+        self._store.most_open = requests - requests // 8
+        super().ready()
 
     def done(self, phase: Phase) -> bool:
         return super().done(phase) and (phase != "drain" or not self._contexts)
@@ -107,17 +119,35 @@ class ContextServer(_Half):
             changed.append(self._id_of.pop(slot))
             self._contexts[changed[-1]].cache = cache
         over = self._store.take_fetched()
-        if overdue := self._store.overdue():
+        if overdue := [*dict.fromkeys((*self._store.overdue(), *self._surplus()))]:
             self._not_fetched += len(overdue)
             _log.warning("dropped the KV caches of %d contexts: nobody has fetched them", len(overdue))
             for id_ in overdue:
                 self._store.drop(id_)
         for id_ in (*over, *overdue):
             self._contexts[id_].over = True
+            self._forget(id_)
         changed += over + overdue
         for id_ in dict.fromkeys(changed):
             self._settle(id_)
         return worked or bool(changed)
+
+    def _surplus(self) -> list[int]:
+        """Return caches that should have been fetched by now, if others need their share of the credits."""
+        requests, tokens = len(self._kept), self._kept_tokens
+        found: list[int] = []
+        for id_, (since, n) in self._kept.items():
+            if requests <= self._room.requests and tokens <= self._room.tokens:
+                break
+            if time.monotonic() < since + _GRACE_S:
+                break
+            found.append(id_)
+            requests, tokens = requests - 1, tokens - n
+        return found
+
+    def _forget(self, id_: int) -> None:
+        _, n_tokens = self._kept.pop(id_, (0.0, 0))
+        self._kept_tokens -= n_tokens
 
     def _enqueue(self, requests: Batch) -> None:
         mine = (requests.rows["flags"] & RequestFlag.CONTEXT_ONLY) != 0
@@ -146,6 +176,7 @@ class ContextServer(_Half):
             if id_ in self._contexts:
                 self._contexts[id_].dropped = True
                 self._store.drop(id_)
+                self._forget(id_)
                 self._settle(id_)
 
     def _on_responses(self, responses: Batch) -> None:
@@ -180,6 +211,8 @@ class ContextServer(_Half):
             self._core.release_kv(id_)
             if not (context.ended or context.dropped or context.over):
                 self._store.put(id_, context.cache)
+                self._kept[id_] = time.monotonic(), context.n_tokens
+                self._kept_tokens += context.n_tokens
             context.cache = None
         assert context.first is not None
         if context.dropped:

@@ -234,7 +234,9 @@ class Service:
 
         Its KV cache is kept for a generation server from here on.
         """
+        await half.wait_for_room()
         choice = self._open(0, prompt, wanted, asked, least_output=2)
+        half.began(choice.answer)
         reason, is_kept = "abort", False
         try:
             while (piece := choice.take()) is None:

@@ -13,13 +13,15 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
-from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
+from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
 from mpillm.serve.api_error import ApiError, Json
@@ -33,6 +35,7 @@ from mpillm.serve.shapes import Shapes
 _log = logging.getLogger(__name__)
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _FETCHES = 64  # at once
+_LOOK_S = 0.02  # whether there is room
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Half:
         self._timeout_s = timeout_s
         self._seal = seal
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
+        # By context server: one that does not answer leaves threads to the others.
+        self._shares: dict[tuple[str, int], asyncio.Semaphore] = {}
+        self._open: list[Answer] = []  # context-only, until their caches are fetched or dropped
 
     def check(self, asked: Asked, served: Served) -> Asked:
         """Return what is asked for, with what `disaggregated_params` change.
@@ -106,6 +112,27 @@ class Half:
         return web.json_response({"disaggregated_params": {}})
 
     # --- a context server ---
+
+    async def wait_for_room(self) -> None:
+        """Wait until one more context-only request leaves room for those of other kinds.
+
+        Raises ApiError if that takes too long.
+        """
+        assert self._store is not None
+        end = time.monotonic() + self._timeout_s
+        while len(self._open) >= self._store.most_open:
+            self._open = [answer for answer in self._open if not answer.released]
+            if len(self._open) < self._store.most_open:
+                return
+            if time.monotonic() > end:
+                raise ApiError(
+                    429, "too many KV caches wait to be fetched; try again later", code="queue_full"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def began(self, answer: Answer) -> None:
+        """Note a context-only request."""
+        self._open.append(answer)
 
     def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
         """Return the answer to a context-only request, whose first token is there."""
@@ -155,17 +182,27 @@ class Half:
         if state.of != request_digest(prompt, tokens[0]):
             raise _wrong("encoded_opaque_state", "its KV cache is of another prompt or first token")
         n_bytes = len(prompt) * self._kv.bytes_per_token
+        at, key = (state.host, state.port), bytes.fromhex(state.key)
+        if at not in self._shares:
+            self._shares[at] = asyncio.Semaphore(_FETCHES // 2)
+        work = partial(fetch, *at, key, n_bytes, self._timeout_s)
         try:
-            cache = await asyncio.get_running_loop().run_in_executor(
-                self._fetchers,
-                partial(fetch, state.host, state.port, bytes.fromhex(state.key), n_bytes, self._timeout_s),
-            )
+            cache = await self._in_thread(self._shares[at], work)
         except CacheLost as error:
             _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
             raise ApiError(
                 502, f"{state.server}: its KV cache can't be had; our log says why", code="context_server"
             ) from None
         return Arrival(tokens[0], cache)
+
+    async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
+        """Return what a thread makes, which keeps its share until it is done, also when nobody waits."""
+        assert self._fetchers is not None
+        loop = asyncio.get_running_loop()
+        await share.acquire()
+        future = self._fetchers.submit(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(share.release))
+        return await asyncio.wrap_future(future)
 
     def opened(self, answer: Answer, arrival: Arrival) -> None:
         """Note that a request whose KV cache was fetched is on its way."""

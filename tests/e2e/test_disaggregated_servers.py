@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import socket
+import threading
+import time
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,22 @@ class TestTwoServers:
         wait_until(lambda: idle(to), "no request and no block", TIMEOUT_S)
         generation.process.send_signal(signal.SIGTERM)
         generation.end().must(DONE)
+
+    def test_caches_that_nobody_fetches_leave_room(self, one: Starter) -> None:
+        """For requests of other kinds at once, for others of theirs after seconds; they are kept for 60."""
+        context = serve(one, "context", "--max_batch_size", 4)
+        at = port_of(context)
+        unfetched = [
+            threading.Thread(target=ask, args=(at,), kwargs={**BODY, **CONTEXT, "prompt": [i] * 9})
+            for i in range(20)
+        ]
+        for thread in unfetched:
+            thread.start()
+        began = time.monotonic()
+        assert len(tokens(ask(at, **BODY))) == 20
+        for thread in unfetched:
+            thread.join(55.0)
+        assert not any(thread.is_alive() for thread in unfetched) and time.monotonic() - began < 55.0
 
     def test_ctrl_c_while_a_leader_waits(self, one: Starter) -> None:
         port, context, generation = free_ports(3)

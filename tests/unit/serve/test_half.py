@@ -134,3 +134,36 @@ def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) ->
         messages[0] == messages[1] == (502, "context server 0: its KV cache can't be had; our log says why")
     )
     assert "did not come" in caplog.text and "Connection refused" in caplog.text
+
+
+def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
+    """Also when those who asked for its caches have gone."""
+    cache = np.arange(len(PROMPT), dtype=np.uint8)
+    seal = Seal("ours")
+    half = Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 10.0, seal)
+
+    async def fetch(port: int, key: str = STATE.key) -> Arrival:
+        state = seal.write(dataclasses.replace(STATE, port=port, key=key))
+        asked: Any = SimpleNamespace(
+            disaggregated={"encoded_opaque_state": state, "first_gen_tokens": [FIRST]}
+        )
+        return await half.fetch(asked, PROMPT, SERVED)
+
+    async def test(silent: int, store: KvStore) -> None:
+        for _ in range(2):
+            waiting = [asyncio.ensure_future(fetch(silent)) for _ in range(80)]
+            await asyncio.sleep(0.2)
+            store.open(1)
+            store.put(1, cache)
+            arrival = await asyncio.wait_for(fetch(store.port, (store.key(1) or b"").hex()), 5.0)
+            assert np.array_equal(arrival.cache, cache)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            store.drop(1)
+
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=256) as listening,
+        contextlib.closing(KvStore("127.0.0.1", 60.0)) as store,
+    ):
+        asyncio.run(test(listening.getsockname()[1], store))
