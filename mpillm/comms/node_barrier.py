@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 
 _PATIENCE_S = 2.0  # nobody has come for so long: don't wait for the rest, which may be another program's
 _RETRY_S = 0.005
+_UID = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
 
 
 def wait_for_node() -> None:
@@ -25,10 +27,11 @@ def wait_for_node() -> None:
 
 
 def meet(name: str, n: int) -> None:
-    """Return when `n` callers have given this name, in this network namespace.
+    """Return when `n` callers of this user have given this name, in this network namespace.
 
     The first one counts the others, who hold a connection to it until it closes them all: when all are there,
-    when nobody has come for `_PATIENCE_S`, or when it dies.
+    when nobody has come for `_PATIENCE_S`, or when it dies. Other users may have the name, or come: they
+    count for nothing. Whatever happens, it takes no longer than `n` callers may.
     """
     address = f"\0{name}".encode()
     end = time.monotonic() + _PATIENCE_S
@@ -39,22 +42,35 @@ def meet(name: str, n: int) -> None:
                 _count(mine, n - 1)
                 return
             if _succeeds(mine.connect, address):
-                # The first one's patience, and the deadline of MPI's start, bound this wait. A caller that it
-                # has not seen when it closes is reset.
-                with contextlib.suppress(OSError):
-                    mine.recv(1)
+                # A caller that the first one has not seen when it closes is reset.
+                if _is_ours(mine):
+                    mine.settimeout(_PATIENCE_S * n)
+                    with contextlib.suppress(OSError):
+                        mine.recv(1)
                 return
             time.sleep(_RETRY_S)  # the first one does not listen yet
 
 
 def _count(listener: socket.socket, n: int) -> None:
-    listener.settimeout(_PATIENCE_S)
     others: list[socket.socket] = []
+    end = time.monotonic() + _PATIENCE_S
     with contextlib.suppress(OSError):  # the rest does not come in time, or no file descriptor is left
-        while len(others) < n:
-            others.append(listener.accept()[0])
+        while len(others) < n and (left := end - time.monotonic()) > 0:
+            listener.settimeout(left)
+            other = listener.accept()[0]
+            if _is_ours(other):
+                others.append(other)
+                end = time.monotonic() + _PATIENCE_S
+            else:
+                other.close()
     for other in others:
         other.close()
+
+
+def _is_ours(other: socket.socket) -> bool:
+    """Return whether the process at the other end is this user's."""
+    _, uid, _ = _UID.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UID.size))
+    return bool(uid == os.getuid())
 
 
 def _succeeds(act: Callable[[bytes], None], address: bytes) -> bool:

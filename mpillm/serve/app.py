@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
 from mpillm.serve.admission import Guard, Handler
 from mpillm.serve.api_error import ApiError, Json
+from mpillm.serve.body_values import LARGE
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
 from mpillm.serve.http_errors import on_expect
@@ -31,6 +36,7 @@ from mpillm.serve.shapes import DONE, Shapes, error_event
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
+_MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
@@ -67,6 +73,7 @@ class Service:
         self._lost = lost
         self._half = half
         self._started = int(time.time())
+        self._parser = ThreadPoolExecutor(1, "mpillm-parse")
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
@@ -159,13 +166,16 @@ class Service:
 
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self.guard.check_open()
+        loop = asyncio.get_running_loop()
         async with self.guard.body(request) as data:
-            asked = read(data, chat, self._served)
+            if len(data) > LARGE:  # one at a time: others get the interpreter in between
+                asked = await loop.run_in_executor(self._parser, read, data, chat, self._served)
+            else:
+                asked = read(data, chat, self._served)
             half = self._half if asked.disaggregated else None
             if half is not None:
                 asked = half.check(asked, self._served)
             if asked.n_characters > _LONG_TEXT:
-                loop = asyncio.get_running_loop()
                 prompts = await loop.run_in_executor(None, encode, asked, self._served)
             else:
                 prompts = encode(asked, self._served)
@@ -177,6 +187,7 @@ class Service:
                 f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
                 code="queue_full",
             )
+        self._check_memory(asked, prompts)
         each = [one for one in prompts for _ in range(asked.n)]
         shapes = Shapes(asked, _request_id.get(), self._served.names[0])
         if half is not None and half.is_context:
@@ -189,21 +200,30 @@ class Service:
             if response is not None:
                 await self._stream(response, asked, shapes, choices)
                 return response
-            pieces: list[list[Piece]] = []
+            made: list[str] = []
             for choice in choices:
                 async with aclosing(self._pieces(choice)) as parts:
-                    pieces.append([piece async for piece in parts])
-            return web.json_response(shapes.whole(choices, pieces))
+                    made.append(json.dumps(shapes.choice(choice, [piece async for piece in parts])))
+            return web.Response(text=shapes.whole(choices, made), content_type="application/json")
         finally:
             for choice in choices:
                 if half is not None and arrival is not None:
                     half.ended(choice.answer, arrival)
                 self._requests.give_up(choice.answer)  # unless it has ended
 
+    def _check_memory(self, asked: Asked, prompts: Sequence[tuple[NDArray[np.int32], int]]) -> None:
+        """Raise ApiError if the prompts and the answers that may come would take too much memory."""
+        n_bytes = asked.n * sum(self._requests.bytes_of(len(prompt), wanted) for prompt, wanted in prompts)
+        if n_bytes > _MOST_BYTES:
+            total = asked.n * sum(len(prompt) + wanted for prompt, wanted in prompts)
+            raise ApiError(400, f"prompts and answers may come to {total} tokens, which is too many at once")
+        if self._requests.n_bytes + n_bytes > _MOST_BYTES:
+            raise ApiError(429, "the open requests may come to take too much memory", code="queue_full")
+
     def _open(
         self,
         index: int,
-        prompt: list[int],
+        prompt: NDArray[np.int32],
         wanted: int,
         asked: Asked,
         arrival: Arrival | None = None,
@@ -228,7 +248,7 @@ class Service:
         return Choice(index, answer, prompt, wanted, asked, self._served)
 
     async def _context(
-        self, half: Half, asked: Asked, shapes: Shapes, prompt: list[int], wanted: int
+        self, half: Half, asked: Asked, shapes: Shapes, prompt: NDArray[np.int32], wanted: int
     ) -> Json:
         """Return the answer to a context-only request.
 
@@ -284,6 +304,8 @@ class Service:
                     seen_at = answer.last_at
                 reason = piece.finish_reason or reason
                 yield piece
+                if choice.n_tokens < len(answer.tokens):  # a long answer came at once: others' in between
+                    await asyncio.sleep(0)
                 if piece.finish_reason is not None:
                     return
         except ApiError:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from mpillm.serve.api_error import ApiError, Json
 
+LARGE = 1 << 16
+"""Bytes of a body, beyond which it is parsed beside the event loop."""
+_MOST_PARTS = 1 << 17  # arrays, objects and names: a few bytes each, but 100 in memory
+_MOST_VALUES = 1 << 22
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
 
 def parse(data: bytes) -> Json:
-    """Return the object that a body is. Raises ApiError if it is none."""
+    """Return the object that a body is. Raises ApiError if it is none, or has too many parts."""
+    if len(data) > LARGE and _is_wide(data) and _is_wide(_STRING.sub(b"", data)):
+        raise ApiError(400, f"the body has more than {_MOST_PARTS} parts, or {_MOST_VALUES} values")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -18,6 +27,11 @@ def parse(data: bytes) -> Json:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
     return body
+
+
+def _is_wide(data: bytes) -> bool:
+    parts = data.count(b"[") + data.count(b"{") + data.count(b":")
+    return parts > _MOST_PARTS or data.count(b",") > _MOST_VALUES
 
 
 def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:

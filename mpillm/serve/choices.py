@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpillm.data.detokenizer import Detokenizer, StopStrings
 from mpillm.serve import logprobs
 from mpillm.serve.api_error import Json
 from mpillm.serve.open_requests import Answer
 from mpillm.serve.protocol import Asked, Served
+
+_SLICE = 2048  # tokens that are made text at once: others' answers come between
 
 
 class Piece(NamedTuple):
@@ -24,7 +29,13 @@ class Choice:
     """Reads an answer while it grows."""
 
     def __init__(
-        self, index: int, answer: Answer, prompt: list[int], max_tokens: int, asked: Asked, served: Served
+        self,
+        index: int,
+        answer: Answer,
+        prompt: NDArray[np.int32],
+        max_tokens: int,
+        asked: Asked,
+        served: Served,
     ) -> None:
         self.index = index
         self.answer = answer
@@ -58,18 +69,19 @@ class Choice:
 
     def take(self) -> Piece | None:
         """Return the next piece, or None if nothing has arrived."""
-        new = self.answer.tokens[self.n_tokens :]
+        new = self.answer.tokens[self.n_tokens : self.n_tokens + _SLICE]
         if not new and not self.answer.ended:
             return None
+        is_last = self.answer.ended and self.n_tokens + len(new) == len(self.answer.tokens)
         if self._one_by_one:
-            return self._take_one_by_one(new)
+            return self._take_one_by_one(new, is_last)
         self.n_tokens += len(new)
         text = self._detokenizer.add(new)
-        if not self.answer.ended:
+        if not is_last:
             return Piece(text, new, None)
         return Piece(text + self._detokenizer.end(), new, self._reason())
 
-    def _take_one_by_one(self, new: list[int]) -> Piece:
+    def _take_one_by_one(self, new: list[int], is_last: bool) -> Piece:
         """Take the next piece token by token: the first one that completes a stop string, or is a stop token,
         ends the answer."""
         text = ""
@@ -87,7 +99,7 @@ class Choice:
             text += self._stop.add(piece) if may_stop else piece
             if self._stop.found is not None:
                 return Piece(text, new[: i + 1], "stop", self._stop.found)
-        if not self.answer.ended:
+        if not is_last:
             return Piece(text, new, None)
         text += self._stop.add(self._detokenizer.end()) + self._stop.end()
         return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)

@@ -19,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
 from mpillm.comms.messages import RequestFlag
@@ -137,9 +139,8 @@ class Half:
     def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
         """Return the answer to a context-only request, whose first token is there."""
         asked = choice.asked.disaggregated
-        made = shapes.whole([choice], [[piece]])
-        made["prompt_token_ids"] = choice.prompt
-        (said,) = made["choices"]
+        said = shapes.choice(choice, [piece])
+        made = shapes.around([choice]) | {"choices": [said], "prompt_token_ids": choice.prompt.tolist()}
         # TensorRT-LLM's leader wants them of an answer that has ended, too.
         params: Json = {
             "request_type": CONTEXT_ONLY,
@@ -164,7 +165,7 @@ class Half:
 
     # --- a generation server ---
 
-    async def fetch(self, asked: Asked, prompt: list[int], served: Served) -> Arrival:
+    async def fetch(self, asked: Asked, prompt: NDArray[np.int32], served: Served) -> Arrival:
         """Return the KV cache of a generation-only request.
 
         Raises ApiError if it can't be had, and from whom.

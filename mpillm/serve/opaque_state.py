@@ -14,10 +14,10 @@ import hashlib
 import hmac
 import ipaddress
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpillm.comms.kv_socket import KEY_BYTES
 from mpillm.serve.api_error import ApiError
@@ -38,9 +38,9 @@ class KvState:
     of: str  # `request_digest`
 
 
-def request_digest(prompt: Sequence[int], first_token: int) -> str:
+def request_digest(prompt: NDArray[np.int32], first_token: int) -> str:
     """Return what tells requests apart: a KV cache is of one prompt, and goes on from one token."""
-    return hashlib.sha256(np.array([*prompt, first_token], np.int32).tobytes()).hexdigest()
+    return hashlib.sha256(np.append(prompt, np.int32(first_token)).tobytes()).hexdigest()
 
 
 def is_loopback(host: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
 from mpillm.roles.harness import LossCosts
@@ -17,6 +18,8 @@ _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.C
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _LOST = int(ResponseFlag.LOST)
 _ALONE = _FIRST | _FINAL
+# Of a token: the prompt is an array, of which there are up to three for a while, an answer a list of numbers.
+_PROMPT_BYTES, _ANSWER_BYTES = 12, 40
 
 
 class Answer:
@@ -36,6 +39,7 @@ class Answer:
         "last_at",
         "logprobs",
         "moved",
+        "n_bytes",
         "n_prompt",
         "opened_at",
         "released",
@@ -69,6 +73,7 @@ class Answer:
         self._to_repeat: list[int] = []
         self._first_comes = False  # again
         self.request: Batch | None = None  # as it was sent
+        self.n_bytes = 0  # of memory that it may come to take
         self._waiter: asyncio.Future[None] | None = None
 
     @staticmethod
@@ -161,6 +166,7 @@ class OpenRequests:
         self._answers: dict[int, Answer] = {}  # of the same ids
         self.losses: dict[int, LossCosts] = {}  # by instance that was lost with open requests
         self._retried: dict[int, LossCosts] = {}  # by id
+        self.n_bytes = 0  # of memory that all may come to take
         self._cancelling: set[int] = set()  # ids for which CANCEL_DONE is still to come
 
     def __len__(self) -> int:
@@ -177,7 +183,12 @@ class OpenRequests:
         """Requests with a first token, but not the last."""
         return sum(bool(answer.tokens) and not answer.ended for answer in self._answers.values())
 
-    def open(self, row: Mapping[str, float], prompt: list[int]) -> Answer:
+    @staticmethod
+    def bytes_of(n_prompt: int, max_output: int) -> int:
+        """Return the memory that a request may come to take here, about."""
+        return _PROMPT_BYTES * n_prompt + _ANSWER_BYTES * max_output
+
+    def open(self, row: Mapping[str, float], prompt: Sequence[int] | NDArray[np.int32]) -> Answer:
         """Ask for an answer; `row`: the fields of REQUEST but `id` and `n_tokens`."""
         if self._free:
             id_ = self._free.pop()
@@ -189,7 +200,9 @@ class OpenRequests:
         rows["id"], rows["n_tokens"] = id_, len(prompt)
         answer = self._answers[id_] = Answer(id_, len(prompt), int(row.get("logprobs", 0)))
         self._held[id_] = self._holders
-        answer.request = Batch(rows, np.array(prompt, np.int32))
+        answer.n_bytes = self.bytes_of(len(prompt), int(rows["max_output"][0]))
+        self.n_bytes += answer.n_bytes
+        answer.request = Batch(rows, np.asarray(prompt, np.int32))
         self._put(answer.request)
         return answer
 
@@ -266,5 +279,7 @@ class OpenRequests:
         if not self._held[id_]:
             self._retried.pop(id_, None)
             del self._held[id_]
-            self._answers.pop(id_).released = True
+            answer = self._answers.pop(id_)
+            answer.released = True
+            self.n_bytes -= answer.n_bytes
             self._free.append(id_)

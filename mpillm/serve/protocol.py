@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.data.dataset import Limits
@@ -26,6 +29,7 @@ _LEAST_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM us
 _MOST_PROMPTS = 2048  # of one body
 _MOST_ANSWERS = 128  # to each of them; as OpenAI's API
 _MOST_STOPS = 64
+_MOST_STOP_CHARACTERS = 1024
 _MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
 _MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
 _MOST_SECONDS = 1e12  # between the clocks of two machines
@@ -199,12 +203,12 @@ def read_clock_offset(data: bytes) -> float:
     return number(parse(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
 
 
-def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
+def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
     """Return the tokens of each prompt and how many its answer may have. May take long.
 
     Raises ApiError if that does not fit the model.
     """
-    limits, made = served.limits, []
+    limits, made = served.limits, list[tuple[NDArray[np.int32], int]]()
     param = "messages" if asked.chat else "prompt"
     try:
         if asked.chat and not asked.prompts:
@@ -215,7 +219,7 @@ def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
         raise ApiError(400, str(error), param) from None
     for prompt in prompts:
         n, most = len(prompt), served.max_model_len
-        if not prompt:
+        if not n:
             raise ApiError(400, f"{param} is empty: it has no tokens", param)
         room = most - n
         wanted = asked.max_tokens or max(1, min(served.max_output_len, room))
@@ -236,7 +240,7 @@ def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
                 " the server's tokenizer and model do not match",
                 param,
             )
-        made.append((prompt, wanted))
+        made.append((np.array(prompt, np.int32), wanted))
     return made
 
 
@@ -333,6 +337,8 @@ def _stops(body: Json) -> tuple[str, ...]:
         or len(strings) > _MOST_STOPS
     ):
         raise ApiError(400, f"stop: expected a string, or an array of at most {_MOST_STOPS} strings", "stop")
+    if sum(map(len, strings)) > _MOST_STOP_CHARACTERS:  # each token is compared with each of them
+        raise ApiError(400, f"stop: expected at most {_MOST_STOP_CHARACTERS} characters in all", "stop")
     return tuple(text(one, "stop") for one in strings if one)
 
 

@@ -36,26 +36,31 @@ class Shapes:
         chunk = self._head | ({"object": "chat.completion.chunk"} if asked.chat else {})
         self._chunk_head = json.dumps(chunk)[:-1]  # without the brace that closes it
 
-    def whole(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]) -> Json:
-        """Return the answer of a request that does not stream, from the pieces of each choice."""
-        made = []
-        for choice, parts in zip(choices, pieces, strict=True):
-            text = "".join(part.text for part in parts)
-            content: Json = (
-                {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
-            )
-            tokens = [token for part in parts for token in part.tokens]
-            one = {"index": choice.index, **content, "logprobs": choice.logprobs(0, tokens)}
-            one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
-            if self._asked.return_token_ids:
-                one["token_ids"] = tokens
-                if not self._asked.chat:
-                    one["prompt_token_ids"] = choice.prompt
-            made.append(one)
-        whole = self._head | {"choices": made, "usage": usage(choices, self._asked.n)}
+    def choice(self, choice: Choice, parts: Sequence[Piece]) -> Json:
+        """Return a choice of an answer that does not stream, from its pieces."""
+        text = "".join(part.text for part in parts)
+        content: Json = (
+            {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
+        )
+        tokens = [token for part in parts for token in part.tokens]
+        one = {"index": choice.index, **content, "logprobs": choice.logprobs(0, tokens)}
+        one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
+        if self._asked.return_token_ids:
+            one["token_ids"] = tokens
+            if not self._asked.chat:
+                one["prompt_token_ids"] = choice.prompt.tolist()
+        return one
+
+    def around(self, choices: Sequence[Choice]) -> Json:
+        """Return an answer that does not stream, without its choices."""
+        whole = self._head | {"usage": usage(choices, self._asked.n)}
         if self._asked.chat and self._asked.return_token_ids:
-            whole["prompt_token_ids"] = choices[0].prompt
+            whole["prompt_token_ids"] = choices[0].prompt.tolist()
         return whole
+
+    def whole(self, choices: Sequence[Choice], made: Sequence[str]) -> str:
+        """Return an answer that does not stream, as JSON; `made`: its choices."""
+        return f'{json.dumps(self.around(choices))[:-1]}, "choices": [{", ".join(made)}]}}'
 
     def role_chunk(self, choice: Choice) -> bytes:
         """Return the chunk that a streamed chat begins with."""
@@ -65,7 +70,7 @@ class Shapes:
             ]
         }
         if self._asked.return_token_ids:
-            made["prompt_token_ids"] = choice.prompt
+            made["prompt_token_ids"] = choice.prompt.tolist()
         return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
@@ -83,7 +88,7 @@ class Shapes:
         if self._asked.return_token_ids:
             made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
             if not self._asked.chat and choice.n_tokens == len(piece.tokens):  # the first one
-                made += f', "prompt_token_ids": {json.dumps(choice.prompt)}'
+                made += f', "prompt_token_ids": {choice.prompt.tolist()}'
         so_far = self._usage_so_far(choice)
         end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
         return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')

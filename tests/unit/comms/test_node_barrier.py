@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import select
 import socket
@@ -82,3 +84,39 @@ def test_without_open_mpi_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE", raising=False)
     monkeypatch.setenv("PMIX_NAMESPACE", "slurm.pmix.7.0")
     node_barrier.wait_for_node()
+
+
+def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens and says nothing: who is another user's is not waited for, and this user's not for ever."""
+    name = secrets.token_hex(8)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0{name}".encode())
+        stranger.listen(N)
+        monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.1)
+        came: list[int] = []
+        arrive(name, N, came).join(LONG_S)
+        assert came
+        monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
+        monkeypatch.setattr(os, "getuid", lambda: 123_456)
+        arrive(name, N, came).join(LONG_S / 4)
+        assert len(came) == 2
+
+
+def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they make anybody wait: who comes again and again is no caller."""
+    monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(node_barrier, "_is_ours", lambda other: False)
+    name, came, over = secrets.token_hex(8), list[int](), threading.Event()
+
+    def come_again() -> None:
+        while not over.is_set():
+            with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(OSError):
+                stranger.connect(f"\0{name}".encode())
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=come_again)
+    thread.start()
+    arrive(name, N, came).join(LONG_S)
+    over.set()
+    thread.join(LONG_S)
+    assert came

@@ -40,7 +40,7 @@ def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() ->
 
 
 SERVED = Served(("m",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200))
-PROMPT, FIRST = [5, 6, 7], 9
+PROMPT, FIRST = np.array([5, 6, 7], np.int32), 9
 STATE = KvState("context server 0", "127.0.0.1", 1, "00" * 16, "any", request_digest(PROMPT, FIRST))
 
 
@@ -48,7 +48,7 @@ def generation_server(seal: Seal) -> Half:
     return Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 5.0, seal)
 
 
-def fetched(half: Half, state: object, prompt: list[int] = PROMPT, first: int = FIRST) -> Arrival:
+def fetched(half: Half, state: object, prompt: Any = PROMPT, first: int = FIRST) -> Arrival:
     params = {"encoded_opaque_state": state, "first_gen_tokens": [first]}
     asked: Any = SimpleNamespace(disaggregated=params)
     return asyncio.run(half.fetch(asked, prompt, SERVED))
@@ -115,7 +115,7 @@ def test_a_cache_is_bound_to_its_request() -> None:
         half = generation_server(seal)
         for prompt, first in (([5, 6, 8], FIRST), ([5, 6], FIRST), (PROMPT, 8)):
             with pytest.raises(ApiError, match="another prompt or first token"):
-                fetched(half, state, prompt, first)
+                fetched(half, state, np.array(prompt, np.int32), first)
         arrival = fetched(half, state)
         assert arrival.first_token == FIRST and np.array_equal(arrival.cache, cache)
 

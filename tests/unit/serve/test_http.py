@@ -103,8 +103,8 @@ def test_several_answers_to_each_prompt(disaggregated: bool, monkeypatch: pytest
             rows: list[Any] = []
             plain = a.world.open.open
 
-            def note(row: Any, prompt: list[int]) -> Any:
-                rows.append((row["seed"], prompt))
+            def note(row: Any, prompt: Any) -> Any:
+                rows.append((row["seed"], prompt.tolist()))
                 return plain(row, prompt)
 
             monkeypatch.setattr(a.world.open, "open", note)

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.serve import admission, http_thread
+from mpillm.serve.protocol import Served
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -38,6 +41,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
     ("stop", {"stop": [1]}),
     ("stop", {"stop": ["x"] * 65}),
+    ("stop", {"stop": ["x" * 17] * 64}),
     ("stop_token_ids", {"stop_token_ids": [256]}),
     ("stream", {"stream": "yes"}),
     ("stream_options", {"stream_options": []}),
@@ -290,6 +294,84 @@ def test_limits_of_bodies_and_of_the_queue() -> None:
                 assert (await response.json())["error"]["type"] == "rate_limit_error"
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
+            await a.idle()
+
+    run(test)
+
+
+MILLION = Served(("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=1 << 20))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1], "n": 128, "max_tokens": 1_000_000},
+        {"prompt": [[1]] * 100, "max_tokens": 1_000_000},
+        {"prompt": [1] * 1_000_000, "n": 128, "max_tokens": 500_000},
+    ],
+)
+def test_what_would_take_too_much_memory(body: dict[str, Any]) -> None:
+    """It is refused before anything is kept of it; a long answer is not, and counts while it is open."""
+    body["prompt"] = body["prompt"][:500_000]
+
+    async def test() -> None:
+        async with api(served=MILLION, core={"ttft_ms": HOUR_MS}) as a:
+            assert "too many at once" in (await a.error(400, "/v1/completions", body))["message"]
+            assert a.world.open.n_bytes == 0
+            long = {"prompt": [1], "max_tokens": 1_000_000}
+            waiting = [asyncio.ensure_future(a.answer("/v1/completions", **long)) for _ in range(53)]
+            await a.until(lambda: len(a.world.open) == 53)
+            assert (await a.error(429, "/v1/completions", long))["code"] == "queue_full"
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await a.idle()
+            assert a.world.open.n_bytes == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        b'{"prompt": [%s]}' % b",".join([b"{}"] * 200_000),
+        b"{%s}" % b",".join(b'"%x": 1' % i for i in range(200_000)),
+        b'{"prompt": [%s]}' % b",".join([b"1"] * 4_300_000),
+    ],
+    ids=["objects", "names", "values"],
+)
+def test_a_wide_body_is_not_made_objects(wide: bytes) -> None:
+    async def test() -> None:
+        async with api() as a:
+            assert "parts" in (await a.error(400, "/v1/completions", wide))["message"]
+            text = '"{[:,\\' * 100_000  # what a text has is no part
+            error = await a.error(400, "/v1/completions", json.dumps({"prompt": text}).encode())
+            assert error["code"] == "context_length_exceeded"
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, "~"])
+def test_a_long_answer_comes_in_slices(stream: bool, stop: str | None) -> None:
+    """So that others' come between."""
+
+    async def test() -> None:
+        async with api(served=MILLION) as a:
+            body: dict[str, Any] = {"prompt": [0], "max_tokens": 10_000, "return_token_ids": True}
+            body |= {"stop": stop, "ignore_eos": True}
+            if not stream:
+                (made,) = (await a.answer("/v1/completions", **body))["choices"]
+                tokens = made["token_ids"]
+            else:
+                chunks = await a.events("/v1/completions", **body)
+                assert stop or len(chunks) >= 5
+                tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+                made = chunks[-1]["choices"][0]
+            assert tokens == [*range(len(tokens))]
+            assert (len(tokens), made["finish_reason"]) == (
+                (10_000, "length") if stop is None else (ord("~") + 1, "stop")
+            )
             await a.idle()
 
     run(test)
