@@ -109,7 +109,7 @@ def test_what_is_asked_for_reaches_the_row() -> None:
     assert (
         plain.row["flags"] == 0
         and plain.row["temperature"] == 1
-        and encode(plain, SERVED) == [([ord("x")], 16)]
+        and [(prompt.tolist(), wanted) for prompt, wanted in encode(plain, SERVED)] == [([ord("x")], 16)]
     )
     assert encode(read(b'{"messages": [{"role": "user", "content": "x"}]}', True, SERVED), SERVED)[0][1] == 9
     own = Served(("m",), ByteTokenizer(), Limits(256, 64), temperature=0.0, seed=3, top_k=4, top_p=0.5)
