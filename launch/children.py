@@ -60,10 +60,14 @@ class Children:
     the context was entered there: no other thread may set handlers. On leaving, children that still run get
     SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s` to end by themselves; a second signal
     cuts that short. Then they are killed, with everything below them and every other process that has become
-    a child of this one meanwhile.
+    a child of this one meanwhile; with `adopts` False, in a program that starts processes of its own, only
+    those that `start` has started.
     """
 
-    def __init__(self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False) -> None:
+    def __init__(
+        self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False, adopts: bool = True
+    ) -> None:
+        self._adopts = adopts
         self._grace_s = stop_grace_s
         self._pass_on = pass_on
         self._ask: int = signal.SIGTERM
@@ -74,7 +78,8 @@ class Children:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Children:
-        adopt_orphans()
+        if self._adopts:
+            adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
@@ -164,8 +169,10 @@ class Children:
             and self._signals == signals
         ):
             time.sleep(_POLL_S)
+        ours = {child.process.pid for child in self._children}
+        others = {child.pid for child in psutil.Process().children()} - ours
         for child in self._children:
-            end_processes(child.process, self._before)
+            end_processes(child.process, self._before if self._adopts else others)
 
 
 def tail(log: Path, lines: int) -> str:

@@ -15,13 +15,13 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.bench.core_model_report import statistics_of, table
-from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import boolean, shell_words
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
+from mpillm.runs.whole_runs import run_once
 from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
 
 if TYPE_CHECKING:

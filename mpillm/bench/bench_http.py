@@ -11,9 +11,9 @@ from typing import NamedTuple
 from disagg.errors import ConfigError, nearest
 from mpillm.bench.bench_endpoint import null_server
 from mpillm.bench.other_clients import Load, request_rates
-from mpillm.bench.whole_runs import load_test, run_once, served
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
+from mpillm.runs.whole_runs import load_test, run_once, served
 
 # Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
 _STREAMS = 100

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
-from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.fields import Field, integers, one_or_two, positive, seconds
 from mpillm.fields.topology import TopologyFields
+from mpillm.runs.whole_runs import run_once
 
 
 class Options(Values):

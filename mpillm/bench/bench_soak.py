@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive, seconds
+from mpillm.runs.whole_runs import run_in
 
 _SETTLED = 0.1  # of the test: by then every rank has had all kinds of work
 _MOST_LOOKS = 600  # whose pairs are compared

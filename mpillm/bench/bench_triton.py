@@ -34,9 +34,9 @@ from launch.servers import Servers, check_ports
 from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 from mpillm.bench.busy import Busy, cores, median, thread_times
 from mpillm.bench.perf_analyzer import analyze
-from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
+from mpillm.runs.whole_runs import run_once
 
 _DEADLINE_S = 300.0
 _PLAIN = "one tritonclient object"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -55,19 +55,3 @@ def cores(before: Mapping[int, float], after: Mapping[int, float], seconds: floa
     """Return the cores that the threads used between two looks: all together, and the busiest."""
     used = [(time - before.get(id_, 0.0)) / seconds for id_, time in after.items()]
     return sum(used), max(used, default=0.0)
-
-
-def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
-    """Return the cores that each rank used in the test, from telemetry.json; 0 if the test was too short."""
-    found = []
-    for rank in telemetry["ranks"].values():
-        begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
-        samples = rank["samples"]
-        looks = [
-            (at, cpu)
-            for at, cpu in zip(samples["seconds"], samples["cpu_s"], strict=True)
-            if begin <= at <= end
-        ]
-        first, last = (looks[0], looks[-1]) if looks else ((0.0, 0.0), (0.0, 0.0))
-        found.append((last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0)
-    return found

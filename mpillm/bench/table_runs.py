@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.model.model_info import model_info
 from mpillm.report.page.facts import floats
 from mpillm.report.run_directory import TELEMETRY
+from mpillm.runs.whole_runs import run_in
 
 
 class Drawn(NamedTuple):

@@ -13,7 +13,6 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.bench.other_load import least_disturbed
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
@@ -40,6 +39,7 @@ from mpillm.report.goodput import parse_goodput, take_goodput
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.run.in_turn import without
+from mpillm.runs.whole_runs import run_in
 
 if TYPE_CHECKING:
     from mpillm.experiments.advise.calibration import Calibrator

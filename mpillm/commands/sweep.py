@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -34,6 +33,7 @@ from mpillm.fields import Field
 from mpillm.files import write_json, write_text
 from mpillm.report.run_directory import path_shown, unused
 from mpillm.report.run_files import RunFiles
+from mpillm.runs.whole_runs import run_in
 
 
 class Options(RankedOptions):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import EndedRun, run_in
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
 from mpillm.experiments.goodput_limits import user_conf
@@ -18,6 +17,7 @@ from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.settings import ANY_MODEL
 from mpillm.report.goodput import good_per_second, late
 from mpillm.report.request_log import read_requests
+from mpillm.runs.whole_runs import EndedRun, run_in
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
 _WITHOUT_A_WORKLOAD_S = 60.0  # full length, where neither the user nor a workload at full scale names one

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import EndedRun
 from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, complete
 from mpillm.configurator import Configuration
@@ -18,6 +17,7 @@ from mpillm.fields import Field, positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.report.run_directory import unused
 from mpillm.run.in_turn import ranks_of
+from mpillm.runs.whole_runs import EndedRun
 
 GROUP = "runs"
 

@@ -37,6 +37,7 @@ mpillm.roles
 mpillm.report
 mpillm.serve
 mpillm.triton_models mpillm.triton_client mpillm.doctor
+mpillm.runs
 mpillm.bench
 mpillm.submission
 mpillm.run

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpillm.bench.other_load import least_disturbed
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import parse_run
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.planning import world_size
@@ -20,6 +19,7 @@ from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, 
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
+from mpillm.runs.whole_runs import run_in
 
 _ALONE = 8  # requests one after another
 # A run that fills all places lasts about this long, but answers no fewer and no more for each instance:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mpillm.bench import table_runs
-from mpillm.bench.whole_runs import EndedRun
 from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
+from mpillm.runs.whole_runs import EndedRun
 
 
 @pytest.fixture

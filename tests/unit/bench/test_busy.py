@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.bench.busy import Busy, cores, median, rank_cores
+from mpillm.bench.busy import Busy, cores, median
+from mpillm.runs.whole_runs import rank_cores
 
 
 @pytest.mark.parametrize(

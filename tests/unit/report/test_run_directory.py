@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import parse_run
 from mpillm.files import read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, take_directory, unused
 from mpillm.report.run_environment import ENVIRONMENT
+from mpillm.runs.whole_runs import run_in
 from mpillm.submission.compliance_tests import FILES
 
 TAKE = """

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
-from mpillm.bench.busy import rank_cores
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.run_directory import keep_results
 
@@ -53,12 +52,13 @@ def run_in(
     options: Sequence[str],
     watch: Callable[[], str] | None = None,
     deadline_s: float | None = None,
+    adopts: bool = True,
 ) -> EndedRun:
     """``mpirun … run`` with `options`, in the run directory `folder`; its output goes to a file there.
 
     `mpirun`: its options (``-n 4 --hostfile hosts``). `watch`: called often; a text ends the run. The run has
-    deadlines of its own, for each phase; `deadline_s` is one more. Raises ConfigError when that has passed,
-    and if a test has left its results in `folder`.
+    deadlines of its own, for each phase; `deadline_s` is one more. `adopts`: see `Children`. Raises
+    ConfigError when that has passed, and if a test has left its results in `folder`.
     """
     if "--force" not in options:
         keep_results(folder)
@@ -70,7 +70,7 @@ def run_in(
     command = Command(tuple(words))
     stopped = ""
     end = None if deadline_s is None else time.monotonic() + deadline_s
-    with _children() as children:
+    with _children(adopts) as children:
         child = children.start("the run", command.argv, command.environment(), log)
         while children.wait(child, _LOOK_S) is None:
             if watch is not None and (stopped := watch()):
@@ -102,12 +102,37 @@ def run_once(ranks: int, *options: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def served(ranks: int, *options: str) -> Iterator[str]:
     """Run ``serve`` on `ranks` ranks with `options`, and yield its URL. Raises ConfigError if it failed."""
-    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
-        log = Path(directory) / "output.txt"
-        words = [*_mpirun(("-n", str(ranks))), "serve", "--port", "0", "--log_dir", directory, *options]
-        server = children.start("a server of the benchmark", words, os.environ, log)
-        end = time.monotonic() + _DEADLINE_S
-        while not (ready := _URL.search(log.read_text(encoding="utf-8"))):
+    with (
+        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory,
+        served_in(Path(directory), ("-n", str(ranks)), options) as url,
+    ):
+        yield url
+
+
+@contextlib.contextmanager
+def served_in(
+    folder: Path,
+    mpirun: Sequence[str],
+    options: Sequence[str],
+    watch: Callable[[], str] | None = None,
+    deadline_s: float = _DEADLINE_S,
+    adopts: bool = True,
+) -> Iterator[str]:
+    """``mpirun … serve`` with `options`, in the run directory `folder`; yield its URL when it is ready.
+
+    The server ends with the context. Arguments as of `run_in`; `deadline_s`: until it is ready. Raises
+    ConfigError if it failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / CONSOLE
+    log.unlink(missing_ok=True)
+    words = [*_mpirun(mpirun), "serve", "--port", "0", "--log_dir", str(folder), *options]
+    with _children(adopts) as children:
+        server = children.start("the server", words, os.environ, log)
+        end = time.monotonic() + deadline_s
+        while not (ready := _URL.search(log.read_text(encoding="utf-8", errors="replace"))):
+            if watch is not None:
+                watch()
             if server.process.poll() is not None or time.monotonic() > end:
                 raise ConfigError(f"{server.name} is not ready:\n{server.tail()}")
             time.sleep(_LOOK_S)
@@ -125,12 +150,28 @@ def load_test(url: str, *options: str) -> dict[str, Any]:
         return result
 
 
+def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
+    """Return the cores that each rank used in the test, from telemetry.json; 0 if the test was too short."""
+    found = []
+    for rank in telemetry["ranks"].values():
+        begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
+        samples = rank["samples"]
+        looks = [
+            (at, cpu)
+            for at, cpu in zip(samples["seconds"], samples["cpu_s"], strict=True)
+            if begin <= at <= end
+        ]
+        first, last = (looks[0], looks[-1]) if looks else ((0.0, 0.0), (0.0, 0.0))
+        found.append((last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0)
+    return found
+
+
 def _mpirun(options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mpillm", "mpirun", *options]
 
 
-def _children() -> Children:
-    return Children(MPIRUN_GRACE_S, pass_on=True)
+def _children(adopts: bool = True) -> Children:
+    return Children(MPIRUN_GRACE_S, pass_on=True, adopts=adopts)
 
 
 def _ended(children: Children, child: Child) -> None:
