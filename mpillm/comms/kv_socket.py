@@ -10,6 +10,7 @@ for a socket; who does not know a key has none (`launch.door`).
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import secrets
 import socket
@@ -174,6 +175,13 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
         raise CacheLost("it closed the connection before its KV cache was here") from None
     except OSError as error:
         raise CacheLost(f"its KV cache can't be fetched: {error.strerror or error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which others resolve
+        return False
 
 
 def checksum(cache: Cache) -> int:

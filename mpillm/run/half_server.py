@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.comms.kv_socket import KvStore
+from mpillm.comms.kv_socket import KvStore, is_loopback
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
@@ -16,7 +16,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.roles.half import Arrival, ContextServer, GenerationServer
 from mpillm.roles.instance import InstanceRole
 from mpillm.serve.disaggregated_params import Half, KvFormat
-from mpillm.serve.opaque_state import Seal, is_loopback
+from mpillm.serve.opaque_state import Seal
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 

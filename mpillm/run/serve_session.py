@@ -49,7 +49,7 @@ class ServeSession:
         """
         try:
             from mpillm.run.half_server import HalfServer
-            from mpillm.serve.admission import Guard
+            from mpillm.serve.admission import guard_of
             from mpillm.serve.app import Service
             from mpillm.serve.http_thread import HttpThread, bind, url
         except ImportError as error:
@@ -85,7 +85,7 @@ class ServeSession:
         service = Service(
             self.served,
             requests,
-            guard=Guard(config.api_key.text if config.api_key else None, config.max_body_bytes),
+            guard=guard_of(config, config.host),
             max_queue_size=config.max_queue_size,
             perf_metrics_max_requests=config.perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,

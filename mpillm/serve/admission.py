@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from mpillm.comms.kv_socket import is_loopback
+from mpillm.config.run_config import RunConfig
 from mpillm.serve.api_error import ApiError
 from mpillm.serve.connections import note_whole
 from mpillm.serve.http_errors import error_response
@@ -40,11 +44,15 @@ class _Body:
 class Guard:
     """Checks requests before their routes see them. Used in one event loop's thread."""
 
-    def __init__(self, api_key: str | None = None, max_body_bytes: int = 1 << 24) -> None:
+    def __init__(
+        self, api_key: str | None = None, max_body_bytes: int = 1 << 24, host: str = "0.0.0.0"
+    ) -> None:
+        """`host`: where the server listens."""
         self.max_body_bytes = max_body_bytes
         self.draining = False
         self.active = 0  # handlers at work
         self._api_key = api_key.encode() if api_key else None
+        self._is_local = is_loopback(host)
         self._arriving: set[_Body] = set()
         self._n_bytes = 0  # of all bodies
 
@@ -52,7 +60,7 @@ class Guard:
         """Return what a handler answers, its errors in OpenAI's form. `name`: the request's, for a person."""
         self.active += 1
         try:
-            self._check_key(request)
+            self._check(request)
             return await handler(request)
         except ApiError as error:
             return error_response(error)
@@ -66,6 +74,8 @@ class Guard:
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
             return response
+        except RecursionError:
+            return error_response(ApiError(400, "the body is nested too deep"))
         except ConnectionError:
             return web.Response(status=_GONE)  # nobody reads it
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
@@ -77,8 +87,15 @@ class Guard:
             self.active -= 1
             note_whole(request, False)
 
-    def _check_key(self, request: web.Request) -> None:
-        if self._api_key is None or request.path in OPEN_PATHS:
+    def _check(self, request: web.Request) -> None:
+        """Check the key. Where there is none, let no page in that a browser shows."""
+        if self._api_key is None:
+            if "Origin" in request.headers:
+                raise _no_page("a request with the header Origin")
+            if self._is_local and not _names_this_machine(request.headers.get("Host", "")):
+                raise _no_page(f"the name {request.headers['Host'][:60]!r}")
+            return
+        if request.path in OPEN_PATHS:
             return
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(
@@ -159,3 +176,23 @@ class Guard:
     @staticmethod
     def shutting_down() -> ApiError:
         return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def guard_of(config: RunConfig, host: str) -> Guard:
+    """Return the guard of a server that listens at `host`."""
+    return Guard(config.api_key.text if config.api_key else None, config.max_body_bytes, host)
+
+
+def _names_this_machine(host: str) -> bool:
+    """Return whether a Host header has an address, or a name that no other's DNS gives to this machine."""
+    name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower() in ("", "localhost", socket.gethostname().lower())
+    return True
+
+
+def _no_page(what: str) -> ApiError:
+    """Browsers send what any page wants, also to a name that has become this machine's (DNS rebinding)."""
+    return ApiError(403, f"{what} is not taken without a key: set MPILLM_API_KEY", code="no_pages")

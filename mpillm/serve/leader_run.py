@@ -20,7 +20,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
-from mpillm.serve.admission import Guard
+from mpillm.serve.admission import guard_of
 from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready, watch
@@ -92,11 +92,12 @@ class _Lead:
                     flush=True,
                 )
                 return ExitCode.NOT_READY
+            host = config.yaml.hostname if config.yaml else ""
             service = LeaderService(
                 *self._pools,
                 session,
                 silence_s=config.stall_timeout,
-                guard=Guard(config.api_key.text if config.api_key else None, config.max_body_bytes),
+                guard=guard_of(config, host),
             )
             runner, server = await listen(service.app(), bound)
             _say(f"  leading {len(self._workers)} servers at {url(bound)}")

@@ -12,14 +12,13 @@ import binascii
 import dataclasses
 import hashlib
 import hmac
-import ipaddress
 import json
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.kv_socket import KEY_BYTES
+from mpillm.comms.kv_socket import KEY_BYTES, is_loopback
 from mpillm.serve.api_error import ApiError
 
 _MOST = 4096  # characters
@@ -41,13 +40,6 @@ class KvState:
 def request_digest(prompt: NDArray[np.int32], first_token: int) -> str:
     """Return what tells requests apart: a KV cache is of one prompt, and goes on from one token."""
     return hashlib.sha256(np.append(prompt, np.int32(first_token)).tobytes()).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which others resolve
-        return False
 
 
 class Seal:

@@ -16,7 +16,7 @@ from tests.helpers.support import DONE, Starter
 
 FILES = 300
 HELD_S = 2.0  # longer than rank 0 goes without looking at the other ranks' processes
-HALF = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\n{"
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
 
 
 def with_few_files(starter: Starter) -> Starter:

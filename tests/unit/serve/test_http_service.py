@@ -197,6 +197,53 @@ def test_the_key() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "10.0.0.1"}, 200),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Origin": "http://evil.example", "Content-Type": "text/plain"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_no_page_that_a_browser_shows_gets_in_without_a_key(headers: dict[str, str], status: int) -> None:
+    """Neither one that posts plain text, nor one whose name has become this machine's."""
+
+    async def test() -> None:
+        body = {"prompt": "x", "max_tokens": 1}
+        async with api(host="127.0.0.1") as a, await a.post("/v1/completions", body, **headers) as response:
+            assert response.status == status
+        key = {"Authorization": "Bearer sesame"}
+        async with (
+            api(api_key="sesame", host="127.0.0.1") as a,
+            await a.post("/v1/completions", body, **headers, **key) as response,
+        ):
+            assert response.status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("depth", [50, 500, 975, 990, 2000, 100_000])
+def test_what_is_nested_deep_is_the_clients_mistake(depth: int) -> None:
+    async def test() -> None:
+        async with api() as a:
+            for name in ("prompt", "messages", "model", "stop", "logit_bias", "stream_options", "seed"):
+                for deep in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+                    body = f'{{"prompt": "x", "{name}": {deep}}}'.encode()
+                    for path in ("/v1/completions", "/v1/chat/completions"):
+                        async with await a.post(path, body) as response:
+                            assert response.status < 500, (name, path, await response.text())
+            await a.idle()
+
+    run(test)
+
+
 def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_thread, "IDLE_S", 0.5)
 
