@@ -10,6 +10,7 @@ import os
 import pwd
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -53,9 +54,21 @@ COMMANDS = {
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
-    "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, all-reduce, handoff",
+    "bench": "measure a part beside a baseline; `bench` alone lists the benchmarks",
 }
 """What each command does. `module_of` says where it is."""
+
+_GROUPS = {
+    "run": ("run", "serve", "mpirun", "sbatch", "run-harness", "run-llm-server"),
+    "look": ("plan", "doctor", "report", "compare", "rerun", "certify"),
+    "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
+    "prepare": (
+        *("fetch-model", "generate-engines", "generate-disagg-config", "generate-triton-config"),
+        *("fill-template", "hf-lora-convert", "launch-triton-server", "triton-client", "e2e-test"),
+    ),
+    "submit": ("accuracy", "compliance", "submission", "endpoints-submission"),
+}
+_GROUPED = {name for names in _GROUPS.values() for name in names}
 
 # Programs of TensorRT-LLM and Triton that their documentation calls, and what replaces them here.
 _CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
@@ -80,14 +93,22 @@ def module_of(command: str) -> str:
 
 def usage() -> str:
     """Return the text of --help."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
+    from mpillm.configurator.command_line import terminal_columns
+
+    width, columns = max(map(len, COMMANDS)), terminal_columns()
+    lines = ["MLPerf Inference LLM benchmarks on a cluster, from one mpirun."]
+    groups = [*_GROUPS.items(), ("more", [name for name in COMMANDS if name not in _GROUPED])]
+    for title, names in groups:
+        if names:
+            lines += ["", f"{title}:"]
+        for name in names:
+            first, *more = textwrap.wrap(COMMANDS[name], max(30, columns - width - 4))
+            lines += [f"  {name:<{width}}  {first}", *(" " * (width + 4) + line for line in more)]
     return (
         "usage: python -m mpillm COMMAND [options]\n\n"
-        "MLPerf Inference LLM benchmarks on a cluster, from one mpirun.\n\n"
         + "\n".join(lines)
-        + "\n\n`python -m mpillm COMMAND --help` lists a command's options,"
-        " `python -m mpillm --version` prints the version."
+        + "\n\n`python -m mpillm COMMAND --help` lists a command's options,\n"
+        "`python -m mpillm --version` prints the version."
     )
 
 

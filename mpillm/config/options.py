@@ -117,10 +117,22 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
 
 
+# What `run --help` and `serve --help` show without a topic: the options that most users set.
+_MAIN = (
+    *("benchmarks", "scenarios", "model_scale", "core_type", "mode", "disagg_config", "config_file"),
+    *("tensor_parallelism", "pipeline_parallelism", "num_ctx_servers", "ctx_tp_size", "gen_tp_size"),
+    *("model_path", "device", "quantization", "kv_cache_dtype", "max_batch_size", "max_num_tokens"),
+    *("enable_chunked_context", "kv_cache_free_gpu_mem_fraction", "trtllm_server_urls", "host", "port"),
+    *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
+    *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
+)
+
+
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """Return the configuration from a command line of `run`."""
     parser = Parser(
         prog="mpillm run",
+        main=_MAIN,
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
         epilog="examples:\n"
         "  mpirun -n 4 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
@@ -138,6 +150,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     """Return the configuration that a command line of `serve` gives."""
     parser = Parser(
         prog="mpillm serve",
+        main=_MAIN,
         description="Put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun.",
         epilog="examples:\n"
         "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"

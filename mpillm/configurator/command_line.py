@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 import shlex
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,18 +34,75 @@ _THEIRS = {
 _MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
 
 
+def terminal_columns() -> int:
+    """Return the columns of the terminal that one sees, also behind a pipe to a pager; 80 without one."""
+    if os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    for number in (1, 2, 0):
+        with contextlib.suppress(OSError):
+            return os.get_terminal_size(number).columns or 80
+    return 80
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        width = min(140, shutil.get_terminal_size((120, 24)).columns - 2)
+        width = min(140, terminal_columns() - 2)
         super().__init__(prog, max_help_position=min(44, width // 3), width=width)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option."""
+class _Help(argparse.Action):
+    """--help: the main options, if the command has named any; --help TOPIC: one group; --help all."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.show_only(values)
+        parser.print_help()
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option.
+
+    `main`: the names of the options that --help shows without a topic; all unless given.
+    """
+
+    def __init__(self, main: Sequence[str] = (), add_help: bool = True, **kwargs: Any) -> None:
         kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_Formatter, **kwargs)
+        self._main = main
+        if add_help:
+            self.add_argument(
+                *("-h", "--help"),
+                action=_Help,
+                nargs="?",
+                default=argparse.SUPPRESS,
+                metavar="TOPIC",
+                help="show the main options, those of a TOPIC, or all" if main else "show the options",
+            )
+
+    def show_only(self, topic: str | None) -> None:
+        """Leave out of the help what does not belong to `topic`: a group's title, "all", or None."""
+        groups = [group for group in self._action_groups[2:] if group._group_actions]
+        if topic is None and self._main:
+            titles = ", ".join(str(group.title) for group in groups)
+            rest = textwrap.wrap(f"--help TOPIC shows more options, --help all shows all. Topics: {titles}.")
+            self.epilog = "\n".join([*rest, "", self.epilog or ""])
+        elif topic is None or topic == "all" or not self._main:
+            return
+        elif topic not in (titles_ := [str(group.title) for group in groups]):
+            self.error(
+                f"--help {topic}: no such topic{nearest(topic, titles_)}; topics: {', '.join(titles_)}"
+            )
+        for group in groups:
+            for action in group._group_actions:
+                if action.dest not in self._main if topic is None else group.title != topic:
+                    action.help = argparse.SUPPRESS
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Do as argparse's `parse_known_args`, where hyphens equal underscores."""

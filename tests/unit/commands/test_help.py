@@ -241,7 +241,7 @@ def help_of(command: str) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
         patch.setenv("COLUMNS", "140")
         with pytest.raises(SystemExit) as stopped:
-            main([command, "--help"])
+            main([command, "--help", "all"])
     assert stopped.value.code == 0
     return text.getvalue()
 

@@ -25,11 +25,12 @@ def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 
 
 def test_help_lists_every_option() -> None:
-    shown = mpillm("run", "--help")
+    shown = mpillm("run", "--help", "all")
     assert shown.returncode == 0
     elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
     there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
     assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == [
+        "force",
         "server_port",
         "worker_start_port",
     ]
@@ -54,8 +55,23 @@ def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
             assert ended.returncode == 0, ended.stderr
 
 
+def test_help_without_a_topic_is_short_and_names_the_topics() -> None:
+    """It fits 80 columns where no terminal is known; a topic shows its options alone."""
+    short, whole = mpillm("run", "--help").stdout, mpillm("run", "--help", "all").stdout
+    assert len(short.splitlines()) < len(whole.splitlines()) / 2
+    assert "--model_path" in short and "--stall_timeout" not in short and "--stall_timeout" in whole
+    lines = [*whole.partition("examples:")[0].splitlines(), *mpillm("--help").stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    topics = " ".join(short.split()).partition("Topics: ")[2].partition(".")[0].split(", ")
+    assert "deadlines" in topics and "model" in topics
+    found = mpillm("run", "--help", "deadlines").stdout.partition("examples:")[0]
+    assert "--stall_timeout" in found and "--model_path" not in found
+    wrong = mpillm("run", "--help", "deadline")
+    assert wrong.returncode == 2 and "did you mean 'deadlines'?" in wrong.stderr
+
+
 def test_help_has_units_and_defaults() -> None:
-    shown = " ".join(mpillm("run", "--help").stdout.split())
+    shown = " ".join(mpillm("run", "--help", "all").stdout.split())
     assert "phase load, seconds [default: 1800.0]" in shown
     assert (
         "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's"
