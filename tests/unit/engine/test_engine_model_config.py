@@ -255,7 +255,7 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     says("config.json: not a JSON object")
     (tmp_path / "config.json").unlink()
-    says("config.json: no such file")
+    says("no model there: the folder has no config.json")
 
 
 def read_header(raw: bytes) -> tuple[dict[str, Any], int]:

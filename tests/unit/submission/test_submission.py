@@ -213,10 +213,10 @@ def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.Monke
     """The command has the flags, whose sources are recorded one by one, and what the environment set."""
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "kvcache_free_gpu_mem_frac:0.7")
     words = (
-        "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports"
-        " h:1,2|i:3 --max_batch_size 4"
+        "--model_path tiny-llama --core_options use_custom_all_reduce:false --end_ids 1,2 --save_outputs"
+        " --max_batch_size 4"
     )
-    flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false --trtllm_build_flags a:x"
+    flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false"
     config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
     (maker.folder / "config.json").write_text(json.dumps(config.to_json()))
     run = Run(RunDirectory(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
