@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from mpillm.report.console import Console
+from mpillm.report.console import Console, Progress
 
 
 class LLMServerProgressDisplay:
@@ -49,7 +49,8 @@ class LLMServerProgressDisplay:
                 self.units[name] = n + len(added), total + sum(added)
             if self._console is not None:
                 elapsed = time.perf_counter() - self._started
-                self._console.progress(self.completed, self.total, self.tokens, elapsed, steady=self._steady)
+                now = Progress(self.completed, self.total, self.tokens, elapsed)
+                self._console.progress(now, steady=self._steady)
 
     def finish(self) -> None:
         """Print the last line: nothing more will come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlperf_loadgen as lg
@@ -34,6 +34,7 @@ class Forecast:
     queries: int | None = None  # Offline: samples; None: as many as the system under test answers in time
     needed: int | None = None  # by early stopping; None: the test has none
     obstacles: Sequence[str] = ()
+    seconds: float | None = None  # until the last query is due, or the test may end; None: not known
 
     def to_json(self) -> dict[str, Any]:
         """Return it for result.json."""
@@ -90,7 +91,7 @@ def _server(settings: Any, n_samples: int) -> Forecast:
 def _accuracy_server(settings: Any, n_samples: int) -> Forecast:
     queries, rate = _accuracy_samples(settings, n_samples), settings.server_target_qps
     line = f"Server: every sample once, {queries:,} queries at {rate:g} per second"
-    return Forecast(f"{line} take about {_duration(queries / rate)}", queries)
+    return Forecast(f"{line} take about {_duration(queries / rate)}", queries, seconds=queries / rate)
 
 
 def _accuracy_samples(settings: Any, n_samples: int) -> int:
@@ -142,7 +143,8 @@ def _single_stream(settings: Any, n_samples: int) -> Forecast:
     line += ", one after the other"
     if wanted_s:
         line += f", for {wanted_s:g} s (VALID if a query takes {1000 * wanted_s / made:.3g} ms or more)"
-    return _judged(settings, line, queries, needed, percentile, None, limits)
+    judged = _judged(settings, line, queries, needed, percentile, None, limits)
+    return replace(judged, seconds=wanted_s or None) if queries is None else judged
 
 
 def _judged(
@@ -158,7 +160,7 @@ def _judged(
     at = f"p{100 * percentile:g}"
     if needed is None:
         never = f"no number of queries satisfies early stopping at {at}; lower target_latency_percentile"
-        return Forecast(line, queries, None, [never])
+        return Forecast(line, queries, None, [never], seconds)
     obstacles = []
     enough = queries is None or queries >= needed
     if not enough:
@@ -177,7 +179,7 @@ def _judged(
             f"{limits[-1]} ends the test before min_duration ({settings.min_duration_ms / 1000:g} s)"
         )
     line = f"{line}; early stopping needs {needed:,} at {at}: {'enough' if enough else 'too few'}"
-    return Forecast(line, queries, needed, obstacles)
+    return Forecast(line, queries, needed, obstacles, seconds)
 
 
 def arrivals(settings: Any, seconds: float, queries: int) -> NDArray[np.float64]:

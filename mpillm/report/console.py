@@ -10,13 +10,14 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines, frame
 from mpillm.errors import Failure
+from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
 
 _WIDTH = 80  # of the progress lines
@@ -24,7 +25,36 @@ _MOST_BAR, _LEAST_BAR = 24, 4
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
 _WAIT_SHOWN_S, _WAIT_TOLD_S = 1.0, 3.0  # into a phase before the test: on a terminal, and elsewhere
 _MOST_SAID = 2  # of what ranks say that they do
+_ENOUGH = 0.05  # of the samples: their rate says when the last is answered
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
+
+
+class Progress(NamedTuple):
+    """How far a test is."""
+
+    done: int  # samples answered
+    issued: int
+    tokens: int  # of the answers
+    elapsed_s: float
+    planned: int | None = None  # samples in all; None: not known
+    lasts_s: float | None = None  # until the last one is due; None: they are all there from the start
+
+    @property
+    def total(self) -> int:
+        return max(self.issued, self.planned or 0)
+
+    def share(self) -> float:
+        """Return how much of the test is done, 0 to 1."""
+        if self.planned is None and self.lasts_s:
+            return min(1.0, self.elapsed_s / self.lasts_s)
+        return self.done / self.total
+
+    def left_s(self) -> float | None:
+        """Return the seconds that it will take; None if too little is answered to say so."""
+        left = [] if self.lasts_s is None else [max(0.0, self.lasts_s - self.elapsed_s)]
+        if self.done >= _ENOUGH * self.total and self.done and not (self.planned is None and left):
+            left.append((self.total - self.done) * self.elapsed_s / self.done)
+        return max(left, default=None)
 
 
 class Console:
@@ -41,7 +71,7 @@ class Console:
         self._interval_s = 0.25 if self._draws else 5.0
         self._waited_s = 0.0  # into a phase before the test, when `waiting` was last shown
         self._drawn = time.monotonic()
-        self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
+        self._drawn_before: deque[Progress] = deque()
 
     def line(self, text: str = "") -> None:
         """Print a line in place of the progress bar, if that is shown."""
@@ -68,27 +98,17 @@ class Console:
         text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
         self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
 
-    def progress(
-        self,
-        done: int,
-        total: int,
-        tokens: int,
-        elapsed_s: float,
-        computed: Computed | None = None,
-        steady: bool = False,
-    ) -> None:
+    def progress(self, now: Progress, computed: Computed | None = None, steady: bool = False) -> None:
         """Draw the bar, if it is due.
 
-        `done`, `total`: samples answered and issued; `tokens`: in those answers; `elapsed_s`: since the test
-        started; `computed`: what the instances report; `steady`: show the throughput of the last seconds,
-        too.
+        `computed`: what the instances report; `steady`: show the throughput of the last seconds, too.
         """
-        now = time.monotonic()
-        if now - self._drawn < self._interval_s or elapsed_s <= 0 or total == 0:
+        at = time.monotonic()
+        if at - self._drawn < self._interval_s or now.elapsed_s <= 0 or now.issued == 0:
             return
-        self._drawn = now
-        lines = progress_lines(done, total, elapsed_s, computed)
-        if steady and (lately := self._lately(elapsed_s, done, tokens)):
+        self._drawn = at
+        lines = progress_lines(now, computed)
+        if steady and (lately := self._lately(now)):
             lines.append(lately)
         self._draw(lines)
 
@@ -98,17 +118,17 @@ class Console:
         else:
             self._lines.write(frame(lines) if self._frames else "\n".join(lines) + "\n")
 
-    def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
+    def _lately(self, now: Progress) -> str:
         """Return the throughput since the last bar that is no older than the window."""
-        while self._drawn_before and elapsed_s - self._drawn_before[0][0] > _STEADY_S:
+        while self._drawn_before and now.elapsed_s - self._drawn_before[0].elapsed_s > _STEADY_S:
             self._drawn_before.popleft()
-        self._drawn_before.append((elapsed_s, done, tokens))
-        since_s, done_then, tokens_then = self._drawn_before[0]
-        if elapsed_s == since_s:
+        self._drawn_before.append(now)
+        then = self._drawn_before[0]
+        if now.elapsed_s == then.elapsed_s:
             return ""
-        seconds = elapsed_s - since_s
-        samples_s, tokens_s = (done - done_then) / seconds, (tokens - tokens_then) / seconds
-        return f"    last {seconds:.0f} s: {samples_s:.1f} samples/s  {tokens_s:.1f} tokens/s"
+        seconds = now.elapsed_s - then.elapsed_s
+        samples_s, tokens_s = (now.done - then.done) / seconds, (now.tokens - then.tokens) / seconds
+        return f"    last {seconds:.0f} s: {samples_s:,.1f} samples/s  {tokens_s:,.1f} tokens/s"
 
     def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
         """Print a few (index, prompt, answer)."""
@@ -165,21 +185,27 @@ class Console:
         self._lines.write(f"{message}\n", self._lines.err)
 
 
-def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed | None) -> list[str]:
+def progress_lines(now: Progress, computed: Computed | None) -> list[str]:
     """Return what is answered and, if the instances report it, computed: lines of at most 80 columns."""
-    text = f"{done}/{total} samples  {done / elapsed_s:.1f} samples/s  {elapsed_s:.0f} s"
+    left = "" if (left_s := now.left_s()) is None else f", {duration(left_s)} left"
+    text = (
+        f"{now.done:,}/{now.total:,} samples  {_short(now.done / now.elapsed_s)}/s"
+        f"  {duration(now.elapsed_s)}{left}"
+    )
     head = "  test    "
     width = min(_MOST_BAR, _WIDTH - len(f"{head}[] {text}"))
-    filled = int(width * done / total)
+    filled = int(width * now.share())
     bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= _LEAST_BAR else ""
     lines = [f"{head}{bar}{text}"]
     if computed is not None:
         c = computed
         usage = "" if c.kv_cache_usage is None else f"  kv {c.kv_cache_usage:.0%}"
+        # What an instance does not run waits: in it, or for room in one.
+        waiting = max(0, now.issued - now.done - c.running)
         lines.append(
             f"    out {_short(c.generated)} tok/s (now {_short(c.generated_now)})"
             f"  in {_short(c.prompt)} ({_short(c.prompt_now)})"
-            f"  run {_short(c.running)}  wait {_short(c.waiting)}{usage}"
+            f"  run {_short(c.running)}  wait {_short(waiting)}{usage}"
         )
     return lines
 

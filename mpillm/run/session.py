@@ -18,7 +18,7 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
-from mpillm.report.console import Console, progress_lines
+from mpillm.report.console import Console, Progress, progress_lines
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog
@@ -108,15 +108,16 @@ class Session:
         if totals.in_flight or not totals.samples:
             computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
             steady = bool(self._config.show_steady_state_progress)
-            self._console.progress(totals.samples, totals.issued, totals.tokens, elapsed, computed, steady)
+            forecast = self._prepared.settings.forecast
+            progress = Progress(
+                totals.samples, totals.issued, totals.tokens, elapsed, forecast.queries, forecast.seconds
+            )
+            self._console.progress(progress, computed, steady)
             if totals.issued and now - self._logged_at > _LOG_S:
                 self._logged_at = now
                 _log.info(
                     "%s",
-                    " ".join(
-                        line.strip()
-                        for line in progress_lines(totals.samples, totals.issued, elapsed, computed)
-                    ),
+                    " ".join(line.strip() for line in progress_lines(progress, computed)),
                 )
         return False
 

@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.children import Child, Children
+from launch.children import Child, Children, tail
 from launch.command import Command
+from launch.live_lines import LiveLines
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
+from mpillm.report.numbers import duration
 from mpillm.report.run_directory import keep_results
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
+_LINES = 8  # of a run's output, in which its last phase or progress is
+_SHOW_S = 1.0
 _URL = re.compile(r"serving .* at (http://\S+)")
 CONSOLE = "console.txt"  # in the run directory: what the run printed
 
@@ -70,9 +74,10 @@ def run_in(
     command = Command(tuple(words))
     stopped = ""
     end = None if deadline_s is None else time.monotonic() + deadline_s
-    with _children(adopts) as children:
+    with _children(adopts) as children, _progress_of(folder, log) as show:
         child = children.start("the run", command.argv, command.environment(), log)
         while children.wait(child, _LOOK_S) is None:
+            show()
             if watch is not None and (stopped := watch()):
                 break
             if end is not None and time.monotonic() > end:
@@ -83,6 +88,33 @@ def run_in(
     except (OSError, ValueError):
         result = {}
     return EndedRun(folder, code, result, stopped, child.tail())
+
+
+@contextlib.contextmanager
+def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
+    """Yield what shows, on a terminal, how far a run is, as its log says, until it is over."""
+    if not sys.stdout.isatty():
+        yield lambda: None
+        return
+    lines, began, due = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0
+
+    def show() -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            due = now + _SHOW_S
+            lines.draw([f"  {folder.name}, {duration(now - began)}: {_last_said(log)}"])
+
+    try:
+        yield show
+    finally:
+        lines.clear()
+
+
+def _last_said(log: Path) -> str:
+    """Return the last line of a run's output that doesn't go on from the one before."""
+    said = [line.removeprefix("  | ") for line in tail(log, _LINES).splitlines()]
+    return " ".join(next((line for line in reversed(said) if not line.startswith("    ")), "").split())
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:

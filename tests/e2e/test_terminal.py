@@ -24,13 +24,13 @@ from tests.helpers.support import (
     wait_until,
 )
 
-BAR = re.compile(r"\d+ samples?|samples/s|tok/s")
+BAR = re.compile(r"\d samples  \d|tok/s")
 PLUGIN = "tests.helpers.plugin_cores:Faulty"
 
 
 def see_bar(command: Command) -> None:
     """Wait until the bar has been drawn a few times, with what the instances compute below it."""
-    wait_until(lambda: command.out.count("samples/s") > 2 and "tok/s" in command.out, "the bar")
+    wait_until(lambda: command.out.count("samples  ") > 2 and "tok/s" in command.out, "the bar")
 
 
 def shown_whole(ended: Ended) -> list[str]:
@@ -111,11 +111,11 @@ def test_a_good_end(both: Starter) -> None:
     """The bar is gone, and every phase has its line."""
     options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 3]
     ended = both.start(3, *options, terminal=True, one_terminal=True).end().must(DONE)
-    assert "samples/s" in ended.out
+    assert re.search(BAR, ended.out)
     lines = screen(ended.out, 200)
     phases = [line.split()[0] for line in lines if re.match(r"  [a-z]+ +\d+\.\d\d s", line)]
     assert phases == ["join", "load", "health", "warmup", "ready", "test", "drain", "stop"], lines
-    assert not any("samples/s" in line for line in lines), lines
+    assert not any(re.search(BAR, line) for line in lines), lines
     assert lines[-1].startswith("  page"), lines
 
 
@@ -126,6 +126,20 @@ def test_one_rank_without_mpirun(one: Starter, tmp_path: Path) -> None:
     see_bar(command)
     command.press_ctrl_c()
     assert shown_whole(command.end().must(130))[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
+
+
+def test_runs_that_another_command_starts(one: Starter) -> None:
+    """How far each is, is shown while it goes on, and nothing of that stays."""
+    options = ("-n", 2, "--core_type", "dummy", "--server_target_qps", 20, "--goodput", "ttft:500")
+    lengths = ("--min_duration", 60, "--probe_duration", 8)
+    words = [one.python, "-m", "mpillm", "find-max-qps", *options, *lengths]
+    command = one.command(words, controlling=True, one_terminal=True)
+    said = r"  01-short-20, \d+ s: test \[#*\.*\] \d+/\d+ samples .* left"
+    wait_until(lambda: re.search(said, command.out), "the progress of the run", 60.0)
+    command.press_ctrl_c()
+    lines = screen(command.end().must(130).out, 200)
+    assert lines[-1].startswith("to go on: "), lines
+    assert not any("01-short" in line for line in lines), lines
 
 
 def test_a_server_that_is_not_there(one: Starter) -> None:

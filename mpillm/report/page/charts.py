@@ -93,9 +93,27 @@ def over_time(facts: Facts) -> list[Chart]:
                 continue
             y = _rate(grid, seconds, values) if is_count else _held(grid, seconds, values)
             chart.lines.append((label(number), _listed(100 * y if unit == "%" else y), number))
+        if name == "waiting" and (queued := _queued(facts, rows, grid)) is not None:
+            chart.lines.append(("for room in an instance", queued, 7))
         if chart.lines and any(value for _, y, _ in chart.lines for value in y):
             charts.append(chart)
     return charts
+
+
+def _queued(
+    facts: Facts, rows: dict[int, list[dict[str, Any]]], grid: NDArray[np.float64]
+) -> list[float | None] | None:
+    """Return the requests that no instance has taken: issued, not answered, and in no instance's figures."""
+    progress = facts.run.telemetry.get("progress") or {}
+    if not any(progress.get("issued") or ()):
+        return None
+    seconds = floats(progress["seconds"])
+    queued = _held(grid, seconds, floats(progress["issued"]) - floats(progress["samples"]))
+    for of_instance in rows.values():
+        at = floats([row["seconds"] for row in of_instance])
+        for name in ("running", "waiting"):
+            queued -= np.nan_to_num(_held(grid, at, floats([row.get(name) for row in of_instance])))
+    return _listed(np.maximum(0.0, queued))
 
 
 def _answered(facts: Facts) -> Chart | None:
