@@ -1,6 +1,20 @@
-"""Numbers as the console writes them."""
+"""Numbers as console and pages write them."""
 
 from __future__ import annotations
+
+
+def milliseconds(value: float) -> str:
+    """Return a time that fits its size: 850 µs, 12.3 ms, 4.5 s."""
+    if value >= 1000:
+        return f"{value / 1000:.3g} s" if value < 100_000 else f"{value / 1000:.0f} s"
+    return f"{value:.3g} ms" if value >= 1 else f"{1000 * value:.3g} µs"
+
+
+def short(number: float) -> str:
+    """Return a number in few characters: 0.05, 1.2, 345, 12k."""
+    if abs(number) >= 10_000:
+        return f"{number / 1000:.4g}k"
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, floats, limits_ms
-from mpillm.report.page.numbers import milliseconds
 
 _MOST_POINTS = 600
 _MOST_SERIES = 16  # the most loaded instances; more are not told apart

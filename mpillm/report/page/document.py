@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mpillm import __version__
+from mpillm.report.numbers import milliseconds
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.numbers import milliseconds
 from mpillm.report.run_directory import PAGE
 
 ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
-from mpillm.report.page.numbers import milliseconds, short
 from mpillm.report.run_directory import PAGE, RANKS, TRACE
 from mpillm.report.run_files import RunFiles
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.numbers import milliseconds, short
 
 _WIDE, _NARROW = (800, 320), (400, 200)  # what fits a page, and what fits a third of it, or a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
