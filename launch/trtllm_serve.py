@@ -18,16 +18,17 @@ FIRST_PORT = 30000
 def endpoints(
     program: str,
     model: Sequence[str],
+    host: str,
     ports: Sequence[int],
     options: Mapping[str, object],
     extra: tuple[Path, str],
     n_ranks: int,
     n_gpus: int | None,
 ) -> list[Server]:
-    """Return an endpoint on each port of this host, each on `n_ranks` of `n_gpus` GPUs (None: unknown)."""
+    """Return an endpoint on each port of `host`, each on `n_ranks` of `n_gpus` GPUs (None: unknown)."""
     servers = []
     for index, port in enumerate(ports):
-        words = [program, "serve", *model, "--host", "0.0.0.0", "--port", str(port)]
+        words = [program, "serve", *model, "--host", host, "--port", str(port)]
         words += [
             word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))
         ]

@@ -12,6 +12,7 @@ from launch.find_mpirun import detect
 from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.servers import Server, ports_here
 from launch.tritonserver import (
+    More,
     Repository,
     default_grpc_ports,
     find_tritonserver,
@@ -39,8 +40,9 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
         lacking(config, error)
         program = config.tritonserver or "tritonserver"
     ports = ports_beside(_grpc_ports(config, len(repos)))
+    more = More([f"--{what}-address={config.server_host}" for what in ("http", "grpc", "metrics")])
     return [
-        triton_server(index, program, repo, ports[index], _mpirun(config, repo))
+        triton_server(index, program, repo, ports[index], _mpirun(config, repo), more)
         for index, repo in enumerate(repos)
     ]
 

@@ -66,6 +66,7 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     return trtllm_serve.endpoints(
         program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL),
         [what.model, *(["--tokenizer", str(what.tokenizer)] if what.tokenizer else [])],
+        config.server_host,
         ports,
         {
             "backend": what.backend,

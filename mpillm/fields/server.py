@@ -11,6 +11,13 @@ from mpillm.fields.effects import used_by
 class ServerFields(Options):
     """Servers that `run-llm-server` starts."""
 
+    server_host = Field(
+        "server_host",
+        "where endpoints and tritonservers listen, which ask for no key; 0.0.0.0: at all addresses of this host",
+        choices=("127.0.0.1", "0.0.0.0"),
+        default="127.0.0.1",
+        group="server",
+    )
     server_port = Field("server_port", "port of a disaggregated leader", port, default=8000, group="server")
     worker_start_port = Field(
         "worker_start_port",

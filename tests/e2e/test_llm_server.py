@@ -163,7 +163,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
     command.end(20)
     (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
     words = (
-        "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
+        "serve llama --host 127.0.0.1 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
     )
     assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
     yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()

@@ -35,7 +35,8 @@ DRY = {
             "# can't run here: --tritonserver (not given): no such program, in PATH or as"
             " /opt/tritonserver/bin/tritonserver",
             "tritonserver --model-repository=build/triton_model_repo_0 --grpc-port=8001 --http-port=8000"
-            " --metrics-port=8002 --disable-auto-complete-config"
+            " --metrics-port=8002 --http-address=127.0.0.1 --grpc-address=127.0.0.1"
+            " --metrics-address=127.0.0.1 --disable-auto-complete-config"
             " --backend-config=python,shm-region-prefix-name=prefix0_0_",
         ],
     ),
@@ -49,7 +50,7 @@ DRY = {
         ],
     ),
     "trtllm_endpoint": (
-        ["--core_type=trtllm_endpoint", "--model_path=llama"],
+        ["--core_type=trtllm_endpoint", "--model_path=llama", "--server_host=0.0.0.0"],
         ["trtllm-serve serve llama --host 0.0.0.0 --port 30000"],
     ),
 }
@@ -298,7 +299,7 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
     first, second = several.split(" : ")
     assert (
         " -n 1 " in first
-        and "--grpc-port=8001 --http-port=8000 --metrics-port=8002 --disable-auto-complete-config" in first
+        and "--grpc-port=8001 --http-port=8000 --metrics-port=8002 --http-address=127.0.0.1" in first
     )
     assert (
         "--model-control-mode=explicit --load-model=model-0" in second
