@@ -13,7 +13,7 @@ class ServerFields(Options):
 
     server_host = Field(
         "server_host",
-        "where endpoints and tritonservers listen, which ask for no key; 0.0.0.0: at all addresses of this host",
+        "where started endpoints and tritonservers, which ask for no key, listen; 0.0.0.0: at all addresses",
         choices=("127.0.0.1", "0.0.0.0"),
         default="127.0.0.1",
         group="server",

@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 
 from aiohttp import web
 
@@ -183,6 +184,7 @@ def guard_of(config: RunConfig, host: str) -> Guard:
     return Guard(config.api_key.text if config.api_key else None, config.max_body_bytes, host)
 
 
+@lru_cache(64)
 def _names_this_machine(host: str) -> bool:
     """Return whether a Host header has an address, or a name that no other's DNS gives to this machine."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
