@@ -7,8 +7,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 
 from aiohttp import web
@@ -31,15 +30,28 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Body:
-    """The body of a request while it is needed."""
+    """The body of a request while it is needed; as a context manager, its bytes."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, guard: Guard, request: web.Request) -> None:
         self.n_bytes = 0  # so far
-        self._stream = request.content
+        self._guard = guard
+        self._request = request
 
     def drop(self, error: ApiError) -> None:
         """Have who reads it get an error."""
-        self._stream.set_exception(error)
+        self._request.content.set_exception(error)
+
+    async def __aenter__(self) -> bytes:
+        try:
+            data = await self._guard.whole(self._request, self)
+        except BaseException:
+            self._guard.forget(self)
+            raise
+        note_whole(self._request, True)
+        return data
+
+    async def __aexit__(self, *_: object) -> None:
+        self._guard.forget(self)
 
 
 class Guard:
@@ -110,27 +122,21 @@ class Guard:
 
     # --- bodies ---
 
-    @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Yield the body, which counts among the bytes in memory until the block ends.
+    def body(self, request: web.Request) -> _Body:
+        """Return what reads the body, and counts its bytes among those in memory until its block ends.
 
         Raises ApiError if it does not come in time, is compressed, says that it is too long, or if there are
         too many of them.
         """
+        return _Body(self, request)
+
+    async def whole(self, request: web.Request, body: _Body) -> bytes:
+        """Read a body. For `_Body`, as `forget`."""
         if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
             # To unpack what may become a thousand times as long would keep everybody waiting.
             raise ApiError(415, f"Content-Encoding {coding[:30]} is not supported: send the body as it is")
         if (request.content_length or 0) > self.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self.max_body_bytes)
-        body = _Body(request)
-        try:
-            data = await self._whole(request, body)
-            note_whole(request, True)
-            yield data
-        finally:
-            self._n_bytes -= body.n_bytes
-
-    async def _whole(self, request: web.Request, body: _Body) -> bytes:
         if request.content.is_eof():  # it came with the headers, as almost always
             data = await request.read()
             self._count(body, len(data))
@@ -149,6 +155,9 @@ class Guard:
             timer.cancel()
             self._arriving.discard(body)
         return b"".join(parts)
+
+    def forget(self, body: _Body) -> None:
+        self._n_bytes -= body.n_bytes
 
     def _count(self, body: _Body, n: int) -> None:
         """Count `n` more bytes; if there are too many, the largest body that is not whole makes room."""
