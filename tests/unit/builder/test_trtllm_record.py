@@ -51,7 +51,7 @@ def test_the_flags_of_trtllm_serve(release: str, tmp_path: Path) -> None:
     options = dict.fromkeys((*sizes, "num_postprocess_workers"), 2)
     model, extra = ["m", "--tokenizer", "t"], (tmp_path / "extra.yaml", "")
     servers = [
-        *trtllm_serve.endpoints("trtllm-serve", model, [30000], options, extra, 1, None),
+        *trtllm_serve.endpoints("trtllm-serve", model, "127.0.0.1", [30000], options, extra, 1, None),
         *disaggregated_servers(
             trtllm_serve.disaggregated("trtllm-serve", "f", 5, 5), "f", config, None, None
         ),
