@@ -98,6 +98,8 @@ class LLMCore(ABC):
         """Be cheap: weights and sockets are for `load`. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
+        self.streams = True
+        """Whether an answer's first token is told when it comes; not: with the whole answer."""
         self.awaits = ""
         """What `load` waits for, in a few words. Any thread may set it."""
         self.wake: Callable[[], None] = lambda: None

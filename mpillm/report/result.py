@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
 from mpillm.config.run_config import RunConfig
-from mpillm.errors import Failure
+from mpillm.cores.histogram import Histogram
+from mpillm.report.numbers import milliseconds
+from mpillm.report.page.facts import Facts
 from mpillm.report.timeline import Timeline
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
@@ -26,7 +28,7 @@ def test_result(
     Adds the reports' final metrics to `timeline`.
     """
     elapsed = totals.ended - totals.started
-    per_instance, compiled = [], []
+    per_instance, compiled, streamed = [], [], True
     for rank, report in sorted(reports.items()):
         compiled += [f"rank {rank}: {name}" for role in report.roles for name in role.pop("compiled", ())]
         instance = {key: value for role in report.roles for key, value in role.items()}
@@ -38,7 +40,10 @@ def test_result(
             if (metrics := instance.pop("metrics")) is not None:
                 timeline.add(instance["instance"], lasted, metrics)
             instance["metrics"] = timeline.summary(instance["instance"])
+            streamed &= instance.pop("streamed", True)
             per_instance.append(instance)
+    if not streamed:  # when the first token came, nobody knows
+        totals.ttft, totals.tpot = Histogram(), Histogram()
     return {
         "samples": totals.samples,
         "errors": totals.errors,
@@ -46,6 +51,7 @@ def test_result(
         "test_s": round(elapsed, 4),
         "samples_per_second": round(totals.samples / elapsed, 4) if elapsed > 0 else 0.0,
         "tokens_per_second": round(totals.tokens / elapsed, 4) if elapsed > 0 else 0.0,
+        "streamed": streamed,
         "ttft_ms": totals.ttft.summary_ms(),
         "tpot_ms": totals.tpot.summary_ms(),
         "latency_ms": totals.latency.summary_ms(),
@@ -91,8 +97,13 @@ def _lost_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
     return rows
 
 
-def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -> list[tuple[str, Any]]:
-    """Return the summary for the console: names and values of `result.json`, which lies in `directory`."""
+def summary_rows(
+    result: Mapping[str, Any], config: RunConfig, directory: str, facts: Facts | None = None
+) -> list[tuple[str, Any]]:
+    """Return the summary for the console: names and values of `result.json`, which lies in `directory`.
+
+    `facts`: the page's, for the same names and shares of instances.
+    """
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
     ]
@@ -105,7 +116,9 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
         if result["loadgen_unsatisfied"]:
             rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
-    rows += _measured_rows(result, "samples")
+    rows += _measured_rows(result, "samples", facts)
+    if facts is not None and (limit := facts.limit()):
+        rows.append(("limit", limit))
     judge = (
         "compliance"
         if config.compliance_test
@@ -128,15 +141,17 @@ def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, An
     ]
 
 
-def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
-        (what, f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
-        (f"{what} per second", f"{result['samples_per_second']:.2f}"),
-        ("tokens per second", f"{result['tokens_per_second']:.1f}"),
+        (what, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),
+        (f"{what} per second", f"{result['samples_per_second']:,.2f}"),
+        ("tokens per second", f"{result['tokens_per_second']:,.1f}"),
     ]
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
         if (latency := result[key]) is not None:
-            rows.append((name, "  ".join(f"{k} {v:.2f}" for k, v in latency.items()) + "  ms"))
+            rows.append((name, "  ".join(f"{k} {milliseconds(v)}" for k, v in latency.items())))
+        elif not result.get("streamed", True):
+            rows.append((name, "-  (the answers were not streamed)"))
     if n := result["compiled_in_test"]:
         rows.append(
             (
@@ -145,9 +160,13 @@ def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]
             )
         )
     for instance in result["per_instance"]:
-        busy = f"busy {100 * instance['busy_fraction']:.0f} %"
-        work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
-        rows.append((f"instance {instance['instance']}", work))
+        one = facts.instances.get(instance["instance"]) if facts is not None else None
+        # A client waits for its servers: that it holds requests says nothing of them.
+        share, doing = instance["busy_fraction"], "holding requests"
+        if one is not None and one.share is not None:
+            share, doing = one.share, one.share_of
+        work = f"{instance['samples']:,} samples, {instance['tokens']:,} tokens, {doing} {100 * share:.0f} %"
+        rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
         if drafted := instance.get("drafted_tokens"):
@@ -169,12 +188,3 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
         yield f"tokens of {n} answers were made from text: the server gives no token ids"
     if n := instance.get("retries"):
         yield f"{n} requests were sent again: the server refused them, or closed the connection"
-
-
-def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:
-    """Return failures as `result.json` lists them."""
-    return [
-        {"rank": f.rank, "cause": f.cause, "traceback": f.traceback}
-        | ({"doctor": f.doctor} if f.doctor else {})
-        for f in failures
-    ]

@@ -20,7 +20,6 @@ from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.phases import Phase
-from mpillm.report.result import failures_json
 from mpillm.report.run_environment import ENVIRONMENT
 
 # Keys that every reader of a finished run needs from these files.
@@ -257,3 +256,12 @@ class RunDirectory:
 def _one(value: Any) -> str:
     """Return the one name in a field that may hold several, but not for a run."""
     return str(value[0] if isinstance(value, (list, tuple)) else value or "")
+
+
+def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:
+    """Return failures as `result.json` lists them."""
+    return [
+        {"rank": f.rank, "cause": f.cause, "traceback": f.traceback}
+        | ({"doctor": f.doctor} if f.doctor else {})
+        for f in failures
+    ]

@@ -102,6 +102,7 @@ class InstanceRole(Follower):
             "busy_s": self._busy_s,
             "test_s": lasted,
             "metrics": self._core.metrics(),
+            "streamed": self._core.streams,
             **self._core.statistics(),
             **({"frameworks": self._core.frameworks()} if self._core.is_client else {}),
         }

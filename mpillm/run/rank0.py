@@ -25,8 +25,7 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.ranklog import how_it_ended, log_name
-from mpillm.report.result import failures_json
-from mpillm.report.run_directory import RunRecord, path_shown, take_directory
+from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.run.join import Planned, plan_run

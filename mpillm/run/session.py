@@ -20,11 +20,13 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.console import Console, Progress, progress_lines
 from mpillm.report.outputs import Outputs
+from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog
 from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.run_files import RunFiles
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
@@ -179,7 +181,8 @@ class Session:
         page = self.page()
         if self._outputs and has_text(config):
             self._console.answers(self._outputs.shown())
-        rows = summary_rows(record.result, config, path_shown(record.path))
+        facts, _ = facts_of(RunFiles.read(record.path))
+        rows = summary_rows(record.result, config, path_shown(record.path), facts)
         self._console.summary([*rows, ("page", page)])
         invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)

@@ -129,7 +129,7 @@ def test_the_console(one: Starter) -> None:
         "samples per second",
         "tokens per second",
         "time to first token",
-        "instance 1",
+        "generation 1",
         "result.json",
     ):
         assert word in ended.out

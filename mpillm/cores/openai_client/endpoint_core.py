@@ -121,6 +121,7 @@ class TrtllmEndpointCore(LLMCore):
         super().__init__(config, comms)
         self._options = EndpointOptions.from_options(config.options)
         self._harness = self.config_class()
+        self.streams = self._harness.streaming
         self._urls, self._at_once = share_of(
             self._harness.endpoint_urls,
             self._harness.max_concurrency or MOST_AT_ONCE,

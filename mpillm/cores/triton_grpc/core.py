@@ -70,6 +70,7 @@ class TritonGrpcCore(LLMCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._harness = TritonHarnessConfig()
+        self.streams = self._harness.streaming
         self._urls, self._at_once = share_of(
             self._harness.server_urls or (_DEFAULT_URL,),
             int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE),

@@ -100,6 +100,17 @@ class Facts:
         loaded = [one for one in self.instances.values() if (one.load or 0) >= _SATURATED]
         return max(loaded, key=lambda one: (one.load or 0, one.share or 0), default=None)
 
+    def limit(self) -> str:
+        """Return what limited the test, in words; "" if the instances don't tell."""
+        worst = self.bottleneck()
+        if worst is None:
+            known = any(one.load is not None for one in self.instances.values())
+            return "no instance was the bottleneck" if known else ""
+        roles = {one.role for one in self.instances.values() if (one.load or 0) >= _SATURATED}
+        if {"ctx", "gen"} <= roles:
+            return f"context and generation are both saturated; most of all {worst.name}"
+        return f"bottleneck: {worst.name}"
+
     @property
     def gpu_ranks(self) -> list[int]:
         return [rank for rank, noted in self.noted.items() if (noted.get("samples") or {}).get("gpu")]

@@ -185,10 +185,8 @@ def _said(facts: Facts, worst: InstanceFacts | None) -> str:
         return f"Failed: {escape(', '.join(said))}" if said else "The plan"
     if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # it was not seen to its end
         return "The plan"
-    if worst is None:
-        known = any(one.load is not None for one in facts.instances.values())
-        return "No instance was the bottleneck" if known else "The plan"
-    return f"Bottleneck: {escape(worst.name)}"
+    limit = facts.limit()
+    return escape(limit[:1].upper() + limit[1:]) or "The plan"
 
 
 def _card(one: InstanceFacts, is_worst: bool) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpillm.comms.messages import DrainReport
 from mpillm.config.options import parse_run
+from mpillm.report import result as results
+from mpillm.report.page.facts import Facts
 from mpillm.report.result import summary_rows
+from mpillm.report.run_files import RunFiles
+from mpillm.report.timeline import Timeline
+from mpillm.roles.harness import Totals
 
 SLOW: dict[str, Any] = {
     "loadgen_result": "INVALID",
@@ -28,8 +35,8 @@ NUMBERS: list[tuple[str, Any]] = [
     ("samples", "100 in 2.00 s, 0 errors"),
     ("samples per second", "50.00"),
     ("tokens per second", "500.0"),
-    ("time to first token", "p50 1.00  ms"),
-    ("instance 0", "100 samples, 1000 tokens, busy 50 %"),
+    ("time to first token", "p50 1 ms"),
+    ("instance 0", "100 samples, 1,000 tokens, holding requests 50 %"),
 ]
 WHY = [
     ("", "not satisfied: latency limits, early stopping"),
@@ -106,12 +113,12 @@ def test_a_client_that_is_the_limit_says_so() -> None:
     values = [
         value for _, value in summary_rows(result, parse_run(["--core_type", "trtllm_endpoint"]), "run")
     ]
-    first = values.index("100 samples, 1000 tokens, busy 50 %")
+    first = values.index("100 samples, 1,000 tokens, holding requests 50 %")
     assert values[first + 1 : -1] == [
         "its client is busy 91 % of the time: start more ranks, the servers may be faster",
         "tokens of 7 answers were made from text: the server gives no token ids",
         "2 requests were sent again: the server refused them, or closed the connection",
-        "100 samples, 1000 tokens, busy 50 %",
+        "100 samples, 1,000 tokens, holding requests 50 %",
     ]
 
 
@@ -126,3 +133,61 @@ def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
     rows = summary_rows({**SLOW, "lost": [nothing]}, parse_run([]), "run")
     at = rows.index(("LOST", "instance 1 (gen) in phase stop: rank 4: the process has ended"))
     assert rows[at + 1] == ("", "it owed nothing: no samples were computed again")
+
+
+def test_numbers_have_one_style() -> None:
+    """Thousands, and seconds above 1,000 ms."""
+    large = SLOW | {"samples": 24576, "tokens_per_second": 31234.56, "ttft_ms": {"p50": 12.34, "p99": 3641.2}}
+    rows = dict(summary_rows(large, parse_run(["--core_type", "dummy"]), "run"))
+    assert rows["samples"] == "24,576 in 2.00 s, 0 errors"
+    assert rows["tokens per second"] == "31,234.6"
+    assert rows["time to first token"] == "p50 12.3 ms  p99 3.64 s"
+
+
+def test_answers_that_are_not_streamed_have_no_first_token() -> None:
+    """Offline over HTTP printed 3,641 ms and 0.00: when an answer was whole, and nothing."""
+    totals, timeline = Totals(started=1.0, ended=3.0, samples=2, issued=2), Timeline([0], None)
+    for histogram, ms in ((totals.ttft, 3641.0), (totals.tpot, 0.0), (totals.latency, 3641.0)):
+        histogram.add_one(ms / 1000)
+    role = {
+        "instance": 0,
+        "samples": 2,
+        "tokens": 8,
+        "busy_s": 2.0,
+        "test_s": 2.0,
+        "metrics": None,
+        "streamed": False,
+    }
+    report = DrainReport([role], 0.1, 0, 0, None, {})
+    result = results.test_result(totals, {0: report}, timeline, 1)
+    assert result["ttft_ms"] is None and result["tpot_ms"] is None and result["latency_ms"]["p50"] > 3000
+    assert totals.ttft.summary_ms() is None, "nor has the page"
+    told = SLOW | result | {"lost": [], "loadgen_result": "VALID"}
+    rows = dict(summary_rows(told, parse_run(["--core_type", "dummy"]), "run"))
+    assert (
+        rows["time to first token"] == rows["time per output token"] == "-  (the answers were not streamed)"
+    )
+
+
+def test_the_console_names_instances_as_the_page_does() -> None:
+    """With its shares of what they computed, and what limited the test."""
+    instances = [{"instance": i, "samples": 5, "tokens": 5, "busy_fraction": 0.99} for i in (0, 1)]
+    ranks = [{"rank": rank, "instance": rank - 1, "roles": [role]} for rank, role in ((1, "ctx"), (2, "gen"))]
+    plan = {
+        "ranks": ranks,
+        "instances": [{"index": i, "role": role, "ranks": [i + 1]} for i, role in enumerate(("ctx", "gen"))],
+    }
+    for busy, limit in (
+        (0.2, "bottleneck: context 0"),
+        (1.6, "context and generation are both saturated; most of all context 0"),
+    ):
+        noted = {
+            str(rank): {"knows_steps": True, "steps": {"start": [0.0], "end": [s], "busy_s": [s]}}
+            for rank, s in ((1, 1.8), (2, busy))
+        }
+        result = SLOW | {"per_instance": instances}
+        facts = Facts(RunFiles(Path("run"), result, plan=plan, telemetry={"ranks": noted}))
+        rows = dict(summary_rows(result, parse_run(["--core_type", "dummy"]), "run", facts))
+        assert rows["context 0"] == "5 samples, 5 tokens, computing 90 %"
+        assert rows["generation 1"] == f"5 samples, 5 tokens, computing {50 * busy:.0f} %"
+        assert rows["limit"] == limit
