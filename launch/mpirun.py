@@ -219,6 +219,17 @@ def command_line(
     return [*line, *options, *program]
 
 
+def wrapped(line: Sequence[str], width: int = 80) -> str:
+    """Return a command line as a shell takes it, in lines of at most `width` columns where words allow."""
+    lines = [""]
+    for word in map(shlex.quote, line):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
 def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the options that keep all ranks on this host in a Slurm job.
 
@@ -344,7 +355,7 @@ def main(
         for name in secrets:
             say(f"the line has no secret: set {name} in its environment")
         return 0
-    print(shlex.join(line), file=sys.stderr, flush=True)
+    print(wrapped(line) if sys.stderr.isatty() else shlex.join(line), file=sys.stderr, flush=True)
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
     # directory is.
     with (

@@ -6,6 +6,7 @@ No MPI is started.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from launch.mpirun import (
     slots,
     spans_hosts,
     usable_cores,
+    wrapped,
 )
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
@@ -431,3 +433,10 @@ def test_an_mpirun_that_fails_before_rank_0(
     assert mpirun.main(["-n", "2", "run"]) == 3
     said = capsys.readouterr().err
     assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said
+
+
+def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
+    line = ["/opt/venv/bin/mpirun", "-n", "3", *("--an_option", "its value") * 8, "x" * 90]
+    text = wrapped(line)
+    assert max(map(len, text.splitlines()[:-1])) <= 80 and len(text.splitlines()) == 4
+    assert shlex.split(text.replace("\\\n", "")) == line
