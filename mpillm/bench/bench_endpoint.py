@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mpillm.bench.endpoint_client import EndpointClient
 from mpillm.bench.load_test import LoadTest, arrivals
 from mpillm.bench.serving_report import DETAILS, numbers, table
 from mpillm.config.values import Values
+from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
@@ -27,7 +28,6 @@ from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
-from mpillm.report.goodput import parse_goodput, take_goodput
 
 # What is not said: of a test, and of --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
@@ -84,8 +84,9 @@ class Options(Values):
     goodput = Field(
         "goodput",
         "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000",
-        default="",
+        limits_ms,
         group="benchmark",
+        argparse_opts=WORDS,
     )
     metric_percentiles = Field(
         "metric_percentiles",
@@ -122,17 +123,11 @@ EPILOG = (
 )
 
 
-def words_of(words: Sequence[str]) -> list[str]:
-    """Return the command's words with one of --goodput's in place of vLLM's several."""
-    kept, limits = take_goodput(words)
-    return [*kept, "--goodput", ",".join(limits)] if limits else kept
-
-
 def main(config: Options) -> int:
     """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
     if bool(config.url) == config.null:
         raise ConfigError("bench endpoint needs one of --url URL and --null")
-    limits = parse_goodput([config.goodput], whole=False)
+    limits = config.goodput or {}
     percentiles = _percentiles(config.metric_percentiles)
     values = dict(_NULL if config.null else _TEST)
     values |= {name: given for name in values if (given := config.values[name]) is not None}

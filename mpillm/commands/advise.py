@@ -22,7 +22,6 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
 from mpillm.experiments.advise.planning import plan_of, prepared, world_size
-from mpillm.experiments.goodput_limits import GOODPUT
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.run_series import (
     GROUP,
@@ -33,9 +32,9 @@ from mpillm.experiments.run_series import (
 )
 from mpillm.experiments.table import table
 from mpillm.fields import Field, positive
+from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_json
 from mpillm.loadgen.issue_order import issue_order
-from mpillm.report.goodput import parse_goodput, take_goodput
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.run.in_turn import without
@@ -63,7 +62,7 @@ class Options(SeriesOptions):
         default=2,
         group=GROUP,
     )
-    goodput = GOODPUT
+    goodput = LoadgenFields.goodput
     verify = Field(
         "verify",
         "run so many of the best proposals, and print the errors of the predictions"
@@ -95,18 +94,16 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm advise --total_gpus 8 --benchmarks llama2-70b --scenarios Server"
         " --server_target_qps 20 --model_path DIR --goodput ttft:2000 tpot:200",
     )
-    argv, limits = take_goodput(argv)
     options, words = parse_series(argv, Options, parser)
     config = parse_run(words)
     _check(config)
     ranks = options.total_gpus
-    limits_ms = parse_goodput(limits)
     folder = series_folder(options.log_dir, "advise").absolute()
     found, test, calibrator = _plans(words, config, ranks, folder, options)
     dataset = test.dataset
     issued = issue_order(test.settings, len(dataset))
     settings = test.settings.to_json()
-    limits_ms = limits_ms or {
+    limits_ms = options.goodput or {
         name: ms for name in ("ttft", "tpot") if (ms := settings.get(f"{name}_latency_ms")) is not None
     }
     folder.mkdir(parents=True, exist_ok=True)

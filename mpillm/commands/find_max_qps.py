@@ -10,7 +10,6 @@ from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
-from mpillm.experiments.goodput_limits import GOODPUT
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import (
@@ -23,14 +22,12 @@ from mpillm.experiments.run_series import (
 from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json
-from mpillm.report.goodput import parse_goodput, take_goodput
 from mpillm.report.run_directory import path_shown
 
 
 class Options(RankedOptions):
     """Options of ``find-max-qps``."""
 
-    goodput = GOODPUT
     tolerance = Field(
         "tolerance",
         "end when a rate is VALID and one at most this share above it is not",
@@ -57,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"
         " --min_duration 30 --goodput ttft:500 tpot:50",
     )
-    argv, limits = take_goodput(argv)
     options, words = parse_series(argv, Options, parser)
     typed = [
         *words,
@@ -69,11 +65,12 @@ def main(argv: Sequence[str]) -> int:
         mpirun_words(options, config),
         typed,
         config,
-        parse_goodput(limits),
         options.probe_duration,
     )
     tests.prepare()
-    record = SearchRecord(tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": tests.goodput})
+    record = SearchRecord(
+        tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
+    )
     try:
         return _search(options, tests, record, config.server_target_qps if _has_rate(words) else None)
     except SystemExit:  # Ctrl-C, or another signal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.report.arrivals import queue_slope
 from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late
 
 _LOOK_S = 0.5
-_LEAST = 120  # requests before a slope is looked for
-_SURE = 4.0  # standard deviations that a slope must exceed, as if the queue only wandered
 _WHAT = {"ttft": "first tokens", "tpot": "answers by time per token", "e2el": "answers"}
 
 
@@ -83,7 +81,7 @@ def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, 
                 f"{count:,} of {queries:,} {_WHAT[name]} were later than {limits[name]:g} ms already;"
                 f" LoadGen allows {max(allowed, 0):,}"
             )
-    if "ttft" in limits and (slope := queue_slope(rows, rate)) is not None:
+    if "ttft" in limits and (slope := queue_slope(rows)) is not None:
         per_s, level, at = slope
         if per_s > 0:
             end = queries / rate
@@ -94,25 +92,3 @@ def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, 
                     f" would be later than {limits['ttft']:g} ms after {crossed:,.0f} of {end:,.0f} s"
                 )
     return ""
-
-
-def queue_slope(rows: NDArray[np.void], rate: float) -> tuple[float, float, float] | None:
-    """Fit a line through first-token latency by time of issue, over the latest half of the requests.
-
-    Returns the least likely slope (seconds per second), the level at the end of the half, and that time; None
-    with too few requests. A queue at its limit wanders although it does not grow: in T seconds by sqrt(T /
-    rate), times what service times add (heavy traffic: Kingman 1962, "On queues in heavy traffic", J. Royal
-    Statistical Society B 24(2)). `_SURE` times that is taken off the slope.
-    """
-    rows = rows[np.isfinite(rows["ttft"])]
-    if len(rows) < _LEAST:
-        return None
-    half = rows[len(rows) // 2 :]
-    x, y = half["issued"], half["ttft"].astype(np.float64)
-    lasted = float(x[-1] - x[0])
-    centred = x - x.mean()
-    if not (spread := float((centred**2).sum())):
-        return None
-    slope = float((centred * y).sum()) / spread
-    low = slope - _SURE / math.sqrt(lasted * rate)
-    return low, float(y.mean() + slope * (x[-1] - x.mean())), float(x[-1])

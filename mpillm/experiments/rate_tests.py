@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
-from mpillm.experiments.goodput_limits import user_conf
 from mpillm.experiments.hopeless import Watch
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.run_series import must_have_verdict
-from mpillm.loadgen.settings import ANY_MODEL
-from mpillm.report.goodput import good_per_second, late
+from mpillm.report.doubts import late_answers
 from mpillm.report.request_log import read_requests
 from mpillm.runs.whole_runs import EndedRun, run_in
-from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, queries_needed
 
 _WITHOUT_A_WORKLOAD_S = 60.0  # full length, where neither the user nor a workload at full scale names one
 _LOADGEN_S = 600.0  # full length of a workload at full scale, from mlperf.conf
@@ -35,7 +33,6 @@ class RateTests:
     mpirun: Sequence[str]
     words: Sequence[str]  # of `run`, as typed
     config: RunConfig  # of them
-    goodput: Mapping[str, float]  # limits in place of the workload's; {}: those of the run
     probe_s: float | None  # length of the short tests
 
     @property
@@ -53,30 +50,22 @@ class RateTests:
         return self.probe_s or min(60.0, max(5.0, self.full_s / 10))
 
     def prepare(self) -> None:
-        """Write the limits. Raises ConfigError if there are none, or the scenario has no rate."""
+        """Make the folder. Raises ConfigError if there are no limits, or the scenario has no rate."""
         config = self.config
         if config.scenario != "Server":
             raise ConfigError(
                 f"{config.named('scenarios')}: only Server and Interactive have a rate to search for"
             )
-        if config.workload is None and not self.goodput and config.user_conf is None:
+        if config.workload is None and not config.goodput and config.user_conf is None:
             raise ConfigError(
                 "without a workload there is no latency limit, and every rate is VALID: give"
                 " --goodput ttft:500 tpot:50 (milliseconds), or --benchmarks"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.goodput:
-            model = config.workload.loadgen_model if config.workload else ANY_MODEL
-            self._conf.write_text(user_conf(self.goodput, model, config.user_conf), encoding="utf-8")
-
-    @property
-    def _conf(self) -> Path:
-        return self.folder / "goodput.conf"
 
     def _options(self, rate: float, seconds: float, least: int | None) -> list[str]:
         options = [*self.words, "--server_target_qps", f"{rate:.6g}", "--min_duration", f"{seconds:g}"]
-        options += ["--min_query_count", str(least)] if least else []
-        return options + (["--user_conf", str(self._conf)] if self.goodput else [])
+        return options + (["--min_query_count", str(least)] if least else [])
 
     def _new_folder(self, name: str) -> Path:
         number = len([*self.folder.glob("[0-9][0-9]-*")]) + 1
@@ -118,7 +107,7 @@ class RateTests:
         least = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
         if full:  # as typed
             least = None if self.config.workload or self.config.given("min_query_count") else least
-        e2el = self.goodput.get("e2el")
+        e2el = (self.config.goodput or {}).get("e2el")
         ended = run_in(folder, self.mpirun, self._options(rate, seconds, least), Watch(folder, e2el))
         if ended.stopped:
             rows = read_requests(folder)
@@ -142,16 +131,10 @@ class RateTests:
         }
         if result["errors"]:
             valid, why = False, f"{result['errors']} answers were errors"
-        if (e2el := self.goodput.get("e2el")) is not None:
-            rows = read_requests(ended.folder)
-            count = late(rows, {"e2el": e2el})["e2el"]
-            allowed = most_late(len(rows), SERVER_PERCENTILE)
-            if count > allowed:
-                valid, why = False, f"{count} answers were later than {e2el} ms, {allowed} may be"
-        if self.goodput:
-            figures["good_requests_per_second"] = good_per_second(
-                ended.folder, self.goodput, result["test_s"]
-            )
+        if (goodput := result.get("goodput")) is not None:
+            if late := late_answers(goodput):
+                valid, why = False, late
+            figures["good_requests_per_second"] = goodput["good_requests_per_second"]
         return Tried(
             rate, full, valid, "" if valid else why, result["samples_per_second"], str(ended.folder), figures
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
+from mpillm.configurator.latency_limits import WORDS, whole_limits_ms
 from mpillm.configurator.parsers import boolean, length_of_a_test, positive, rate
 from mpillm.fields.effects import REPORTED, RUN, TEST, used_by
 from mpillm.workloads.rounds import ROUNDS
@@ -65,6 +66,16 @@ class LoadgenFields(Options):
         rate,
         effect=used_by(commands=[RUN], scenarios=["Offline"]),
         group="test",
+    )
+    goodput = Field(
+        "goodput",
+        "Server: latency limits in place of the workload's, milliseconds at the 99th percentile: ttft:500"
+        " tpot:50 e2el:9000, or AIPerf's names time_to_first_token, inter_token_latency, request_latency;"
+        " a latency that is not named has no limit",
+        whole_limits_ms,
+        effect=used_by(commands=[RUN], scenarios=["Server"]),
+        group="test",
+        argparse_opts=WORDS,
     )
     require_valid = Field(
         "require_valid",

@@ -13,6 +13,7 @@ import mlperf_loadgen as lg
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.run_config import RunConfig
+from mpillm.configurator.latency_limits import NO_LIMIT_MS
 from mpillm.loadgen.forecast import Forecast, forecast
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
@@ -37,7 +38,6 @@ _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, wh
 _DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 _LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no comment after it: LoadGen refuses that
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
-_NO_LIMIT_MS = 10**9
 _TEST07_SAMPLES = 990  # of the data set that this test has for itself
 _LEAST_QUERIES = {
     "Server": queries_needed(SERVER_PERCENTILE),
@@ -84,6 +84,12 @@ class LoadGenConfig:
                 (given if config.given(name) else scaled)[key] = (
                     round(value * 1000) if key == "min_duration" else value
                 )
+        if config.goodput:
+            # LoadGen knows no limit of the whole answer beside those of tokens.
+            given |= {
+                f"{name}_latency": int(config.goodput.get(name, NO_LIMIT_MS)) for name in ("ttft", "tpot")
+            }
+            given |= {"target_latency": NO_LIMIT_MS, "use_token_latencies": 1}
         model = workload.loadgen_model if workload else ANY_MODEL
         return LoadGenConfig(
             config.scenario, config.test_mode, model, scaled, config.user_conf, given, of_round
@@ -107,7 +113,7 @@ class LoadGenSettings:
         return {
             "model": self.model,
             **{
-                name: limit if is_server and s.use_token_latencies and limit < _NO_LIMIT_MS else None
+                name: limit if is_server and s.use_token_latencies and limit < NO_LIMIT_MS else None
                 for name, limit in limits.items()
             },
             "target_qps": self._target_qps(),
@@ -163,7 +169,7 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     # The full key overrides every key with a wildcard.
     section = f"{config.model}.{config.scenario}"
     if config.model == ANY_MODEL:
-        text += "# no workload\n" + _lines(section, _without_a_workload(config, n_samples))
+        text += "# no workload\n" + _lines(section, _without_a_workload(text, config, n_samples))
     if config.given:
         text += "# options\n" + _lines(section, config.given)
     settings = lg.TestSettings()
@@ -212,23 +218,20 @@ def _lines(section: str, values: Mapping[str, float]) -> str:
     return "".join(f"{section}.{key} = {value}\n" for key, value in values.items())
 
 
-def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, float]:
-    """Return the values of a test without an MLPerf workload.
+def _without_a_workload(text: str, config: LoadGenConfig, n_samples: int) -> dict[str, float]:
+    """Return the values of a test without an MLPerf workload that the user's file, in `text`, leaves open.
 
     Each sample once, or as many as early stopping needs; token latencies are measured, without limits.
+    LoadGen has others for every model, but they are the benchmarks'.
     """
-    values: dict[str, float] = {}
-    if config.user_conf is None:
-        values = {
-            "min_duration": 0,
-            "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0),
-        }
-        values |= (
-            dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), _NO_LIMIT_MS)
-            if config.scenario == "Server"
-            else {}
-        )
-    return values | {"use_token_latencies": int(config.scenario != "Offline")}
+    values: dict[str, float] = {
+        "min_duration": 0,
+        "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0),
+    }
+    if config.scenario == "Server":
+        values |= dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), NO_LIMIT_MS)
+    left = {key: value for key, value in values.items() if not _is_set(text, config, key)}
+    return left | {"use_token_latencies": int(config.scenario != "Offline")}
 
 
 @about("user_conf")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpillm.comms.messages import DrainReport
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.histogram import Histogram
+from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts
 from mpillm.report.timeline import Timeline
@@ -27,7 +28,7 @@ def test_result(
 
     Adds the reports' final metrics to `timeline`.
     """
-    elapsed = totals.ended - totals.started
+    elapsed = totals.lasted_s
     per_instance, compiled, streamed = [], [], True
     for rank, report in sorted(reports.items()):
         compiled += [f"rank {rank}: {name}" for role in report.roles for name in role.pop("compiled", ())]
@@ -107,6 +108,9 @@ def summary_rows(
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
     ]
+    rows += [("DOUBTFUL", doubt) for doubt in result.get("doubts", ())]
+    if without_limits(result):
+        rows.append(("", "no latency limit was set: LoadGen accepts every rate (--goodput ttft:500 tpot:50)"))
     if result["lost"]:
         rows.append(("", "not to be submitted: the run went on without a part of its system"))
         rows += _lost_rows(result, "samples")
@@ -116,6 +120,8 @@ def summary_rows(
         if result["loadgen_unsatisfied"]:
             rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
+    if said := rates(result):
+        rows.append(("rate", f"{said}; the queue {queue(result)}"))
     rows += _measured_rows(result, "samples", facts)
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))

@@ -81,6 +81,11 @@ class Totals:
     losses: dict[int, LossCosts] = field(default_factory=dict)  # by instance that was lost with open requests
 
     @property
+    def lasted_s(self) -> float:
+        """Seconds from the test's start to the last answer."""
+        return self.ended - self.started
+
+    @property
     def in_flight(self) -> int:
         """Samples that LoadGen waits for."""
         return self.issued - self.samples

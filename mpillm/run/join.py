@@ -79,6 +79,8 @@ class Prepared:
             lines += _of_round(config, self.settings)
             if config.workload.scaled:
                 lines.append(f"scaled down: {config.workload.scaled}")
+            if config.goodput:
+                lines.append("limits of --goodput, not the workload's: the result can't be submitted")
         if not (config.audit_conf or config.compliance_test):  # which change the test themselves
             lines += self.settings.forecast.lines()
         if planned.gpus:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
@@ -18,11 +19,14 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
+from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console, Progress, progress_lines
+from mpillm.report.doubts import doubts
+from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
-from mpillm.report.request_log import RequestLog
+from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
@@ -159,6 +163,9 @@ class Session:
         result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
+        if self._config.scenario == "Server":
+            result |= self._of_server()
+        result["doubts"] = doubts(result)
         self._timeline.close()
         self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         machines = {
@@ -170,6 +177,18 @@ class Session:
         mpi = self._prepared.planned.reports[0].versions["MPI"]
         write_json(directory / ENVIRONMENT, describe_environment(mpi))
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
+
+    def _of_server(self) -> dict[str, Any]:
+        """Return for result.json whether the system kept up with LoadGen's queries, and met the limits."""
+        if not self._totals.samples:
+            return {}
+        asked, limits = self._record.result["loadgen"], self._config.goodput
+        rows = read_requests(self._record.path)
+        found = kept_up(rows)
+        found["latency_limits"] = bool(limits) or any(
+            asked[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
+        )
+        return found | ({"goodput": goodput(rows, limits, self._totals.lasted_s)} if limits else {})
 
     # --- the end ---
 

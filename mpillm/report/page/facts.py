@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
@@ -110,6 +111,19 @@ class Facts:
         if {"ctx", "gen"} <= roles:
             return f"context and generation are both saturated; most of all {worst.name}"
         return f"bottleneck: {worst.name}"
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is doubtful of the test, a line each: a VALID one with any isn't shown as good."""
+        return [str(one) for one in self.run.result.get("doubts") or []]
+
+    def verdict_notes(self) -> list[str]:
+        """Return what else to know of LoadGen's verdict, a line each."""
+        result = self.run.result
+        notes = [f"{said}; the queue {queue(result)}."] if (said := rates(result)) else []
+        if without_limits(result):
+            notes.append("No latency limit was set: LoadGen accepts every rate.")
+        return notes
 
     @property
     def gpu_ranks(self) -> list[int]:

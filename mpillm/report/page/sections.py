@@ -40,8 +40,10 @@ def head(facts: Facts) -> str:
     result = run.result or asked
     status = "STOPPED" if (stopped := run.stopped_by) else str(result.get("status") or "")
     reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
+    reasons += [f"Doubtful: {text}." for text in facts.doubts]
     reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
+    reasons += facts.verdict_notes()
     if result.get("lost"):
         reasons.append("Not to be submitted: the run went on without a part of its system.")
     model = (
@@ -62,8 +64,9 @@ def head(facts: Facts) -> str:
     said = " · ".join(escape(word) for word in words if word)
     why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
     shown = status if status in _WORDS else ""
+    kind = "doubtful" if status == "VALID" and facts.doubts else shown.lower() or "none"
     return (
-        f'<header class="verdict {shown.lower() or "none"}">'
+        f'<header class="verdict {kind}">'
         f'<p class="badge">{escape(status or "no outcome")}</p>'
         f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{said}</p>"
         f"<p><strong>{_WORDS[shown]}</strong></p>{why}</div></header>"

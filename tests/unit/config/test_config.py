@@ -15,6 +15,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.found import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator.found import Found
+from mpillm.configurator.latency_limits import whole_limits_ms
 from mpillm.configurator.parsers import (
     Secret,
     accuracy,
@@ -54,6 +55,25 @@ from tests.helpers.configured import DUMMY
 # By the function that reads a value: good texts with their values, and bad texts.
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one", "1_000", "\u0661", "2147483648", "9" * 5000]),
+    whole_limits_ms: (
+        {
+            "ttft:500": {"ttft": 500.0},
+            "request_latency:9e3 tpot:50.0": {"e2el": 9000.0, "tpot": 50.0},
+        },
+        [
+            "ttft",
+            "ttft:",
+            "500",
+            "ttft:0",
+            "ttft:-1",
+            "ttft:0.5",
+            "ttft:1_0",
+            "ttft:nan",
+            "ttft:1e9",
+            "x:1",
+            "",
+        ],
+    ),
     natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none", "1_0", "\u0663", "2147483648"]),
     seconds: (
         {"1": 1.0, "0.5": 0.5, "1e3": 1000.0, "90s": 90.0, "10min": 600.0, "1.5h": 5400.0, "500 ms": 0.5},

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from mpillm.errors import StageError
-from mpillm.experiments.hopeless import hopeless, queue_slope
+from mpillm.experiments.hopeless import hopeless
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.loadgen.forecast import arrivals
+from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD
 from mpillm.workloads.early_stopping import most_late, queries_needed
 
@@ -119,4 +120,4 @@ def test_a_queue_that_only_wanders_is_not_hopeless() -> None:
     for seconds in (5, 10, 20, 40, 80):
         rows = queue.records(0.97 * 80, seconds)
         assert hopeless(rows, {"ttft": 10_000}, 80 * 600, 0.97 * 80) == ""
-    assert queue_slope(rows[:50], 80.0) is None
+    assert queue_slope(rows[:50]) is None

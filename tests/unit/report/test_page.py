@@ -390,3 +390,14 @@ def test_the_command_writes_pages_again(run: Path, capsys: pytest.CaptureFixture
     assert "per million tokens" in words(run / "report.html")
     assert main(["report", str(run.parent)]) == 2
     assert "not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("doubts", [["the queue grew: 300 queries/s offered, 179 answered"], []])
+def test_a_valid_test_with_doubts_is_not_shown_as_good(tmp_path: Path, doubts: list[str]) -> None:
+    rates = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": bool(doubts)}
+    result = rates | {"doubts": doubts, "latency_limits": False}
+    shown = page(RunFiles.read(make_run(tmp_path / "run", scenario="Server", result=result)))
+    assert ('class="verdict valid"' in shown) == (not doubts)
+    assert ('class="verdict doubtful"' in shown) == bool(doubts)
+    assert all(f"Doubtful: {one}." in shown for one in doubts)
+    assert "300 queries/s offered, 179 answered" in shown and "No latency limit was set" in shown

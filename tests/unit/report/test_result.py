@@ -69,6 +69,18 @@ def test_rows(options: list[str], why: list[tuple[str, str]], judge: str | None)
     ]
 
 
+def test_a_server_test_says_its_rates_and_what_is_doubtful() -> None:
+    config = parse_run(["--core_type", "dummy", "--scenarios", "Server"])
+    rates = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
+    rows = summary_rows(SLOW | rates | {"doubts": ["the queue grew"], "latency_limits": False}, config, "run")
+    assert ("DOUBTFUL", "the queue grew") in rows
+    assert ("rate", "300 queries/s offered, 179 answered; the queue grew") in rows
+    assert any("no latency limit was set" in value for _, value in rows)
+    rows = summary_rows(SLOW | rates | {"queue_grew": False, "latency_limits": True}, config, "run")
+    assert ("rate", "300 queries/s offered, 179 answered; the queue did not grow") in rows
+    assert not any("limit was set" in str(value) or name == "DOUBTFUL" for name, value in rows)
+
+
 def test_a_run_that_compiled_something_in_its_test_says_so() -> None:
     rows = dict(summary_rows(SLOW | {"compiled_in_test": 3}, parse_run(["--core_type", "dummy"]), "run"))
     assert (

@@ -41,6 +41,9 @@ OFFICIAL = {
 }
 
 
+SERVER = ["--core_type", "dummy", "--scenarios", "Server", "--server_target_qps", "5"]
+
+
 def options(name: str, *more: str, scenario: str = "Server") -> RunConfig:
     return parse_run(["--benchmarks", name, "--scenarios", scenario, *more])
 
@@ -78,7 +81,7 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
 
 
 def as_option(name: str, value: Any) -> list[str]:
-    return [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return [f"--{name}", fields.BY_NAME[name].text(value)]
 
 
 def test_the_names_are_the_fields() -> None:
@@ -252,7 +255,7 @@ def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
 
 
 def test_without_a_workload(tmp_path: Path) -> None:
-    config = parse_run(["--core_type", "dummy", "--scenarios", "Server", "--server_target_qps", "5"])
+    config = parse_run(SERVER)
     settings = loadgen(config, 160)
     assert (
         settings["model"] == "mpillm"
@@ -272,8 +275,26 @@ def test_without_a_workload(tmp_path: Path) -> None:
         1,
         160,
     )
+    conf = tmp_path / "limits.conf"
+    conf.write_text("*.Server.ttft_latency = 500\n")
+    limited = loadgen(parse_run([*SERVER, "--user_conf", str(conf)]), 160)
+    assert limited["ttft_latency_ms"] == 500 and limited["tpot_latency_ms"] is None
+    assert (limited["min_duration_ms"], limited["min_query_count"]) == (0, 459), "a limit is no duration"
+    conf.write_text("mpillm.*.min_duration = 7000\n*.*.min_query_count = 900\n")
+    longer = loadgen(parse_run([*SERVER, "--user_conf", str(conf)]), 160)
+    assert (longer["min_duration_ms"], longer["min_query_count"]) == (7000, 900)
     single = loadgen(parse_run(["--core_type", "dummy", "--scenarios", "SingleStream"]), 20)
     assert (single["target_qps"], single["min_query_count"]) == (None, 64)
+
+
+def test_goodput_replaces_the_workloads_limits(tmp_path: Path) -> None:
+    conf = tmp_path / "user.conf"
+    conf.write_text("*.Server.ttft_latency = 100\n*.Server.max_duration = 9000\n")
+    more = ["--user_conf", str(conf), "--goodput", "ttft:500 e2el:9000", "--server_target_qps", "9"]
+    for config in (options("llama2-70b", *more), parse_run([*SERVER[:4], *more])):
+        settings = loadgen(config, 24576)
+        assert (settings["ttft_latency_ms"], settings["tpot_latency_ms"]) == (500, None)
+        assert "max_duration = 9000" in settings["user_conf"]
 
 
 @pytest.mark.parametrize(

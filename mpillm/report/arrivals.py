@@ -1,0 +1,70 @@
+"""Whether a system kept up with a Server test: offered and answered rate, and whether its queue grew."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST = 120  # requests before a slope is looked for
+_SURE = 4.0  # standard deviations that a slope must exceed, as if the queue only wandered
+
+
+class Slope(NamedTuple):
+    """A line through a latency by time of issue; seconds."""
+
+    least: float  # the least likely slope, seconds per second: above 0, the latency grew
+    level: float  # on the line, at the end
+    at: float  # the end: when the last of the requests was issued
+
+
+def queue_slope(rows: NDArray[np.void], latency: str = "ttft") -> Slope | None:
+    """Fit a line through a latency by time of issue, over the latest half of the requests.
+
+    `rows`: in order of issue; `latency`: "ttft" or "latency". None with too few requests.
+
+    From the fitted slope `_SURE` standard deviations are taken off, of two kinds that add as variances. The
+    slope's own, from the distances of the requests from the line (least squares). And that of a queue at its
+    limit, which wanders although it does not grow: Poisson arrivals at `rate` leave in T seconds sqrt(rate *
+    T) requests more or fewer, which take sqrt(T / rate) seconds, a slope of 1 / sqrt(rate * T) (heavy
+    traffic: Kingman 1962, "On queues in heavy traffic", J. Royal Statistical Society B 24(2)). Service times
+    that vary add to that; `_SURE` leaves room for it.
+    """
+    rows = rows[np.isfinite(rows[latency]) & (rows["error"] == 0)]
+    if len(rows) < _LEAST:
+        return None
+    half = rows[len(rows) // 2 :]
+    x, y = half["issued"], half[latency].astype(np.float64)
+    centred = x - x.mean()
+    if not (spread := float((centred**2).sum())):
+        return None
+    slope = float((centred * y).sum()) / spread
+    apart = y - y.mean() - slope * centred
+    fitted = math.sqrt(float((apart**2).sum()) / (len(half) - 2) / spread)
+    wander = 1 / math.sqrt(len(half) - 1)  # rate * T arrivals
+    level = float(y.mean() + slope * (x[-1] - x.mean()))
+    return Slope(slope - _SURE * math.hypot(fitted, wander), level, float(x[-1]))
+
+
+def kept_up(rows: NDArray[np.void]) -> dict[str, Any]:
+    """Return for `result.json` how a Server test's requests, in order of issue, came and were answered.
+
+    The rate of answers is that from the first to the last: what a system that is overloaded can do.
+    `queue_grew`: first tokens or whole answers came later and later (`queue_slope`); of disaggregated
+    instances the second may queue alone. None: too few requests to tell.
+    """
+    slopes = [queue_slope(rows, name) for name in ("ttft", "latency")]
+    known = [slope.least for slope in slopes if slope is not None]
+    return {
+        "offered_per_second": _rate(rows["issued"]),
+        "answered_per_second": _rate(rows["issued"] + rows["latency"]),
+        "queue_grew": max(known) > 0 if known else None,
+    }
+
+
+def _rate(times: NDArray[np.float64]) -> float | None:
+    """Return how many a second there are between the first and the last moment."""
+    lasted = float(times.max() - times.min()) if len(times) > 1 else 0.0
+    return round((len(times) - 1) / lasted, 4) if lasted > 0 else None

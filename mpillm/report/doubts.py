@@ -1,0 +1,49 @@
+"""Why a test that LoadGen calls VALID may not mean what it seems to: what every reader of it must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def doubts(result: Mapping[str, Any]) -> list[str]:
+    """Return for `result.json` what is doubtful of a test, a line each.
+
+    A VALID test with any must not be shown as good.
+    """
+    said = []
+    if result.get("queue_grew"):
+        said.append(f"the queue grew: {rates(result)}; answers came later and later")
+    if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
+        said.append(late)
+    return said
+
+
+def late_answers(goodput: Mapping[str, Any]) -> str:
+    """Return how many answers were late as a whole, if more than LoadGen would allow; "" otherwise.
+
+    It looks at no other latency than those of tokens.
+    """
+    late, allowed = goodput["late"].get("e2el", 0), goodput["late_allowed"]
+    if late <= allowed:
+        return ""
+    return f"{late:,} answers were later than {goodput['limits_ms']['e2el']:g} ms, {allowed:,} may be"
+
+
+def rates(result: Mapping[str, Any]) -> str:
+    """Return a Server test's rates in words: 300 queries/s offered, 179 answered; "" of other tests."""
+    offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
+    if offered is None or answered is None:
+        return ""
+    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered"
+
+
+def queue(result: Mapping[str, Any]) -> str:
+    """Return whether the queue of a Server test grew, in words."""
+    grew = result.get("queue_grew")
+    return "too few requests to tell" if grew is None else "grew" if grew else "did not grow"
+
+
+def without_limits(result: Mapping[str, Any]) -> bool:
+    """Return whether a Server test had no latency limit, so that LoadGen would call every rate VALID."""
+    return result.get("latency_limits") is False

@@ -1,0 +1,104 @@
+"""Whether a system kept up: on systems whose capacity is known."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mpillm.report.arrivals import kept_up
+from mpillm.report.doubts import doubts, queue, rates
+from mpillm.report.request_log import RECORD
+
+Service = Callable[[np.random.Generator, int], NDArray[np.float64]]
+
+SERVICES: dict[str, Service] = {
+    "equal": lambda random, n: np.full(n, 0.1),
+    "exponential": lambda random, n: random.exponential(0.1, n),
+    "batches": lambda random, n: random.choice([0.02, 0.18], n),
+}
+SERVERS = 16
+CAPACITY = SERVERS / 0.1
+
+
+def behind(
+    load: float, n: int, service: Service, seed: int, *, streamed: bool = True, first_s: float | None = None
+) -> np.ndarray[Any, Any]:
+    """Return the requests of a queue with a known capacity.
+
+    `first_s`: first tokens come so early, as those of a context instance whose generation instance queues.
+    """
+    random = np.random.default_rng(seed)
+    issued = np.cumsum(random.exponential(1 / (load * CAPACITY), n))
+    free = [0.0] * SERVERS
+    rows = np.zeros(n, RECORD)
+    for i, (time, takes) in enumerate(zip(issued.tolist(), service(random, n).tolist(), strict=True)):
+        begun = max(time, heapq.heappop(free))
+        heapq.heappush(free, begun + takes)
+        first = first_s if first_s is not None else begun - time + 0.01
+        rows[i] = (time, first if streamed else np.nan, begun - time + takes, 0, 8, 0)
+    return rows
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("how", ["streamed", "whole answers", "generation alone"])
+def test_an_overloaded_system_is_known(service: str, how: str) -> None:
+    """300 offered, 179 answered is a load of 1.68."""
+    for seed in range(5):
+        for load, n in ((1.68, 500), (1.25, 4000)):
+            rows = behind(
+                load,
+                n,
+                SERVICES[service],
+                seed,
+                streamed=how != "whole answers",
+                first_s=0.02 if how == "generation alone" else None,
+            )
+            found = kept_up(rows)
+            assert found["queue_grew"], (seed, load)
+            assert found["answered_per_second"] == pytest.approx(CAPACITY, rel=0.15)
+            assert found["offered_per_second"] == pytest.approx(load * CAPACITY, rel=0.15)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("load", [0.3, 0.8, 0.95])
+def test_a_queue_that_only_wanders_is_not_called_growing(service: str, load: float) -> None:
+    for seed in range(20):
+        for n in (200, 1500):
+            found = kept_up(behind(load, n, SERVICES[service], seed))
+            assert found["queue_grew"] is False, (seed, n)
+    assert found["answered_per_second"] == pytest.approx(found["offered_per_second"], rel=0.05)
+
+
+def test_a_system_whose_answers_take_a_part_of_the_test_keeps_up() -> None:
+    """Without a queue open requests become more at first, but no answer comes later than another."""
+    random = np.random.default_rng(1)
+    rows = np.zeros(2000, RECORD)
+    rows["issued"] = np.cumsum(random.exponential(0.01, 2000))
+    rows["ttft"], rows["latency"] = 0.1, random.uniform(5, 15, 2000)
+    assert kept_up(rows)["queue_grew"] is False
+
+
+def test_too_few_requests_tell_nothing() -> None:
+    found = kept_up(behind(3.0, 60, SERVICES["equal"], 0))
+    assert found["queue_grew"] is None and queue(found) == "too few requests to tell"
+    one = kept_up(np.zeros(1, RECORD))
+    assert one == {"offered_per_second": None, "answered_per_second": None, "queue_grew": None}
+    assert rates(one) == "" and not doubts(one)
+
+
+def test_errors_are_no_quick_answers() -> None:
+    rows = behind(1.68, 1000, SERVICES["equal"], 0)
+    rows["error"][800:], rows["latency"][800:], rows["ttft"][800:] = 1, 0.001, np.nan
+    assert kept_up(rows)["queue_grew"]
+
+
+def test_the_doubt_names_both_rates() -> None:
+    result = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
+    assert doubts(result) == [
+        "the queue grew: 300 queries/s offered, 179 answered; answers came later and later"
+    ]
