@@ -55,6 +55,8 @@ def _print(result: dict[str, Any]) -> None:
     for name, run in zip(names, result["runs"], strict=True):
         counted = f"{run['samples']:,} samples, {run['errors']} errors"
         print(f"{name}  {run['directory']}: {run['scenario']}, {run['status']}, {counted}")
+        for line in (*(f"doubtful: {one}" for one in run["doubts"]), *run["environment"]):
+            print(f"   {line}")
     print()
     if result["options"]:
         rows = [["options", *names]]

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_second
+from mpillm.files import read_object
 from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests, tpot_s
+from mpillm.report.run_environment import ENVIRONMENT, differences
 from mpillm.report.run_files import RunFiles
 
 Rows = NDArray[np.void]
@@ -131,6 +133,17 @@ def differing_options(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values[1:])]
 
 
+def environment_lines(first: ComparedRun, one: ComparedRun, where: tuple[str, str]) -> list[str]:
+    """Return what differs in the software and the machine of two runs, a line each, as `rerun` says it.
+
+    Raises ConfigError if a run's environment.json is damaged.
+    """
+    files = [run.files.path / ENVIRONMENT for run in (first, one)]
+    if one is first or not all(file.exists() for file in files):
+        return []
+    return differences(read_object(files[0]), read_object(files[1]), where)
+
+
 def _flat(files: RunFiles) -> Iterator[tuple[str, Any]]:
     for name in files.config.keys() - _NOT_COMPARED:
         value = files.value(name)
@@ -161,6 +174,8 @@ def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
                 "scenario": run.scenario,
                 "samples": len(run.rows),
                 "errors": int(run.rows["error"].sum()),
+                "doubts": list(run.files.result.get("doubts") or []),
+                "environment": environment_lines(runs[0], run, ("in A", "here")),
             }
             for run in runs
         ],

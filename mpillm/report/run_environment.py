@@ -43,17 +43,20 @@ def describe_environment(mpi: str | None = None) -> dict[str, Any]:
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], where: tuple[str, str] = ("then", "now")
+) -> list[str]:
     """Return a line for each thing that differs; what one of the two does not say is passed over."""
+    first, second = where
     lines = []
     for name in (name for name in then if name in now and None not in (then[name], now[name])):
         old, new = then[name], now[name]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for key in sorted(old.keys() | new.keys()):
                 if old.get(key) != new.get(key):
-                    lines.append(f"{key}: {old.get(key, 'none')} then, {new.get(key, 'none')} now")
+                    lines.append(f"{key}: {old.get(key, 'none')} {first}, {new.get(key, 'none')} {second}")
         elif old != new:
-            lines.append(f"{name.replace('_', ' ')}: {old or 'none'} then, {new or 'none'} now")
+            lines.append(f"{name.replace('_', ' ')}: {old or 'none'} {first}, {new or 'none'} {second}")
     return lines
 
 

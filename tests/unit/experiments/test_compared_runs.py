@@ -108,3 +108,17 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         assert message in said and said.count("mpillm:") == 1
     assert main(["compare", str(good)]) == 2
     assert "two or more run directories" in capsys.readouterr().err
+
+
+def test_another_environment_and_doubts_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options alike are no runs alike."""
+    a, b = run(tmp_path / "a", 0.1), run(tmp_path / "b", 0.2)
+    for folder, commit, torch in ((a, "1111", "2.12"), (b, "2222", "2.13")):
+        environment = {"commit": commit, "packages": {"torch": torch, "numpy": "2.4"}, "host": "n0"}
+        (folder / "environment.json").write_text(json.dumps(environment))
+    result = json.loads((b / "result.json").read_text())
+    (b / "result.json").write_text(json.dumps(result | {"doubts": ["the queue grew"]}))
+    assert main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "commit: 1111 in A, 2222 here" in out and "torch: 2.12 in A, 2.13 here" in out
+    assert "numpy" not in out and "host" not in out and out.count("doubtful: the queue grew") == 1
