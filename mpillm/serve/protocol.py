@@ -63,6 +63,9 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "chat_template": (),
+    "chat_template_kwargs": ({},),  # this and the next two change the prompt of a chat
+    "reasoning_effort": (),
+    "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
