@@ -66,7 +66,7 @@ class CpuLayers:
         kept = () if part.model.features is None else part.model.features.layers
         layers = []
         for i, layer in enumerate(part.model.layers):
-            if not isinstance(layer.mlp, Mlp):
+            if not isinstance(layer.mlp, Mlp) or layer.qkv_bias is not None or layer.qk_norms is not None:
                 return None
             linears = [_linear(linear) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
             if None in linears:

@@ -383,3 +383,23 @@ def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
     core = make_core(tmp_path, kv_cache_dtype="fp8", gpu_bytes=8 << 30, device=0, **options)
     assert core.engine.worker.part.cache.keys.dtype == torch.float8_e4m3fn
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 17
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
+def test_families(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Biases and norms of heads: answers are transformers', in fp8 those of another run of first tokens."""
+    from tests.e2e.test_families import make_family
+
+    make_family(name, tmp_path)
+    prompts = random_prompts(list(range(1, 60, 3)))
+    prompts = [[3 + token % 300 for token in prompt] for prompt in prompts]
+    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="float32", **options)
+    found = answer(core, make_batch(prompts))
+    if options:
+        again = make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="float32", max_batch_size=3, **options)
+        same = [a[:1] == b[:1] for a, b in zip(found, answer(again, make_batch(prompts)), strict=True)]
+    else:
+        on_cpu = make_core(tmp_path, dtype="float32")
+        same = [a == b for a, b in zip(found, answer(on_cpu, make_batch(prompts)), strict=True)]
+    assert sum(same) >= len(prompts) - 1

@@ -1,4 +1,4 @@
-"""The shape of a Llama or Mixtral, read from `config.json` without torch and without reading weights.
+"""The shape of a model, read from `config.json` without torch and without reading weights.
 
 A model is a Hugging Face folder (`config.json`, `*.safetensors`, `generation_config.json`) or the name of a
 preset: a `config.json` that comes with mpillm, for seeded random weights. `model_info` checks it for a run.
@@ -15,11 +15,11 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
+from mpillm.engine.model.families import FAMILIES, Family
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.files import read_object
 
 PRESETS = Path(__file__).parent / "presets"
-SUPPORTED = ("LlamaForCausalLM", "MixtralForCausalLM")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
 # As safetensors names them
 CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
@@ -38,7 +38,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama or Mixtral: the fields of `config.json` that its tokens depend on."""
+    """The shape of a model: the fields of `config.json` that its tokens depend on."""
 
     vocab_size: int
     hidden_size: int
@@ -53,10 +53,17 @@ class ModelConfig:
     rope_scaling: RopeScaling
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    family: Family = FAMILIES["LlamaForCausalLM"]
+    sliding_window: int | None = None  # tokens that a token sees; None: all
     n_experts: int = 0  # 0: dense
     n_experts_per_token: int = 0
     quantization: str = "none"  # of the checkpoint: none, int8 or fp8
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that is computed right: attention here sees all of them."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have."""
@@ -76,6 +83,13 @@ class ModelConfig:
                 f"model.layers.{i}.self_attn.o_proj.weight": (h, self.n_heads * d),
                 f"model.layers.{i}.post_attention_layernorm.weight": (h,),
             }
+            if self.family.qkv_bias:
+                heads = {"q": self.n_heads, "k": self.n_kv_heads, "v": self.n_kv_heads}
+                shapes |= {
+                    f"model.layers.{i}.self_attn.{name}_proj.bias": (n * d,) for name, n in heads.items()
+                }
+            if self.family.qk_norm:
+                shapes |= {f"model.layers.{i}.self_attn.{name}_norm.weight": (d,) for name in ("q", "k")}
             mlp = ("gate_proj", "up_proj", "down_proj")
             parts = [(f"model.layers.{i}.mlp", mlp)]
             if self.n_experts:
@@ -142,12 +156,16 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
 
 def check_architecture(raw: dict[str, Any], source: Path) -> None:
     """Raise ConfigError if the torch core does not support the architecture in `config.json`'s `raw`."""
-    names = raw.get("architectures") or [str(raw.get("model_type"))]
-    if names[0] not in SUPPORTED:
-        supported = ", ".join(SUPPORTED)
+    name = _architecture(raw)
+    if name not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{source}: architecture {names[0]} is not supported by the torch core; supported: {supported}"
+            f"{source}: architecture {name} is not supported by the torch core; supported: {supported}"
         )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    return str((raw.get("architectures") or [raw.get("model_type")])[0])
 
 
 def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
@@ -168,23 +186,31 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
         ("attention_bias", (False, None)),
         ("mlp_bias", (False, None)),
         ("hidden_act", ("silu", None)),
-        ("sliding_window", (None,)),
         ("partial_rotary_factor", (1, None)),
     ):
         if raw.get(name) not in allowed:
             raise ConfigError(f"{source}: {name} {json.dumps(raw[name])} is not supported by the torch core")
+    family = FAMILIES.get(_architecture(raw), Family())  # which the caller has checked
+    window: int | None = None
+    if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False:
+        if not family.may_slide:
+            raise ConfigError(
+                f"{source}: sliding_window {json.dumps(raw['sliding_window'])} is not supported by the torch"
+                f" core for {_architecture(raw)}"
+            )
+        window = integer("sliding_window")
     hidden, heads = integer("hidden_size"), integer("num_attention_heads")
     kv_heads = integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if raw.get("head_dim") is None and hidden % heads:
+    if raw.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise ConfigError(
             f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
             " and there is no head_dim"
         )
-    head_dim = integer("head_dim", hidden // heads)
+    head_dim = integer("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
@@ -205,6 +231,9 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
                 f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"
                 f" of {experts['n_experts']} experts"
             )
+    if bool(experts) != family.has_experts:
+        said = "has" if experts else "has no"
+        raise ConfigError(f"{source}: {_architecture(raw)} {said} num_local_experts")
     return ModelConfig(
         vocab_size=integer("vocab_size"),
         hidden_size=hidden,
@@ -219,6 +248,8 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
         rope_scaling=_rope_scaling(rope, source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=dtype,
+        family=family,
+        sliding_window=window,
         quantization=quantization,
         kv_quantization=kv_quantization,
         **experts,

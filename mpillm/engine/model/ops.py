@@ -51,6 +51,11 @@ def add_norm(
     assert not rounds and not isinstance(delta, Partial)
     if delta is not None:
         x.add_(scaled(delta))
+    return norm(x, weight, eps)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of x times weight, over the last dimension."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

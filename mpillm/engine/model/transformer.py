@@ -1,4 +1,4 @@
-"""Llama and Mixtral, over a flat batch: a step's tokens are rows, whatever sequence they belong to.
+"""Llama and its relatives (`families`), over a flat batch: a step's tokens are rows, whatever their sequence.
 
 `Weights` reorders the rows of the q and k projections so that the values that a rotary embedding pairs are
 adjacent; the rotation is then one complex product, in place. Scores do not change; cached keys keep that
@@ -156,6 +156,11 @@ class Layer:
         prefix = f"model.layers.{index}"
         self.input_norm = weights.get(f"{prefix}.input_layernorm")
         self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
+        family, attention = weights.config.family, f"{prefix}.self_attn"
+        self.qkv_bias = weights.bias(f"{attention}.qkv_proj") if family.qkv_bias else None
+        self.qk_norms: tuple[Tensor, Tensor] | None = None  # of a head of q, and of k
+        if family.qk_norm:
+            self.qk_norms = weights.get(f"{attention}.q_norm"), weights.get(f"{attention}.k_norm")
         self.o = weights.linear(f"{prefix}.self_attn.o_proj")
         self.post_norm = weights.get(f"{prefix}.post_attention_layernorm")
         self.mlp: Mlp | Mixture
@@ -166,7 +171,7 @@ class Layer:
 
 
 class Llama:
-    """This rank's weights and part of the forward pass, for Llama and Mixtral.
+    """This rank's weights and part of the forward pass.
 
     Holds no state of sequences.
     """
@@ -181,7 +186,8 @@ class Llama:
         self.config = config
         self._groups = groups
         self._ops = ops
-        self._n_heads = layout.n_heads(config) + 2 * _length(layout.kv_heads(config))
+        self._n_q, self._n_kv = layout.n_heads(config), _length(layout.kv_heads(config))
+        self._n_heads = self._n_q + 2 * self._n_kv
         self.layers = [Layer(weights, i, layout.experts(config), ops) for i in layout.layers(config)]
         self.lm_head: Linear | None = None
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
@@ -279,6 +285,15 @@ class Llama:
         qkv = self.layers[layer].qkv.unscaled(normed)
         if adapters is not None:
             adapters.add(layer, "qkv", normed, qkv)
+        if (bias := self.layers[layer].qkv_bias) is not None:
+            qkv = self._ops.scaled(qkv).add_(bias)
+        if (norms := self.layers[layer].qk_norms) is not None:
+            heads = self._by_head(self._ops.scaled(qkv))
+            assert isinstance(heads, Tensor)
+            n_q, n_kv = self._n_q, self._n_kv
+            for part, weight in zip((heads[:, :n_q], heads[:, n_q : n_q + n_kv]), norms, strict=True):
+                part.copy_(ops.norm(part, weight, self.config.rms_norm_eps))
+            return heads
         return self._by_head(qkv)
 
     def _rest(

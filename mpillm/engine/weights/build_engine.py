@@ -97,6 +97,9 @@ def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterat
         yield from zip(map(held_kv_scales, layers), kv_scales, strict=True)
     for name in planned:
         layer, _, kind = name.rpartition(".")
+        if kind == "bias":
+            yield name, shards.bias(layer)
+            continue
         if kind != "weight":
             continue  # scales come with their weight
         if not is_linear(name):

@@ -74,10 +74,11 @@ def rank_entries(
     """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in layout.shapes(model).items():
-        layer, dot, last = name.removesuffix(".weight").rpartition(".")
+        whole, _, kind = name.rpartition(".")
+        layer, dot, last = whole.rpartition(".")
         fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
-        held = f"{layer}{dot}{fused}.weight"
-        shapes[held] = (shapes[held][0] + shape[0], shape[1]) if held in shapes else shape
+        held = f"{layer}{dot}{fused}.{kind}"
+        shapes[held] = (shapes[held][0] + shape[0], *shape[1:]) if held in shapes else shape
     made: dict[str, Entry] = {}
     for held, shape in shapes.items():
         made |= stored(held, shape, dtype, quantization)

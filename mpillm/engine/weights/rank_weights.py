@@ -41,6 +41,10 @@ class Weights(ABC):
         """Do the work of `get`."""
 
     @abstractmethod
+    def bias(self, name: str) -> Tensor:
+        """Return what is added to a product (see `matrix`): floats [out]."""
+
+    @abstractmethod
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return a linear projection, maybe fused (see `FUSED`): [out, in].
 
@@ -76,8 +80,18 @@ class Shards(Weights):
         self._quantization = quantization
 
     def _floats(self, name: str) -> Tensor:
-        name += ".weight"
-        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
+        return self._vector(f"{name}.weight")
+
+    def bias(self, name: str) -> Tensor:
+        prefix, _, last = name.rpartition(".")
+        return torch.cat([self._vector(f"{prefix}.{part}.bias") for part in FUSED.get(last, (last,))])
+
+    def _vector(self, name: str) -> Tensor:
+        """Return the part of a parameter that is never quantised; that of q and k in `model`'s order."""
+        part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
+        if name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
+            return rotary_order(part[:, None], self.config.head_dim)[:, 0].contiguous()
+        return part
 
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         prefix, _, last = name.rpartition(".")
@@ -134,6 +148,9 @@ class Built(Weights):
 
     def _floats(self, name: str) -> Tensor:
         return self._tensor(f"{name}.weight")
+
+    def bias(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.bias")
 
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         weight = self._tensor(f"{name}.weight")

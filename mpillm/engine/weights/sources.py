@@ -78,7 +78,8 @@ class DummyWeights:
             return torch.ones(1, device=self._device)
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, device=self._device)[rows]
+            made = torch.zeros if name.endswith(".bias") else torch.ones
+            return made(shape, device=self._device)[rows]
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
         by_row, by_column = (
             _mixed(
