@@ -48,6 +48,7 @@ COMMANDS = {
     "rerun": "repeat the run of a run directory, and say what is different",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
     "report": "write the page of a run, report.html, again",
+    "runs": "list runs, newest first, and write an index page of them",
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
     "submission": "arrange runs as a submission to MLPerf Inference",

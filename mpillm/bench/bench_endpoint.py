@@ -16,6 +16,7 @@ import numpy as np
 from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
 from mpillm.bench.endpoint_client import EndpointClient
+from mpillm.bench.endpoint_page import endpoint_page
 from mpillm.bench.load_test import LoadTest, arrivals
 from mpillm.bench.serving_report import DETAILS, numbers, table
 from mpillm.config.values import Values
@@ -27,7 +28,8 @@ from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
-from mpillm.files import write_json
+from mpillm.files import write_json, write_text
+from mpillm.report.run_directory import path_shown, series_folder
 
 # What is not said: of a test, and of --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
@@ -106,6 +108,7 @@ class Options(Values):
         group="benchmark",
     )
     result_filename = Field("result_filename", "write the result as JSON to this file", group="benchmark")
+    log_dir = Field("log_dir", "folder for the page [default: build/runs/TIME-endpoint]", group="benchmark")
     save_detailed = Field(
         "save_detailed",
         "with the latencies and texts of each request",
@@ -141,7 +144,8 @@ def main(config: Options) -> int:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
     result |= numbers(test.records, result["duration"], percentiles, limits)
-    print("\n".join(table(result, percentiles, config.request_rate, values["max_concurrency"])))
+    lines = list(table(result, percentiles, config.request_rate, values["max_concurrency"]))
+    print("\n".join(lines))
     busy = result["client_busy_fraction"]
     print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
     if busy > _BUSY and not config.null:
@@ -149,6 +153,11 @@ def main(config: Options) -> int:
     if config.result_filename:
         kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
         write_json(Path(config.result_filename), kept)
+    folder = series_folder(config.log_dir, "endpoint")
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "endpoint.html"
+    write_text(page, endpoint_page(config.url or "--null", result, test.records, lines, limits))
+    print(f"page  {path_shown(page)}")
     errors = [error for error in result["errors"] if error]
     for text in dict.fromkeys(errors[:10]):
         print(f"mpillm: {text}", file=sys.stderr)

@@ -12,19 +12,14 @@ from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
+from mpillm.experiments.ab_page import ab_page
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
-from mpillm.experiments.run_series import (
-    GROUP,
-    RankedOptions,
-    mpirun_words,
-    parse_series,
-    series_folder,
-)
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.table import table
 from mpillm.fields import Field
-from mpillm.files import write_json
-from mpillm.report.run_directory import path_shown
+from mpillm.files import write_json, write_text
+from mpillm.report.run_directory import path_shown, series_folder
 
 
 class Options(RankedOptions):
@@ -83,6 +78,9 @@ def main(argv: Sequence[str]) -> int:
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{_words(verdict, options.pairs)}")
+    page = folder / "ab.html"
+    write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs)))
+    print(f"\npage  {path_shown(page)}")
     if options.output:
         said = {"A": sides["A"], "B": sides["B"], "metric": metric, "pairs": pairs}
         write_json(Path(options.output), said | {"verdict": asdict(verdict) | {"real": verdict.real}})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.report.run_directory import RunDirectory
+from mpillm.report.run_list import run_path
 from mpillm.submission.score_run import read_accuracy_run, score_run
 from mpillm.submission.scores import Scores
 from mpillm.submission.targets import Check
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """Score the run. The exit code is DONE whatever the scores are: they are a result."""
     parser = _parser()
     options = collect(argv, _Options, parser)
-    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
+    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir))
     answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated)
     target = 100 * float(run.config["accuracy_target"])
     # scoring may take minutes

@@ -22,20 +22,15 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
 from mpillm.experiments.advise.planning import plan_of, prepared, world_size
+from mpillm.experiments.advise_page import advise_page
 from mpillm.experiments.option_grid import curve, figures, pareto
-from mpillm.experiments.run_series import (
-    GROUP,
-    SeriesOptions,
-    must_have_verdict,
-    parse_series,
-    series_folder,
-)
+from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
 from mpillm.experiments.table import table
 from mpillm.fields import Field, positive
 from mpillm.fields.loadgen import LoadgenFields
-from mpillm.files import write_json
+from mpillm.files import write_json, write_text
 from mpillm.loadgen.issue_order import issue_order
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.run.in_turn import without
 from mpillm.runs.whole_runs import run_in
@@ -124,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     print(_pareto(predicted, _of(found)))
     chosen = best(predicted, max(_PROPOSED, options.verify or 0))
     print("\n" + _proposals(chosen[:_PROPOSED], words, ranks, limits_ms))
-    verified = []
+    verified, errors = [], ""
     if options.verify:
         tried = chosen[: options.verify]
         print(f"\nverifying the best {len(tried)}", flush=True)
@@ -143,7 +138,13 @@ def main(argv: Sequence[str]) -> int:
             return from_steps_of(one, calibrator.again(one.candidate, rate, len(issued.indices)))
 
         verified = _verify(folder, tried, words, mpirun, options.repeats, just_before, from_steps_of)
-        print("\n" + _errors(tried, verified))
+        errors = _errors(tried, verified)
+        print("\n" + errors)
+    page = folder / "advise.html"
+    ways = [(_label(one.candidate), one.figures) for one in predicted]
+    proposals = _proposals(chosen[:_PROPOSED], words, ranks, limits_ms)
+    write_text(page, advise_page(folder, ways, _of(found), proposals, errors))
+    print(f"\npage  {path_shown(page)}")
     if options.output:
         write_json(
             Path(options.output),

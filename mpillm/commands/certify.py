@@ -18,6 +18,7 @@ from mpillm.report.certificate import certificate, certificate_table
 from mpillm.report.repeat import repeated
 from mpillm.report.run_directory import CERTIFICATE
 from mpillm.report.run_files import RunFiles
+from mpillm.report.run_list import run_path
 
 BESIDE = "certify"  # the run's folder in the run directory
 # Options of what computes: the dummy core takes none of them, and its instances are laid out alike.
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
-    run = RunFiles.read(Path(parser.parse_args(argv).run_dir))
+    run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
     if not run.result.get("samples") or run.result.get("status") not in ("VALID", "INVALID"):
         raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
     with as_written(run.path):  # before the test, which may take long

@@ -12,10 +12,10 @@ from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page
 from mpillm.experiments.compared_runs import ComparedRun, compare
 from mpillm.experiments.intervals import BLOCKS, LEAST_PER_BLOCK
-from mpillm.experiments.run_series import series_folder
 from mpillm.experiments.table import change_text, run_names, table, value_text
 from mpillm.files import write_json, write_text
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_list import run_path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if len(options.directories) < 2:
         raise ConfigError("compare: expected two or more run directories")
-    runs = [ComparedRun.read(Path(name)) for name in options.directories]
+    runs = [ComparedRun.read(run_path(name)) for name in options.directories]
     if len(scenarios := {run.scenario for run in runs}) > 1:
         raise ConfigError(f"compare: runs of different scenarios ({', '.join(sorted(scenarios))})")
     result = compare(runs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
@@ -11,6 +10,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.sampling import GenerationFields
 from mpillm.report.run_directory import RunDirectory
+from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
-    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
+    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir))
     result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
     print(f"{result.test}: {result.samples} answers\n{result.text}{run.path / result.test}")
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

@@ -12,17 +12,14 @@ from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.experiments.run_series import (
-    GROUP,
-    RankedOptions,
-    mpirun_words,
-    parse_series,
-    series_folder,
-)
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
+from mpillm.experiments.search_page import search_page
 from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import Field, seconds
-from mpillm.files import write_json
-from mpillm.report.run_directory import path_shown
+from mpillm.files import write_json, write_text
+from mpillm.report.page.facts import limits_ms
+from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_files import RunFiles
 
 
 class Options(RankedOptions):
@@ -78,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
         if best is not None:
             length = "" if best.full else ", by a short test only"
             print(f"\nbest so far                {best.rate:.5g} per second{length}: {best.folder}")
+        _leave_page(tests, record, None)
         print(f"to go on: the same command with --log_dir {path_shown(tests.folder)}", flush=True)
         raise
 
@@ -109,6 +107,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     for name, value in best.figures.items():
         print(f"{name.replace('_', ' '):<26} {value:.5g}")
     print(f"confirming run             {path_shown(Path(best.folder))}")
+    _leave_page(tests, record, found.too_high)
     if options.output:
         said = {
             "rate": best.rate,
@@ -118,6 +117,14 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         }
         write_json(Path(options.output), said)
     return ExitCode.DONE
+
+
+def _leave_page(tests: RateTests, record: SearchRecord, too_high: float | None) -> None:
+    page = tests.folder / "find-max-qps.html"
+    # A test that was stopped early has no result that says its limits.
+    limits = next((limits_ms(RunFiles.read(Path(one.folder))) for one in record.tests if one.figures), {})
+    write_text(page, search_page(tests.folder, record.tests, too_high, limits))
+    print(f"page                       {path_shown(page)}", flush=True)
 
 
 def _has_rate(words: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
@@ -11,6 +10,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields.results import OutputFields
 from mpillm.report.page.page import write_page
 from mpillm.report.run_directory import path_shown
+from mpillm.report.run_list import run_path
 
 
 class _Options(Values):
@@ -38,5 +38,5 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = collect(argv, _Options, parser)
     for folder in parser.parse_args(argv).run_dirs:
-        print(path_shown(write_page(Path(folder), options.price_per_gpu_hour).absolute()))
+        print(path_shown(write_page(run_path(folder), options.price_per_gpu_hour).absolute()))
     return ExitCode.DONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from launch import mpirun
 from mpillm.config.values import Values, collect
@@ -16,6 +15,7 @@ from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles
+from mpillm.report.run_list import run_path
 
 _GROUP = "rerun"
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
-    run = RunFiles.read(Path(parser.parse_args(argv).run_dir))
+    run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
     words, notes = repeated(run)
     for note in notes:
         print(f"  {note}")

@@ -12,10 +12,11 @@ from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
 from mpillm.fields.results import OutputFields
+from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file
 from mpillm.submission.rules import MEASUREMENTS, folder_name
-from mpillm.submission.runs import group, read_run
+from mpillm.submission.submitted_runs import group, read_run
 from mpillm.submission.summary import summary
 from mpillm.submission.system import (
     SYSTEM_FIELDS,
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.output:
         raise ConfigError("mpillm submission: --output is missing: the folder to write to")
     submitter = folder_name("submitter", options.submitter)
-    paths = [Path(path) for path in parser.parse_args(argv).run_dirs]
+    paths = [run_path(path) for path in parser.parse_args(argv).run_dirs]
     for path in paths:
         if sum(path.resolve() == other.resolve() for other in paths) > 1:
             raise ConfigError(f"{path} is given twice")

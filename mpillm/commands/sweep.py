@@ -20,18 +20,12 @@ from mpillm.experiments.option_grid import (
     pareto,
     points,
 )
-from mpillm.experiments.run_series import (
-    GROUP,
-    RankedOptions,
-    mpirun_words,
-    parse_series,
-    series_folder,
-)
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.sweep_page import COLUMNS, per, sweep_page
 from mpillm.experiments.table import cell, table, values_text
 from mpillm.fields import Field
 from mpillm.files import write_json, write_text
-from mpillm.report.run_directory import path_shown, unused
+from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
 
@@ -70,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
         for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
     ]
     front = pareto(found)
+    fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, found, front))
     if options.output:
         write_json(Path(options.output), {"points": found, "pareto": front})
-    write_text(folder / "sweep.html", sweep_page(folder, found, front))
+    write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))
     print(f"\npage  {path_shown(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
 

@@ -10,10 +10,12 @@ import numpy as np
 
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
 from mpillm.experiments.table import change_text, run_names, value_text
-from mpillm.report.page.charts import Chart
+from mpillm.report.page.charts import MARKED, Chart
 from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
 from mpillm.report.page.facts import limits_ms
+from mpillm.report.page.numbers import milliseconds
 
+_HEADLINES = ("samples/s", "tokens/s", "TTFT p99", "TPOT p99", "latency p99")
 _POINTS = 150  # of each run's distribution
 _TITLES = {"TTFT": "Time to first token", "TPOT": "Time per output token", "latency": "End to end"}
 
@@ -41,8 +43,28 @@ def _head(result: Mapping[str, Any], names: Sequence[str], folder: Path) -> str:
     )
     return (
         f"<header><h1>Runs compared, {escape(result['runs'][0]['scenario'])}</h1>"
-        f'<ul class="runs">{rows}</ul></header>'
+        f'<p><strong>{escape(headline(result, names))}</strong></p><ul class="runs">{rows}</ul></header>'
     )
+
+
+def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return in a sentence by what the runs differ from the first, better or worse."""
+    said = []
+    for i, name in enumerate(names[1:], 1):
+        found: list[str] = []
+        for one in result["figures"]:
+            cell = one["runs"][i]
+            if one["figure"] in _HEADLINES and cell is not None and cell.get("differs"):
+                judged = "better" if is_better(one["figure"], cell["change"]) else "worse"
+                found.append(f"{one['figure']} {100 * cell['change']:+,.3g} % ({judged})")
+        rest = "no difference that one run can tell" if not found else ", ".join(found)
+        said.append(f"{name} against {names[0]}: {rest}")
+    return "; ".join(said) + "."
+
+
+def is_better(figure: str, change: float) -> bool:
+    """Return whether a change is for the better: more of a rate, less of a latency."""
+    return (change > 0) == figure.endswith("/s")
 
 
 def _options(result: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -57,24 +79,25 @@ def _options(result: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _figures(result: Mapping[str, Any], names: Sequence[str]) -> str:
     changes = [cell for one in result["figures"] for cell in one["runs"] if _known(cell)]
-    reach = max((abs(cell["change"]) + cell["change_half_width"] for cell in changes), default=0.0)
+    reach = min(1.0, max((abs(cell["change"]) + cell["change_half_width"] for cell in changes), default=0.0))
     rows = []
     for one in result["figures"]:
         row = [f"{one['figure']} {one['unit']}".rstrip(), _unbroken(value_text(one["runs"][0]))]
         for cell in one["runs"][1:]:
             row += [
                 _unbroken(value_text(cell)),
-                _unbroken(change_text(cell)),
-                _whisker(cell, min(reach, 1.0)),
+                _judged(one["figure"], cell),
+                _whisker(one["figure"], cell, reach),
             ]
         rows.append(row)
     columns = ["figure", names[0]]
     for name in names[1:]:
-        columns += [name, f"{name} against {names[0]}", ""]
+        columns += [name, f"{name} against {names[0]}", _axis(reach)]
     note = (
         '<p class="note">± and the bars: 95 % confidence intervals, from blocks of neighbouring requests of'
-        " each run. * and a coloured bar: the interval of the change leaves out 0. How much two runs of the"
-        " same options differ, one run can't tell: <code>ab</code> measures that.</p>"
+        " each run. * and a colour: the interval of the change leaves out 0; green is better, red is worse."
+        " How much two runs of the same options differ, one run can't tell: <code>ab</code> measures"
+        " that.</p>"
     )
     return section("Figures", columns, rows, note)
 
@@ -87,7 +110,29 @@ def _known(cell: Mapping[str, Any] | None) -> bool:
     return cell is not None and cell.get("change_half_width") is not None
 
 
-def _whisker(cell: Mapping[str, Any] | None, reach: float) -> Html:
+def _judged(figure: str, cell: Mapping[str, Any] | None) -> Html:
+    """Return a change, green if it is for the better, red if it is for the worse."""
+    return Html(f'<span class="{_kind(figure, cell)}">{escape(_unbroken(change_text(cell)))}</span>')
+
+
+def _kind(figure: str, cell: Mapping[str, Any] | None) -> str:
+    if cell is None or not cell.get("differs"):
+        return ""
+    return "better" if is_better(figure, cell["change"]) else "worse"
+
+
+def _axis(reach: float) -> Html:
+    """Return the axis of the pictures of changes."""
+    if not reach:
+        return Html("")
+    return Html(
+        f'<svg class="change" viewBox="0 0 200 18"><text x="4" y="13">{-100 * reach:+.3g} %</text>'
+        '<text x="100" y="13" text-anchor="middle">0</text>'
+        f'<text x="196" y="13" text-anchor="end">{100 * reach:+.3g} %</text></svg>'
+    )
+
+
+def _whisker(figure: str, cell: Mapping[str, Any] | None, reach: float) -> Html:
     """Return the interval of a change as a picture: 0 in the middle, -reach and +reach at the ends."""
     if cell is None or not _known(cell) or not reach:
         return Html("")
@@ -96,7 +141,8 @@ def _whisker(cell: Mapping[str, Any] | None, reach: float) -> Html:
         100 + 96 * max(-1.0, min(1.0, x / reach)) for x in (middle - half, middle, middle + half)
     )
     return Html(
-        f'<svg class="change{" differs" if cell["differs"] else ""}" viewBox="0 0 200 18" aria-hidden="true">'
+        f'<svg class="change {_kind(figure, cell)}" viewBox="0 0 200 18" aria-hidden="true">'
+        '<line class="zero" x1="4" y1="17.5" x2="196" y2="17.5"/>'
         '<line class="zero" x1="100" y1="0" x2="100" y2="18"/>'
         f'<line x1="{low:.1f}" y1="9" x2="{high:.1f}" y2="9"/>'
         f'<circle cx="{at:.1f}" cy="9" r="3.5"/></svg>'
@@ -119,7 +165,8 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
         chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")
         for i, (name, one) in enumerate(zip(names, values, strict=True)):
             share = 100 * np.searchsorted(one.round(4), x, side="right") / len(one)
-            chart.lines.append((name, share.round(2).tolist(), i))
+            known = ", ".join(f"p{p} {milliseconds(np.percentile(one, p))}" for p in MARKED)
+            chart.lines.append((f"{name}: {known}", share.round(2).tolist(), i))
         limits = {limits_ms(run.files).get(key.lower()) for run in runs}
         if len(limits) == 1 and (limit := limits.pop()):
             chart.limit = ("limit", limit)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from disagg.errors import ConfigError
@@ -15,7 +13,6 @@ from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import Field, positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
-from mpillm.report.run_directory import unused
 from mpillm.run.in_turn import ranks_of
 from mpillm.runs.whole_runs import EndedRun
 
@@ -53,12 +50,6 @@ def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple
 def mpirun_words(options: RankedOptions, config: RunConfig) -> list[str]:
     """Return the options of mpirun for a run with these options."""
     return ["-n", str(options.n or ranks_of(config)), *options.mpirun_options]
-
-
-def series_folder(log_dir: str | None, command: str) -> Path:
-    """Return the folder for what a command writes: --log_dir, or a new one."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(log_dir) if log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
 
 
 def must_have_verdict(ended: EndedRun, what: str) -> EndedRun:

@@ -11,11 +11,11 @@ from mpillm.report.page.charts import Chart
 from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
 
 COLUMNS = {
-    "status": "",
+    "status": "verdict",
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
-    "tokens_per_second_per_gpu": "per {of}",
-    "tokens_per_second_per_user": "per user",
+    "tokens_per_second_per_gpu": "tokens/s per {of}",
+    "tokens_per_second_per_user": "tokens/s per user",
     "ttft_p99_ms": "TTFT p99 ms",
     "tpot_p99_ms": "TPOT p99 ms",
 }
@@ -27,10 +27,18 @@ _NOTE = (
 )
 
 
-def sweep_page(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence[int]) -> str:
-    """Return the page. `found`: the points, as `sweep --output` writes them; `front`: those on the curve."""
+def sweep_page(
+    folder: Path,
+    found: Sequence[Mapping[str, Any]],
+    front: Sequence[int],
+    fixed: Mapping[str, str] | None = None,
+) -> str:
+    """Return the page. `found`: the points, as `sweep --output` writes them; `front`: those on the curve.
+
+    `fixed`: the options that all points have.
+    """
     of = per(found)
-    charts = [chart] if (chart := _curve(found, front, of)) else []
+    charts = [chart] if (chart := pareto_chart(found, front, of)) else []
     failed = sum(one["status"] == "FAILED" for one in found)
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(found)} points, {len(front)} on the Pareto"
@@ -42,8 +50,9 @@ def sweep_page(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence
             '<section class="missing"><h2>No Pareto curve</h2><p>No point has a time per output token:'
             " answers of one token have none, nor have cores that tell only whole answers.</p></section>"
         )
+    same = section("Options of all points", ("option", "value"), list((fixed or {}).items()))
     return document(
-        f"sweep: {folder.absolute().name}", (head, curve, _table(folder, found, front, of)), charts
+        f"sweep: {folder.absolute().name}", (head, curve, _table(folder, found, front, of), same), charts
     )
 
 
@@ -69,7 +78,8 @@ def _table(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence[int
     return section("All points", columns, rows) + failed
 
 
-def _curve(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> Chart | None:
+def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> Chart | None:
+    """Return throughput against speed for each user; None if no point has both."""
     known = sorted(
         (
             (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
@@ -82,7 +92,7 @@ def _curve(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) ->
     return Chart(
         "pareto",
         f"tokens/s per {of}, against tokens/s per user",
-        "",
+        f"tokens/s per {of}",
         [round(x, 4) for x, _, _ in known],
         [
             ("Pareto curve", [round(y, 4) if i in front else None for _, y, i in known], 0),

@@ -64,6 +64,12 @@ def unused(path: Path) -> Path:
     return found
 
 
+def series_folder(log_dir: str | None, command: str) -> Path:
+    """Return the folder for what a command writes: --log_dir, or a new one."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(log_dir) if log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
+
+
 def lock(folder: Path) -> None:
     """Keep other runs out of a run directory until this process ends, where the file system has locks.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -92,15 +92,7 @@ class RunFiles:
 
     @property
     def stopped_by(self) -> str:
-        """Return what a person or a batch system did that ended this run: "Ctrl-C in phase test"; else ""."""
-        failures = self.result.get("failures") or []
-        causes = [str(one.get("cause")) for one in failures]
-        if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
-            return ""
-        phase = self.result.get("phase")
-        return causes[0].removeprefix(_INTERRUPTED).removesuffix(")") + (
-            f" in phase {phase}" if phase else ""
-        )
+        return stopped_by(self.result)
 
     @property
     def failed_ranks(self) -> set[int]:
@@ -129,6 +121,16 @@ class RunFiles:
             index: Instance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
             for index, ranks in sorted(members.items())
         }
+
+
+def stopped_by(result: Mapping[str, Any]) -> str:
+    """Return what a person or a batch system did that ended a run: "Ctrl-C in phase test"; else ""."""
+    failures = result.get("failures") or []
+    causes = [str(one.get("cause")) for one in failures]
+    if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
+        return ""
+    who, phase = causes[0].removeprefix(_INTERRUPTED).removesuffix(")"), result.get("phase")
+    return f"{who} in phase {phase}" if phase else who
 
 
 class Instance(NamedTuple):

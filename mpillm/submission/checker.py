@@ -2,7 +2,7 @@
 
 Each function does one of its classes of checks (mlcommons/inference,
 tools/submission/submission_checker/checks, August 2026) and names the checks that fail. What the rules forbid
-but the checker accepts is in `mpillm.submission.runs`.
+but the checker accepts is in `mpillm.submission.submitted_runs`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mpillm.submission.rules import (
     has_scenarios,
     missing_scenarios,
 )
-from mpillm.submission.runs import Result, Run
 from mpillm.submission.scores import printed_scores
+from mpillm.submission.submitted_runs import Result, Run
 from mpillm.submission.targets import check
 from mpillm.workloads import Workload
 from mpillm.workloads.workload import Limits

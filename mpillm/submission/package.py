@@ -21,7 +21,7 @@ from mpillm.files import replace_folder, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.report.repeat import said_options, shown
 from mpillm.submission.compliance_tests import FILES
-from mpillm.submission.runs import Result, Run
+from mpillm.submission.submitted_runs import Result, Run
 
 _KEPT = 4096  # bytes kept at each end of an accuracy log
 _SOURCE = Path(mpillm.__file__).parents[1]

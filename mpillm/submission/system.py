@@ -21,7 +21,7 @@ from mpillm.submission.rules import (
     SYSTEM_MEANINGFUL,
     SYSTEM_TYPES,
 )
-from mpillm.submission.runs import Run
+from mpillm.submission.submitted_runs import Run
 
 SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 _NOT_APPLICABLE = "N/A"

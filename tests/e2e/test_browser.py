@@ -15,6 +15,7 @@ from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.sweep_page import sweep_page
 from mpillm.report.page.page import write_page
 from tests.helpers.run_directories import comparable_run, make_run, write
+from tests.helpers.series_pages import PAGES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -63,11 +64,13 @@ def several_runs(folder: Path) -> dict[str, Path]:
     ]
     page = folder / "sweep.html"
     page.write_text(sweep_page(folder, found, pareto(found)))
-    return {"compare": folder / "compare.html", "sweep": page}
+    for name, make in PAGES.items():
+        (folder / f"{name}.html").write_text(make(folder))
+    return {name: folder / f"{name}.html" for name in ("compare", "sweep", *PAGES)}
 
 
 def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
-    charts = {"compare": 3, "sweep": 1}
+    charts = {"compare": 3, "sweep": 1, "search": 2, "ab": 1, "advise": 1, "endpoint": 6}
     for name, page in several_runs(tmp_path).items():
         assert drawn(page, tmp_path).count("<canvas") == charts[name], name
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from mpillm.report.page.facts import Facts, floats, limits_ms
 _MOST_POINTS = 600
 _MOST_SERIES = 16  # the most loaded instances; more are not told apart
 _MB = 1 << 20
+_SHARES = 200  # points of a distribution
 MARKED = (50, 90, 99)
 """The percentiles that a distribution names."""
 
@@ -155,6 +156,19 @@ def distributions(facts: Facts) -> list[Chart]:
             ]
             charts.append(chart)
     return charts
+
+
+def distribution(name: str, title: str, ms: Sequence[float]) -> Chart:
+    """Return the cumulative distribution of latencies, none of them 0, with its percentiles marked."""
+    shares = np.linspace(0, 100, _SHARES + 1)[1:]
+    x, first = np.unique(np.percentile(ms, shares).round(4), return_index=True)
+    last = np.append(first[1:] - 1, len(shares) - 1)
+    chart = Chart(name, title, "% of requests", x.tolist(), [("at most", shares[last].tolist(), 0)], "ms")
+    chart.marks = [
+        (f"p{p} {milliseconds(at)}", round(at, 4))
+        for p, at in zip(MARKED, np.percentile(ms, MARKED).tolist(), strict=True)
+    ]
+    return chart
 
 
 def machines(facts: Facts) -> list[Chart]:

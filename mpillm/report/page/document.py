@@ -79,7 +79,7 @@ def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = F
 
 def _limit(chart: Chart) -> str:
     limit = chart.limit or chart.y_limit
-    return f' <small class="limit">limit {milliseconds(limit[1])}</small>' if limit else ""
+    return f' <small class="limit">{limit[0]} {milliseconds(limit[1])}</small>' if limit else ""
 
 
 def link_to_run(run: Path, folder: Path, text: str) -> Html:

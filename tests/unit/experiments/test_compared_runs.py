@@ -48,7 +48,9 @@ def test_the_page_shows_options_figures_and_distributions(
     assert re.search(r"TTFT mean ms 100\S* ± \S+ 20\d\S* ± \S+ \+10\d ± \d % \*", said), said
     # B has a page, A has none; B's first tokens are late, their intervals leave out 0.
     assert 'href="../b/report.html"' in text and text.count("<a ") == 1
-    assert text.count('class="change differs"') >= 3
+    assert text.count('class="change worse"') >= 3 and 'class="change better"' not in text
+    assert "B against A: " in said and re.search(r"TTFT p99 \+\d+ % \(worse\)", said), said
+    assert re.search(r"-1?\d\d % 0 \+1?\d\d %", said), "the axis of the changes"
     charts = {one["name"]: one for one in json.loads(embedded(text))["charts"]}
     ttft = charts["cdf-ttft"]
     (_, first, _), (_, second, _) = ((one["label"], one["y"], one["colour"]) for one in ttft["lines"])

@@ -13,7 +13,7 @@ from mpillm.config.options import parse_run
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.package import command_of, truncated
 from mpillm.submission.rules import place
-from mpillm.submission.runs import Run
+from mpillm.submission.submitted_runs import Run
 from mpillm.workloads import get
 from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.run_directories import FULL_SIZE, make_run

@@ -1,0 +1,55 @@
+"""``python -m mpillm runs``: the runs that there are, newest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import positive
+from mpillm.errors import ExitCode
+from mpillm.experiments.table import table
+from mpillm.files import write_text
+from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
+from mpillm.report.run_directory import path_shown
+from mpillm.report.run_list import LATEST, RUNS, find_runs, find_series
+
+
+class _Options(Values):
+    """Options of ``runs``."""
+
+    most = Field("most", "how many to list; the page has all", positive, default=20, group="runs")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mpillm runs",
+        usage="python -m mpillm runs [FOLDER] [options]",
+        description="List the runs below a folder, newest first, and write an index page of them there."
+        f" Commands that take a run directory take '{LATEST}', too: the newest run in {RUNS}.",
+        epilog="examples:\n  python -m mpillm runs\n  python -m mpillm report latest",
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", default=str(RUNS), help=f"where to look [default: {RUNS}]"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the list, and the page's path."""
+    parser = _parser()
+    options = collect(argv, _Options, parser)
+    folder = Path(parser.parse_args(argv).folder)
+    found = find_runs(folder)
+    if not found:
+        raise ConfigError(f"there is no run in {folder}")
+    print(table([list(COLUMNS), *(cells_of(one) for one in found[: options.most])], 3))
+    if len(found) > options.most:
+        print(f"… and {len(found) - options.most:,} more: --most {len(found)}")
+    page = folder / "index.html"
+    write_text(page, index_page(folder.absolute(), found, find_series(folder)))
+    print(f"\npage  {path_shown(page.absolute())}")
+    return ExitCode.DONE

@@ -1,0 +1,48 @@
+"""`index.html` of a folder of runs: what `mpillm runs` lists, with links."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpillm.report.page.document import Html, document, escape, link_to_run, section
+from mpillm.report.page.numbers import milliseconds, short
+from mpillm.report.run_list import ListedRun
+
+_GOOD, _BAD = ("VALID", "SERVED"), ("INVALID", "FAILED")
+COLUMNS = ("started", "verdict", "what", "tokens/s", "samples/s", "TTFT p99", "TPOT p99", "run")
+
+
+def index_page(folder: Path, runs: Sequence[ListedRun], series: Sequence[Path]) -> str:
+    """Return the page. `series`: pages of commands that start several runs."""
+    rows = [(*cells_of(one)[:1], _verdict(one), *cells_of(one)[2:-1], _link(one, folder)) for one in runs]
+    names = [escape(os.path.relpath(page, folder)) for page in series]
+    pages = "".join(f'<li><a href="{name}">{name}</a></li>' for name in names)
+    head = f"<header><h1>{escape(folder)}</h1><p>{len(runs):,} runs, newest first</p></header>"
+    several = f"<section><h2>Several runs together</h2><ul>{pages}</ul></section>" if pages else ""
+    return document(f"runs: {folder}", (head, section("Runs", COLUMNS, rows), several), [])
+
+
+def cells_of(one: ListedRun) -> list[str]:
+    """Return what a list of runs says of one, by `COLUMNS`."""
+    rates = (one.figure("tokens_per_second"), one.figure("samples_per_second"))
+    latencies = (one.figure("ttft_ms", "p99"), one.figure("tpot_ms", "p99"))
+    return [
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started)),
+        one.status,
+        one.what,
+        *("-" if value is None else short(value) for value in rates),
+        *("-" if value is None else milliseconds(value) for value in latencies),
+        str(one.path),
+    ]
+
+
+def _verdict(one: ListedRun) -> Html:
+    kind = "better" if one.status in _GOOD else "worse" if one.status in _BAD else ""
+    return Html(f'<span class="{kind}">{escape(one.status)}</span>')
+
+
+def _link(one: ListedRun, folder: Path) -> Html:
+    return link_to_run(one.path, folder, os.path.relpath(one.path, folder))

@@ -1,0 +1,89 @@
+"""The runs below a folder, newest first, and `latest`: the newest of them as a path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.files import read_json
+from mpillm.report.run_files import stopped_by
+
+RUNS = Path("build/runs")
+LATEST = "latest"
+SERIES_PAGES = (
+    "compare.html",
+    "sweep.html",
+    "find-max-qps.html",
+    "ab.html",
+    "advise.html",
+    "endpoint.html",
+)
+_PLAN = "plan.json"  # every run writes it as it begins
+_DEEPEST = 4  # a sweep's runs lie in its folder
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run, by what its result.json says; empty: it goes on, was killed, or is damaged."""
+
+    path: Path
+    started: float  # time.time()
+    result: Mapping[str, Any]
+
+    @property
+    def status(self) -> str:
+        return "STOPPED" if stopped_by(self.result) else str(self.result.get("status") or "no outcome")
+
+    @property
+    def what(self) -> str:
+        """What was run: workload or model, and scenario."""
+        result = self.result
+        model = str(result.get("model") or "").rpartition("/")[2]
+        said = (result.get("workload") or model or result.get("core_type"), result.get("scenario"))
+        return " ".join(str(one) for one in said if one)
+
+    def figure(self, name: str, part: str = "") -> float | None:
+        """Return a figure of result.json; None if it has none."""
+        value = self.result.get(name)
+        if part:
+            value = value.get(part) if isinstance(value, dict) else None
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def find_runs(folder: Path) -> list[ListedRun]:
+    """Return the runs below a folder, newest first."""
+    found = [ListedRun(plan.parent, plan.stat().st_mtime, _result(plan.parent)) for plan in _plans(folder)]
+    return sorted(found, key=lambda one: (one.started, str(one.path)), reverse=True)
+
+
+def find_series(folder: Path) -> list[Path]:
+    """Return the pages of commands that start several runs, newest first."""
+    pages = [page for depth in range(_DEEPEST) for page in folder.glob("*/" * depth + "*.html")]
+    pages = [page for page in pages if page.name in SERIES_PAGES]
+    return sorted(pages, key=lambda page: page.stat().st_mtime, reverse=True)
+
+
+def run_path(text: str) -> Path:
+    """Return the path of a run as typed; `latest` is the newest of build/runs. Raises ConfigError."""
+    if text != LATEST or Path(text).exists():
+        return Path(text)
+    newest = max(_plans(RUNS), key=lambda plan: plan.stat().st_mtime, default=None)
+    if newest is None:
+        raise ConfigError(f"{LATEST}: there is no run in {RUNS}")
+    return newest.parent
+
+
+def _plans(folder: Path) -> Iterator[Path]:
+    for depth in range(1, _DEEPEST + 1):
+        yield from (plan for plan in folder.glob("*/" * depth + _PLAN) if plan.is_file())
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    try:
+        value = read_json(folder / "result.json")
+    except (ConfigError, OSError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,54 @@
+"""Pages of commands that start several runs, of made up figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpillm.bench.endpoint_page import endpoint_page
+from mpillm.bench.load_test import Record
+from mpillm.experiments.ab_page import ab_page
+from mpillm.experiments.advise_page import advise_page
+from mpillm.experiments.rate_search import Tried
+from mpillm.experiments.search_page import search_page
+
+TESTS = [
+    Tried(10.0, False, True, completed=9.9, figures={"ttft_p99_ms": 20.0, "tpot_p99_ms": 5.0}),
+    Tried(40.0, False, False, "TTFT is <late>", 21.0, figures={"ttft_p99_ms": 4000.0, "tpot_p99_ms": 9.0}),
+    Tried(20.0, True, True, completed=19.8, figures={"ttft_p99_ms": 90.0, "tpot_p99_ms": 6.0}),
+]
+
+
+def search(folder: Path) -> str:
+    return search_page(folder, TESTS, 40.0, {"ttft": 100.0, "tpot": None})
+
+
+def ab(folder: Path) -> str:
+    pairs = [{"A": {"latency_mean": 10.0 + i}, "B": {"latency_mean": 9.0 + i}} for i in range(3)]
+    verdict = "B differs: -10 %\npaired t test"
+    return ab_page(folder, ("--max_batch_size 8", ""), "latency_mean", pairs, verdict)
+
+
+def advise(folder: Path) -> str:
+    def figures(i: int) -> dict[str, float]:
+        return {
+            "tokens_per_second": 100.0 * i,
+            "tokens_per_second_per_gpu": 50.0 * i,
+            "tokens_per_second_per_user": 9.0 - i,
+            "ttft_p99_ms": 7.0,
+        }
+
+    ways = [(f"{i} x TP1, max_batch_size {8 * i}", figures(i)) for i in range(1, 5)]
+    return advise_page(folder, ways, "GPU", "1. the best\n   python -m mpillm mpirun -n 3 run", "error -3 %")
+
+
+def endpoint(_: Path) -> str:
+    records = [
+        Record(10, 0.1 * i, ttft=0.05 + 0.001 * i, latency=0.1 + 0.001 * i, output_len=5) for i in range(100)
+    ]
+    records.append(Record(10, error="no"))
+    result = {"request_rate": 10.0, "failed": 1, "model_id": "a/model", "num_prompts": 101}
+    lines = ["==== Serving ====", "Successful requests:        100"]
+    return endpoint_page("http://host:8000/v1", result, records, lines, {"ttft": 500})
+
+
+PAGES = {"search": search, "ab": ab, "advise": advise, "endpoint": endpoint}

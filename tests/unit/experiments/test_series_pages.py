@@ -1,0 +1,51 @@
+"""The pages of find-max-qps, ab, advise and bench endpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.pages import embedded, loads_nothing, words
+from tests.helpers.series_pages import PAGES
+
+
+def read(tmp_path: Path, name: str) -> tuple[str, dict[str, Any]]:
+    text = PAGES[name](tmp_path / "runs")
+    assert loads_nothing(text)
+    (tmp_path / "page.html").write_text(text)
+    return words(tmp_path / "page.html"), {one["name"]: one for one in json.loads(embedded(text))["charts"]}
+
+
+def test_a_search_shows_latency_against_rate(tmp_path: Path) -> None:
+    said, charts = read(tmp_path, "search")
+    assert "Highest VALID rate: 20 requests per second. Not VALID at 40." in said
+    assert "Limits: TTFT 100 ms." in said and "TTFT is <late>" in said
+    curve = charts["rate-ttft"]
+    assert curve["x"] == [10.0, 20.0, 40.0] and curve["x_axis"] == "requests/s offered"
+    assert [line["y"] for line in curve["lines"]] == [[20.0, 90.0, None], [None, None, 4000.0]]
+    assert curve["y_limit"] == ["limit", 100.0] and charts["rate-tpot"]["y_limit"] is None
+
+
+def test_the_page_of_ab_says_whether_they_differ(tmp_path: Path) -> None:
+    said, charts = read(tmp_path, "ab")
+    assert "B differs: -10 % paired t test" in said and "(no options)" in said
+    assert "1 10 9 -10.00 %" in said
+    assert [line["y"] for line in charts["pairs"]["lines"]] == [[10, 11, 12], [9, 10, 11]]
+
+
+def test_the_page_of_advise_has_the_curve_and_the_proposals(tmp_path: Path) -> None:
+    said, charts = read(tmp_path, "advise")
+    assert "4 ways simulated, 4 on the Pareto curve" in said
+    assert "1. the best" in said and "Verified error -3 %" in said
+    assert charts["pareto"]["x"] == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_the_page_of_a_load_test_has_distributions_and_what_was_in_flight(tmp_path: Path) -> None:
+    said, charts = read(tmp_path, "endpoint")
+    assert "a/model · 101 requests, 10 requests/s, 1 failed" in said and "Successful requests 100" in said
+    assert [label for label, _ in charts["cdf-ttft"]["marks"]] == ["p50 99.5 ms", "p90 139 ms", "p99 148 ms"]
+    assert max(charts["open"]["lines"][0]["y"]) == pytest.approx(2, abs=1)
+    assert charts["cdf-ttft"]["limit"] == ["limit", 500]

@@ -1,0 +1,72 @@
+"""Lists of runs, their index page, and `latest`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpillm.cli import main
+from tests.helpers.pages import loads_nothing, words
+from tests.helpers.run_directories import make_run, write
+
+RUNS = Path("build/runs")
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs, the newest inside the folder of a sweep, one damaged."""
+    monkeypatch.chdir(tmp_path)
+    for at, (name, status) in enumerate({"old": "VALID", "bad": "VALID", "sweep/point": "INVALID"}.items()):
+        run = make_run(
+            RUNS / name, result={"status": status, "tokens_per_second": 1234.5, "ttft_ms": {"p99": 2500}}
+        )
+        write(run / "plan.json", {"ranks": []})
+        os.utime(run / "plan.json", (1e9 + at, 1e9 + at))
+    (RUNS / "bad/result.json").write_text("{")
+    (RUNS / "sweep/sweep.html").write_text("")
+    (RUNS / "old/report.html").write_text("")
+
+
+def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == [
+        f"{RUNS}/{name}" for name in ("sweep/point", "bad", "old")
+    ]
+    assert "INVALID" in lines[0] and "2.5 s" in lines[0] and "no outcome" in lines[1]
+    assert lines[-1] == "page  build/runs/index.html"
+
+
+def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
+    assert main(["runs", "--most", "1"]) == 0
+    text = (RUNS / "index.html").read_text()
+    assert loads_nothing(text)
+    assert 'href="old/report.html"' in text and 'href="sweep/sweep.html"' in text
+    said = words(RUNS / "index.html")
+    assert "3 runs, newest first" in said and said.index("sweep/point") < said.index("old")
+
+
+def test_latest_is_the_newest_run_in_every_command_that_takes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "latest"]) == 0
+    assert capsys.readouterr().out.strip() == "build/runs/sweep/point/report.html"
+    for command in ("accuracy", "certify", "compliance", "rerun", "submission", "compare"):
+        more = {
+            "submission": ["--output", "o", "--submitter", "a", "--system_name", "b"],
+            "compare": ["latest"],
+        }
+        main([command, "latest", *more.get(command, []), *(["--dry_run"] if command == "rerun" else [])])
+        said = capsys.readouterr()
+        assert "build/runs/sweep/point" in said.err + said.out or command == "rerun", (command, said)
+        assert "latest" not in said.err, (command, said)
+
+
+def test_without_runs_latest_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["report", "latest"]) == 2
+    assert "latest: there is no run in build/runs" in capsys.readouterr().err
+    assert main(["runs"]) == 2
