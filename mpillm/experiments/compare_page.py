@@ -10,10 +10,10 @@ import numpy as np
 
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
 from mpillm.experiments.table import change_text, run_names, value_text
+from mpillm.report.numbers import milliseconds
 from mpillm.report.page.charts import MARKED, Chart
 from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
 from mpillm.report.page.facts import limits_ms
-from mpillm.report.page.numbers import milliseconds
 
 _HEADLINES = ("samples/s", "tokens/s", "TTFT p99", "TPOT p99", "latency p99")
 _POINTS = 150  # of each run's distribution

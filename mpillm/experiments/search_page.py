@@ -11,9 +11,9 @@ from disagg.errors import ConfigError
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.table import cell
 from mpillm.loadgen.logs import quantile
+from mpillm.report.numbers import milliseconds
 from mpillm.report.page.charts import Chart
 from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
-from mpillm.report.page.numbers import milliseconds
 from mpillm.report.request_log import read_requests, tpot_s
 
 _NOTE = (

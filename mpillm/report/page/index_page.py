@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.document import Html, document, escape, link_to_run, section
-from mpillm.report.page.numbers import milliseconds, short
 from mpillm.report.run_list import ListedRun
 
 _GOOD, _BAD = ("VALID", "SERVED"), ("INVALID", "FAILED")
