@@ -155,16 +155,16 @@ class ControlledCluster:
         self._plan, self._values = plan, values
         self._wire = Wire(0)
         limits = Limits(dict.fromkeys(PHASES, 1e9), heartbeat=heartbeat_s)
-        mine = cast(RankControl, types.SimpleNamespace(transport=self._wire, limits=limits))
+        mine = cast(RankControl, types.SimpleNamespace(transport=self._wire, limits=limits, outcome=None))
         with simulated(self.clock, rank0_control):
             self.control = Rank0Control(mine, len(plan.ranks), self.clock.now, self._released)
         self._lifelines = types.SimpleNamespace(ended=frozenset())
         self.control.lifelines = cast(Lifelines, self._lifelines)
         self._beat = BEAT.write(Beat("test", 0.0, ""))
 
-    def _released(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Setup | None:
+    def _released(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Setup | int | None:
         if phase != PHASES[0]:
-            return None
+            return 0 if phase == PHASES[-1] else None
         self.control.label(self._plan)
         at = Rank0At("node0000", 1, "pids of node0000", None)
         return Setup(self._plan, "build/runs/it", at, {}, "token", False)

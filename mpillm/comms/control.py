@@ -35,7 +35,7 @@ from mpillm.comms.messages import (
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.phases import Phase
+from mpillm.phases import PHASES, Phase
 
 _LOOK_INTERVAL_S = 0.005
 CHECK_INTERVAL_S = 0.1
@@ -67,6 +67,8 @@ class RankControl:
         self.watch = watch
         self.limits = limits
         self._released: dict[Phase, Any] = {}
+        self.outcome: int | None = None
+        """The exit code of a run whose last phase has ended: what is lost from then on changes nothing."""
         self.rank0: Rank0At | None = None  # known from the end of join
         self.sees_rank0 = False  # so its process id means something here
         self._lifeline: Lifeline | None = None
@@ -174,6 +176,8 @@ class RankControl:
                 FAILED.send(self.transport, 0, failure)
             while time.monotonic() < end and not self.rank0_lost():
                 self.transport.dispatch_whoever_is_lost()
+                if self.outcome is not None:
+                    return Stopped(self.outcome, False)
         except Stopped as stopped:
             return stopped
         return Stopped(failure.code or ExitCode.NOT_READY, False)
@@ -186,6 +190,8 @@ class RankControl:
 
     def _on_release(self, source: int, release: Release) -> None:
         self._released[release.phase] = release.value
+        if release.phase == PHASES[-1]:
+            self.outcome = release.value
 
     def report(self, failure: Failure) -> None:
         """Tell rank 0 of a failure that may be another rank's, and that this rank survives."""

@@ -85,6 +85,7 @@ class Rank0Control:
         `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is
         released to all.
         """
+        self._control = control
         self._transport = control.transport
         self._limits = control.limits
         self._on_complete = on_complete
@@ -115,6 +116,8 @@ class Rank0Control:
 
     def poll(self) -> bool:
         """Check deadlines and heartbeats. Raises RunError if the run can't go on."""
+        if self._control.outcome is not None:
+            return False
         now = time.monotonic()
         if now < self._check_at and len(self.cut()) == self._seen_cut:
             return False
@@ -382,11 +385,17 @@ class Rank0Control:
         value = self._on_complete(phase, time.monotonic() - self.phase_started, arrived)
         del self._arrived[phase]
         self.phase_started = time.monotonic()
+        release = Release(phase, value)
         if phase != PHASES[-1]:
             self.phase = PHASES[PHASES.index(phase) + 1]
-        else:  # they leave as soon as they hear of it, which may be before rank 0 looks for its own release
-            self._byes.update(left)
-        RELEASE.send_all(self._transport, left, Release(phase, value))
+            RELEASE.send_all(self._transport, left, release)
+            return
+        # They leave as soon as they hear of it, which may be before rank 0 looks for its own release.
+        self._byes.update(left)
+        self._control.outcome = value
+        for rank in left:
+            with contextlib.suppress(MPI.Exception):  # it is lost by now; the others shall hear of it
+                RELEASE.send(self._transport, rank, release)
 
     def _on_beat(self, source: int, beat: Beat) -> None:
         state = self.ranks[source]

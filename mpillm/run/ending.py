@@ -107,17 +107,22 @@ class Ending(ABC):
 
     # --- the main thread ---
 
-    def finish(self, code: int, comms: Communicators) -> int:
-        """Leave the run after the last phase; return the exit code."""
+    def finish(self, code: int, comms: Communicators | None) -> int:
+        """Leave the run after the last phase; return the exit code.
+
+        `comms`: None if a rank is lost by now, as those that the run went on without: freeing communicators
+        and MPI_Finalize would wait for them.
+        """
         self._begin(State.LEAVING)
         if self._control.transport.rank == 0:
             tell_exit_code(code)
-        if (
-            self._control.gone_on_without
-        ):  # freeing communicators and MPI_Finalize would wait for ranks that are gone
+        if comms is None or self._control.gone_on_without:
             self._end_lost()
             self._leave(Stopped(code, finalize=False))
-        comms.free()
+        try:
+            comms.free()
+        except MPI.Exception:  # a rank has been lost in this moment
+            self._leave(Stopped(code, finalize=False))
         self._watch.quiet()
         self._finalize()
         return code

@@ -125,6 +125,9 @@ class Rank:
         except Stopped as stopped:
             self._ending.stop(stopped)
         except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
+            if (outcome := self._control.outcome) is not None:
+                _log.warning("after the last phase: %s", error)
+                return self._ending.finish(outcome, None)
             self._ending.fail(failures_of(error, self.rank, self._watch.phase, self._config))
         return self._ending.finish(code, comms)
 

@@ -56,9 +56,9 @@ class Rank:
             self.rank0 = Rank0Control(self.control, comm.size, time.monotonic(), self.complete)
             self.loop.pollers.append(self.rank0.poll)
 
-    def complete(self, phase: str, seconds: float, reports: dict[int, Any]) -> str:
+    def complete(self, phase: str, seconds: float, reports: dict[int, Any]) -> str | int:
         self.completed.append((phase, seconds, reports))
-        return f"released {phase}"
+        return 4 if phase == PHASES[-1] else f"released {phase}"
 
     def phase(self, name: Phase, slow: float = 0.0) -> Any:
         """Take part in a phase, done only after `slow` seconds."""
@@ -95,8 +95,12 @@ def comm() -> Iterator[MPI.Intracomm]:
 
 def test_all_phases(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
-    for phase in PHASES:
+    for phase in PHASES[:-1]:
         assert rank.phase(phase) == f"released {phase}"
+    assert rank.phase(PHASES[-1]) == 4
+    if comm.rank:  # what it finds from now on, rank 0 need not hear, nor does it wait for an order to stop
+        stopped = rank.control.fail(Failure("MPI: process failure", comm.rank))
+        assert (stopped.code, stopped.finalize) == (4, False)
     if comm.rank == 0:
         assert [phase for phase, _, _ in rank.completed] == list(PHASES)
         for _, seconds, reports in rank.completed:

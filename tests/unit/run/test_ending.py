@@ -197,6 +197,18 @@ def test_a_run_that_ends_well(monkeypatch: pytest.MonkeyPatch, rank: int, launch
     assert world.ending.state is State.LEAVING
 
 
+def test_a_rank_lost_after_the_last_phase_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI has said so before, or does while communicators are freed; nobody waits for the lost one."""
+    world = World(monkeypatch, 0)
+    assert world.ended(world.ending.finish, 0, None) == ["launcher 0", "kill lost", "quiet", "exit 0"]
+    world = World(monkeypatch, 2)
+
+    def free() -> None:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    assert world.ended(world.ending.finish, 4, SimpleNamespace(free=free)) == ["quiet", "exit 4"]
+
+
 def test_a_stuck_rank_ends_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
     assert world.ending.end_stuck() is None and world.ending.state is State.RUNNING
