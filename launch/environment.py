@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
@@ -16,12 +16,14 @@ EXIT_FILE = "MPILLM_EXIT_FILE"
 """Path of the file in which rank 0 leaves its exit code for the launcher.
 
 Beside it, rank 0 leaves `_STARTED` when it begins, and the launcher, in `_SIGNAL`, the number of the signal
-that interrupted it, and in `_ABSENT`, which ranks have not answered its roll call.
+that interrupted it, in `_ABSENT`, which ranks have not answered its roll call, and in `_LOST`, which have
+ended.
 """
 
 _STARTED = "started"
 _SIGNAL = "signal"
 _ABSENT = "absent"
+_LOST = "lost"
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
@@ -205,6 +207,21 @@ def told_absent(env: Mapping[str, str] = os.environ) -> str:
         return Path(env[EXIT_FILE]).with_name(_ABSENT).read_text(encoding="ascii")
     except (KeyError, OSError):
         return ""
+
+
+def tell_lost(ranks: Iterable[int], exit_file: Path) -> None:
+    """Tell rank 0 which ranks the launcher has heard end, before all had joined."""
+    draft = exit_file.with_name(f"{_LOST}.draft")
+    draft.write_text(" ".join(map(str, ranks)), encoding="ascii")
+    draft.replace(exit_file.with_name(_LOST))
+
+
+def told_lost(env: Mapping[str, str] = os.environ) -> list[int]:
+    """Return the ranks that the launcher has heard end; none if it has not, or does not tell."""
+    try:
+        return [int(n) for n in Path(env[EXIT_FILE]).with_name(_LOST).read_text(encoding="ascii").split()]
+    except (KeyError, OSError):
+        return []
 
 
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:

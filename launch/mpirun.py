@@ -33,6 +33,7 @@ from launch.environment import (
     TTY,
     rank_environment,
     tell_absent,
+    tell_lost,
     tell_signal,
     told_exit_code,
     told_started,
@@ -304,14 +305,17 @@ def _call_the_roll(ranks: int) -> RollCall | None:
 
 
 def _heard(roll_call: RollCall, exit_file: Path) -> Callable[[], str]:
-    """Return what names the ranks that are lost, and tells rank 0 which have not started."""
-    told = ""
+    """Return what names the ranks that are lost, and tells rank 0 of them, and which have not started."""
+    told: tuple[str, list[int]] = ("", [])
 
     def lost() -> str:
         nonlocal told
-        if (absent := roll_call.absent()) != told:
+        absent, ended = roll_call.absent(), roll_call.first_ranks()
+        if absent != told[0]:
             tell_absent(absent, exit_file)
-            told = absent
+        if ended != told[1]:
+            tell_lost(ended, exit_file)
+        told = absent, ended
         return roll_call.lost()
 
     return lost
@@ -384,8 +388,9 @@ def main(
         told = told_exit_code(exit_file)
         if told is None and supervisor.never_started:
             told = NOT_READY
-        if told is None and supervisor.lost:
-            text = f"MPI can't start: {supervisor.lost} has ended"
+        lost = supervisor.lost or (roll_call.first() if roll_call is not None else "")
+        if told is None and interrupted is None and lost:
+            text = f"MPI can't start: {lost} has ended"
             print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
         if told is None and interrupted is None and status > 0 and not told_started(exit_file):

@@ -1,4 +1,4 @@
-"""The roll call: ranks of several hosts are heard by `mpillm mpirun` until MPI has started on them.
+"""The roll call: ranks of several hosts are heard by `mpillm mpirun` until all have joined.
 
 MPI_Init waits for every rank, and says of none that it is missing; rank 0 sees the processes of its own host
 only. So ranks call the launcher (`launch.callers`), which can name one that is lost before others could.
@@ -26,6 +26,7 @@ _JOINED = b"."
 _SOON_S = 0.5
 _SURE_S = 5.0  # by then the launcher has been reached, or can't be
 _NAMED = 8  # ranks, at most
+_TOGETHER_S = 0.005  # somebody who kills several ranks takes less, Open MPI that aborts others more
 _PATIENCE_S = 5.0
 """A rank that has ended may have a reason, which rank 0 reports by then: `let_rank_0_report`."""
 
@@ -57,11 +58,23 @@ class RollCall:
         self._ended += (_Ended(rank, name, pid, time.monotonic()),)
 
     def lost(self) -> str:
-        """Name the ranks that ended some seconds ago without having started MPI; "" if there are none."""
+        """Name the ranks that rank 0 has had time to report, or can't; "" if there are none."""
+        ended = self._ended
         late = time.monotonic() - _PATIENCE_S
-        if not any(one.at < late for one in self._ended):
-            return ""
-        return ", ".join(f"rank {one.rank} on {one.host} (pid {one.pid})" for one in sorted(self._ended))
+        return self.first() if any(one.at < late or one.rank == 0 for one in ended) else ""
+
+    def first(self) -> str:
+        """Name the ranks that ended first; others may have ended because of them; "" if none has."""
+        return ", ".join(f"rank {one.rank} on {one.host} (pid {one.pid})" for one in sorted(self._first()))
+
+    def first_ranks(self) -> list[int]:
+        """The ranks that `first` names."""
+        return sorted(one.rank for one in self._first())
+
+    def _first(self) -> list[_Ended]:
+        ended = self._ended
+        together = min((one.at for one in ended), default=0.0) + _TOGETHER_S
+        return [one for one in ended if one.at <= together]
 
     def absent(self) -> str:
         """Name the ranks that have not answered, though others have; "" if there are none."""
@@ -134,6 +147,6 @@ def fails() -> None:
 
 
 def joined() -> None:
-    """Tell the launcher that MPI has started on this rank, or that it ends in an orderly way without MPI."""
+    """Tell the launcher that rank 0 knows this rank, or that it ends in an orderly way before that."""
     if _answer is not None:
         _answer.joined()

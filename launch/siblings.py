@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,23 +81,47 @@ def stopped_ranks() -> str:
     return ", ".join(f"rank {rank}{_told(sibling)}" for rank, sibling in found.items())
 
 
+def ended_here() -> list[int]:
+    """Return the ranks of this host that are not there (any more), where all ranks are on this host."""
+    own = find_launcher()
+    if own is None or own.size is None or own.size != ranks_here():
+        return []
+    there = siblings().keys()
+    return [rank for rank in range(own.size) if rank not in there] if len(there) > 1 else []
+
+
 class EndedRanks:
     """Finds the ranks of this host that have ended, among those that have no reason to."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # a pidfd of each, where there are any
         self._since = time.monotonic()
+
+    def fds(self) -> list[int]:
+        """Return files that can be read when one of them has ended: then call `look` at once."""
+        return list(self._ends.values())
 
     def look(self) -> str:
         """Name the ranks that were there at an earlier look and have ended; "" if none has.
 
         After a while also those that were never seen, where `ranks_here` knows how many there should be.
         """
+        # First: Open MPI soon ends others because of it.
+        ready = select.select(self.fds(), [], [], 0)[0]
+        first = {rank for rank, fd in self._ends.items() if fd in ready}
         now = {rank: sibling.pid for rank, sibling in siblings().items()}
         # What was seen may have been a short-lived child of the rank, where ids have begun again.
         ended = sorted(rank for rank, pid in self._pids.items() if rank not in now and not runs(pid))
+        for rank in first - set(ended):  # it was a child of the rank
+            os.close(self._ends.pop(rank))
         if ended:
+            ended = [rank for rank in ended if rank in first] or ended
             return ", ".join(f"rank {rank} (pid {self._pids[rank]}) has ended" for rank in ended)
+        for rank, pid in now.items():
+            if rank not in self._ends and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # it has ended, or no file is left
+                    self._ends[rank] = os.pidfd_open(pid)
         self._pids |= now
         here, own = ranks_here(), find_launcher()
         if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:

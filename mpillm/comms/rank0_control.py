@@ -15,7 +15,9 @@ from typing import Any
 from mpi4py import MPI
 
 from disagg import WorldPlan
-from launch.siblings import runs
+from launch.environment import told_lost
+from launch.roll_call import ROLL_CALL
+from launch.siblings import ended_here, runs
 from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.kept_connections import ends_with_a_rank
@@ -38,6 +40,7 @@ from mpillm.errors import ExitCode, Failure, Interrupted, RunError
 from mpillm.phases import PHASES, Phase
 
 _QUIET_BEATS, _QUIET_S = 3, 3.0  # without so many beats, and for so long, a rank seems stopped
+_LAUNCHER_LOOKS_S = 1.0  # four times as often
 _SETTLE_S = 0.5  # after the first failure: time for others with the same cause to arrive
 
 
@@ -107,7 +110,7 @@ class Rank0Control:
             int, float
         ] = {}  # ranks of lost instances, and when (time.monotonic) they are killed
         self._seen_cut = 0
-        self._lost_by_mpi: frozenset[int] = frozenset()  # asked for in the end only
+        self._lost_elsewhere: frozenset[int] = frozenset()  # as MPI and launcher know, asked in the end only
         self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
@@ -179,14 +182,12 @@ class Rank0Control:
         ended = self.cut()
         here = self._by_pids.get(self.ranks[0].pids, ())
         return sorted(
-            r
-            for r in {*here, *ended}
-            if self.ranks[r].pid and self._is_expected(r) and (r in ended or not runs(self.ranks[r].pid))
+            r for r in {*here, *ended} if self._is_expected(r) and (r in ended or not runs(self.ranks[r].pid))
         )
 
     def cut(self) -> frozenset[int]:
         """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
-        return self._lost_by_mpi | self.lifelines.ended if self.lifelines else self._lost_by_mpi
+        return self._lost_elsewhere | self.lifelines.ended if self.lifelines else self._lost_elsewhere
 
     def _is_expected(self, rank: int) -> bool:
         """Return whether the rank should be there."""
@@ -230,7 +231,7 @@ class Rank0Control:
             self._transport.dispatch_whoever_is_lost()
         if any(failure.code == ExitCode.INSTANCE_LOST for failure in (*failures, *self._failures.values())):
             # Before all ranks have their lifelines, MPI alone may know who it is.
-            self._lost_by_mpi = self._transport.known_losses()
+            self._lost_elsewhere = self._transport.known_losses() or self._lost_before_join()
         if gone := self.losses(self.gone()):
             said = {failure.rank: failure for failure in failures}
             return tuple(said.get(failure.rank, failure) for failure in gone)
@@ -240,6 +241,15 @@ class Rank0Control:
         # The launcher's signal ends the whole run, even if another rank received it first.
         by_launcher = Interrupted.by_launcher()
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
+
+    def _lost_before_join(self) -> frozenset[int]:
+        """Return the ranks that have ended before rank 0 knew them, as the launcher or the system says."""
+        if self.phase != PHASES[0] or self.gone():
+            return frozenset()
+        end = time.monotonic() + _LAUNCHER_LOOKS_S
+        while ROLL_CALL in os.environ and not told_lost() and time.monotonic() < end:
+            self._transport.dispatch_whoever_is_lost()
+        return frozenset(told_lost() or ended_here())
 
     def _time_to_settle(self, failures: tuple[Failure, ...]) -> float:
         """Return the seconds to wait: fewer if it is known who is lost, none if Slurm may end the step."""

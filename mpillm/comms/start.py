@@ -24,7 +24,8 @@ from launch.environment import (
     told_signal,
 )
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.siblings import EndedRanks, siblings, stopped_ranks
+from launch.roll_call import ROLL_CALL
+from launch.siblings import EndedRanks, ended_here, siblings, stopped_ranks
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.kept_connections import keep_connections
 from mpillm.comms.node_barrier import wait_for_node
@@ -67,7 +68,10 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
     or unfit, WrongLauncher if the launcher belongs to another MPI.
     """
     with _deadline(deadline_s) as begins:
-        return _world(command, begins, spawns=spawns).Dup()
+        world = _world(command, begins, spawns=spawns)
+        (own,) = _duplicates(world, 1)
+    roll_call.joined()
+    return own
 
 
 def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
@@ -75,7 +79,29 @@ def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
     keep_connections()
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=False)
-        return RunComms(world, world.Dup(), world.Dup())
+        return RunComms(world, *_duplicates(world, 2))
+
+
+def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
+    """Return duplicates of the world. If a rank is lost meanwhile, this process ends; rank 0 names it."""
+    from mpi4py import MPI
+
+    try:
+        return [world.Dup() for _ in range(n)]
+    except MPI.Exception as error:
+        if world.rank == 0 and ROLL_CALL not in os.environ:  # there the launcher knows more
+            _never_started((f"MPI can't start: {_lost_in(world) or error}", ExitCode.INSTANCE_LOST))
+            os._exit(ExitCode.INSTANCE_LOST)
+        time.sleep(_LAUNCHER_GRACE_S)
+        os._exit(ExitCode.INSTANCE_LOST)
+
+
+def _lost_in(world: MPI.Intracomm) -> str:
+    """Name the ranks that have ended, as far as MPI or the system knows."""
+    from mpillm.comms.transport import Transport
+
+    lost = Transport(world).known_losses() or ended_here()
+    return ", ".join(f"rank {rank} has ended" for rank in sorted(lost))
 
 
 def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) -> MPI.Intracomm:
@@ -100,7 +126,6 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        roll_call.joined()
     world = MPI.COMM_WORLD
     check_world(library, (world.size, world.rank), command)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -225,7 +250,8 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
     ended: EndedRanks | None = None
     lost = ""
     while (left := end - time.monotonic()) > 0:
-        if select.select([pipe], [], [], min(left, sure_s if lost else _LOOK_S))[0]:
+        ends = [] if lost or ended is None else ended.fds()
+        if pipe in select.select([pipe, *ends], [], [], min(left, sure_s if lost else _LOOK_S))[0]:
             word = os.read(pipe, 1)
             if word == _BEGINS:
                 ended = EndedRanks()
@@ -236,6 +262,8 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
         elif not lost:
             lost = ended.look() if ended is not None else ""
             continue
+        if ROLL_CALL in os.environ:  # the launcher knows the order in which ranks of all hosts have ended
+            time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
     absent = told_absent()
     who = stopped_ranks() or (
@@ -249,7 +277,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
 def _never_started(cause: tuple[str, ExitCode]) -> None:
     text, code = cause
     exit_file = os.environ.get(EXIT_FILE)
-    if exit_file and told_exit_code(Path(exit_file)) is not None:
-        return  # the other child has reported it
+    if exit_file and (told_exit_code(Path(exit_file)) is not None or not Path(exit_file).parent.exists()):
+        return  # the other child has reported it, or the launcher
     print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
     tell_exit_code(code)

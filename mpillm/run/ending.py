@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
+from launch import roll_call
 from launch.environment import tell_exit_code
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
@@ -179,6 +180,7 @@ class Ending(ABC):
         """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
         self.state = State.LEAVING
         self._watch.quiet()
+        roll_call.joined()
         if stopped.finalize:
             self._finalize()
         logging.shutdown()

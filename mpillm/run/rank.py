@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
+from launch import roll_call
 from mpillm import __version__
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
@@ -203,6 +204,7 @@ class Rank:
         if self._config is None:  # rank 0 knows, and releases nobody
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
+        roll_call.joined()
         if (gpu := setup.gpus.get(self.rank)) is not None:
             with contextlib.suppress(OSError):  # then there are no samples of it
                 self._sampler.meter = GpuMeter(gpu.device)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -51,6 +52,24 @@ def test_a_rank_that_ends_is_named(ranks: dict[int, subprocess.Popen[bytes]]) ->
     ranks[2].kill()
     wait_until(ended.look, "a rank that ends")
     assert ended.look() == f"rank 2 (pid {ranks[2].pid}) has ended"
+
+
+def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+    """The others may have ended because of it. The process that looks is woken at once, before these."""
+    ended = EndedRanks()
+    wait_until(lambda: not ended.look() and len(ended.fds()) == 3, "all ranks")
+    ranks[2].kill()
+    assert select.select(ended.fds(), [], [], 10)[0]
+
+    def and_the_others(looked: Callable[[], dict[int, Sibling]] = siblings) -> dict[int, Sibling]:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+        return looked()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("launch.siblings.siblings", and_the_others)
+        assert ended.look() == f"rank 2 (pid {ranks[2].pid}) has ended"
 
 
 def test_a_rank_that_was_never_there_is_named_later(

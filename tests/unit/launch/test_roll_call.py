@@ -1,0 +1,76 @@
+"""The roll call: who ended before all had joined, and who only because of that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from launch.roll_call import ROLL_CALL, RollCall
+from tests.helpers.support import ROOT, wait_until
+
+RANK = """
+import sys
+from launch import roll_call
+roll_call.answer()
+print("here", flush=True)
+if sys.stdin.readline() == "joined\\n":
+    roll_call.joined()
+"""
+
+
+@pytest.fixture
+def roll_call() -> RollCall:
+    return RollCall(3)
+
+
+@pytest.fixture
+def ranks(roll_call: RollCall) -> Iterator[list[subprocess.Popen[str]]]:
+    """Yield the processes of three ranks, all of which have answered."""
+    env = os.environ | {ROLL_CALL: roll_call.address, "OMPI_COMM_WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env=env | {"OMPI_COMM_WORLD_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    assert [process.stdout and process.stdout.readline() for process in made] == ["here\n"] * 3
+    wait_until(lambda: not roll_call.absent(), "all ranks")
+    yield made
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen[str], word: str = "") -> None:
+    process.communicate(word)
+
+
+def test_only_who_ended_first_is_named(
+    roll_call: RollCall, ranks: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some seconds: rank 0 may report why. If that has ended, too, nobody will."""
+    end(ranks[2])
+    wait_until(roll_call.first, "rank 2's end")
+    time.sleep(0.01)
+    end(ranks[1])
+    assert roll_call.first_ranks() == [2] and roll_call.lost() == ""
+    end(ranks[0])
+    wait_until(roll_call.lost, "rank 0's end")
+    assert roll_call.lost() == roll_call.first() == f"rank 2 on {os.uname().nodename} (pid {ranks[2].pid})"
+
+
+def test_who_has_joined_is_not_missed(roll_call: RollCall, ranks: list[subprocess.Popen[str]]) -> None:
+    for process in ranks[:2]:
+        end(process, "joined\n")
+    end(ranks[2])
+    wait_until(roll_call.first, "rank 2's end")
+    assert roll_call.first_ranks() == [2]
