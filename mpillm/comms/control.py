@@ -16,6 +16,7 @@ from typing import Any
 from mpi4py import MPI
 
 from launch.siblings import runs
+from mpillm.comms import kept_connections
 from mpillm.comms.lifeline import Lifeline, visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
@@ -111,7 +112,9 @@ class RankControl:
         """Begin to look whether rank 0 is there."""
         self.rank0 = rank0
         self.sees_rank0 = rank0.pids == visible_pids()
-        if rank0.lifelines is not None and not self.sees_rank0:
+        if self.sees_rank0:
+            kept_connections.keep()
+        elif rank0.lifelines is not None:
             self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
 
     def quiet_s(self) -> float:

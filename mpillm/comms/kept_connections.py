@@ -4,7 +4,9 @@ Slurm's PMIx server ends the whole step, with SIGKILL, as soon as a connection t
 rank of Open MPI reports that one of its own has: often before rank 0 has named who is lost. So a process that
 shares the rank's file descriptors keeps its connections open until the step has ended. It lets go at once of
 the rank's lifeline, by which rank 0 hears of the loss, and of all that is no connection. If rank 0 does not
-end the run, Slurm does, when the time is up. Rank 0 needs none: nobody could report its own loss.
+end the run, Slurm does, when the time is up. Rank 0 needs none: nobody could report its own loss. Until all
+have joined, rank 0 does not know the others' processes: nothing is kept then, and srun's own words name who
+is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _THEN_S = 1.0  # the step has ended on this node, whose last rank it was, but ra
 _CLONE_FILES = 0x400
 _CLONE = {"x86_64": 56, "aarch64": 220}  # the system call's number
 _WAKE = signal.SIGUSR1
-_LIFELINE = struct.Struct("i")
+_STATE = struct.Struct("?i")  # whether all have joined, and the lifeline
 
 
 class KeptConnections:
@@ -43,8 +45,7 @@ class KeptConnections:
         number = _CLONE.get(platform.machine())
         if number is None:
             raise OSError(f"no clone on {platform.machine()}")
-        self._shared = mmap.mmap(-1, _LIFELINE.size)
-        self.except_for(-1)
+        self._shared = mmap.mmap(-1, _STATE.size)
         rank = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)
         zeros = [ctypes.c_long(0)] * 4
@@ -58,9 +59,9 @@ class KeptConnections:
                 os._exit(0)
         self._pid = pid
 
-    def except_for(self, lifeline: int) -> None:
-        """Let go of this connection as soon as the rank has ended."""
-        _LIFELINE.pack_into(self._shared, 0, lifeline)
+    def keep(self, lifeline: int) -> None:
+        """From now on keep all connections but this one as soon as the rank has ended."""
+        _STATE.pack_into(self._shared, 0, True, lifeline)
 
     def end(self) -> None:
         """End the process: the rank takes its leave in an orderly way."""
@@ -75,7 +76,9 @@ class KeptConnections:
         die_with_parent(_WAKE)
         while os.getppid() == rank:
             signal.sigwait([_WAKE])
-        (lifeline,) = _LIFELINE.unpack_from(self._shared)
+        joined, lifeline = _STATE.unpack_from(self._shared)
+        if not joined:
+            return
         step = select.poll()
         for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             with contextlib.suppress(OSError):  # the folder's own, which is closed by now
@@ -107,8 +110,8 @@ def ends_with_a_rank() -> bool:
     return launcher is not None and launcher.is_srun and launcher.protocol == "PMIx"
 
 
-def keep_connections() -> None:
-    """Keep this rank's connections open after its end, from now on, if its launcher makes that necessary."""
+def prepare() -> None:
+    """Prepare to keep this rank's connections open after its end, if its launcher makes that necessary."""
     global _kept
     launcher = find_launcher()
     if launcher is None or launcher.first or _kept or not ends_with_a_rank():
@@ -120,10 +123,10 @@ def keep_connections() -> None:
     atexit.register(take_leave)
 
 
-def except_for(lifeline: int) -> None:
-    """Let go of this connection at once when the rank has ended."""
+def keep(lifeline: int = -1) -> None:
+    """Keep them from now on, except for this one: rank 0 knows this rank."""
     if _kept is not None:
-        _kept.except_for(lifeline)
+        _kept.keep(lifeline)
 
 
 def take_leave() -> None:

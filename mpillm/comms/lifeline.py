@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.callers import KEY, Callers, call
-from mpillm.comms.kept_connections import except_for
+from mpillm.comms import kept_connections
 
 _HELLO = struct.Struct(f"!{KEY}I")  # the run's key and the caller's rank
 
@@ -67,7 +67,7 @@ class Lifeline:
         hello = _HELLO.pack(address.key, rank)
         connection, self.problem = call(address.hosts, address.port, hello)
         if connection is not None:
-            except_for(connection.fileno())
+            kept_connections.keep(connection.fileno())
             connection.setblocking(False)
         self._connection = connection
 

@@ -26,8 +26,8 @@ from launch.environment import (
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, siblings, stopped_ranks
+from mpillm.comms import kept_connections
 from mpillm.comms.communicators import RunComms
-from mpillm.comms.kept_connections import keep_connections
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
 
@@ -76,7 +76,7 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
 
 def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
     """As `start_mpi`, for a run: return what its ranks have in common."""
-    keep_connections()
+    kept_connections.prepare()
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=False)
         return RunComms(world, *_duplicates(world, 2))

@@ -19,10 +19,11 @@ from tests.helpers.support import wait_until
 RANK = """
 import os, socket, sys, threading
 from mpillm.comms import kept_connections
-kept_connections.keep_connections()
+kept_connections.prepare()
 ports = map(int, sys.argv[1:])
 pmix, lifeline, other = [socket.create_connection(("127.0.0.1", port)) for port in ports]
-kept_connections.except_for(lifeline.fileno())
+if os.environ.get("JOINED") != "no":
+    kept_connections.keep(lifeline.fileno())
 print("ready", flush=True)
 if sys.stdin.readline() == "leave":
     kept_connections.take_leave()
@@ -90,9 +91,9 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     "rank",
-    [{"SLURM_PROCID": "0"}, {"PMIX_NAMESPACE": ""}, {"OMPI_COMM_WORLD_RANK": "1"}],
+    [{"SLURM_PROCID": "0"}, {"PMIX_NAMESPACE": ""}, {"OMPI_COMM_WORLD_RANK": "1"}, {"JOINED": "no"}],
     indirect=True,
-    ids=["rank 0", "not PMIx", "mpirun"],
+    ids=["rank 0", "not PMIx", "mpirun", "before all have joined"],
 )
 def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
     rank.process.send_signal(signal.SIGKILL)
