@@ -35,8 +35,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def options(folder: Path, samples: Samples) -> list[object]:
-    where = ["--engine_dir", folder, "--model_path", folder, "--dataset_path", samples.path]
+def options(core: str, folder: Path, samples: Samples) -> list[object]:
+    engine = ["--engine_dir", folder] if core == "trtllm_executor" else []
+    where = [*engine, "--model_path", folder, "--dataset_path", samples.path]
     return [*where, "--tensor_parallelism", 2, "--max_output_len", 6]
 
 
@@ -60,12 +61,11 @@ def test_a_run(core: str, scenario: str, instances: int, mpi: str, folder: Path,
         "--test_mode",
         "AccuracyOnly",
         "--save_outputs",
-        "--server_target_qps",
-        500,
+        *(["--server_target_qps", 500] if scenario == "Server" else []),
     ]
     try:
         ended = starter.run(
-            1 + 2 * instances, *options(folder, samples), *more, core=core, env=STAND_INS, timeout=120
+            1 + 2 * instances, *options(core, folder, samples), *more, core=core, env=STAND_INS, timeout=120
         ).must(DONE)
     finally:
         for command in starter.commands:
@@ -80,8 +80,8 @@ def test_a_run(core: str, scenario: str, instances: int, mpi: str, folder: Path,
 def test_a_request_that_the_library_refuses(one: Starter, folder: Path, tmp_path: Path) -> None:
     refused = Samples(tmp_path / "refused.jsonl", [[666, 3]])
     refused.path.write_text(json.dumps({"input_tokens": refused.prompts[0]}) + "\n")
-    ended = one.run(3, *options(folder, refused), core="trtllm_hlapi", env=STAND_INS, timeout=120).must(
-        TEST_FAILED
-    )
+    ended = one.run(
+        3, *options("trtllm_hlapi", folder, refused), core="trtllm_hlapi", env=STAND_INS, timeout=120
+    ).must(TEST_FAILED)
     assert "rank 1 (executor, instance 0)" in ended.message
     assert ": TensorRT-LLM, request 0: a prompt that this model refuses\n" in ended.message
