@@ -16,6 +16,11 @@ from mpillm.cli import main
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
 
+@pytest.fixture(autouse=True)
+def pages_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 100.0])
 def test_arrivals(burstiness: float) -> None:
     """Intervals are gamma distributed and last as long as the rate says."""
