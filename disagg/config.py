@@ -3,9 +3,11 @@
 It is what TensorRT-LLM reads (`trtllm-serve disaggregated -c`), with a section of our own, `executors`.
 
 Sections. A disaggregated file has `context_servers` and `generation_servers`, an aggregated one only
-`executors`. All three take the keys of `ServerConfig`. Any other key in a section is an LLM argument and is
-kept in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`), it
-is refused as misspelt.
+`executors`. With `disagg_cluster`, by which servers register with TensorRT-LLM's leader, sections may be
+missing. All three take the keys of `ServerConfig`. Any other key in a section is an LLM argument and is kept
+in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`), it is
+refused as misspelt, and so is a key inside `kv_cache_config` and the other mappings of which something is
+read.
 
 Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options for the leader (`options`). As
 in TensorRT-LLM, any other key at the top level applies to every section, and the same key with two values is
@@ -22,9 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError, nearest
-from .llm_args import LLM_ARGUMENTS
+from .llm_args import INNER_ARGUMENTS, LLM_ARGUMENTS
 from .schema import (
     COUNT,
+    DISCOVERY,
     INNER,
     MAPPING,
     MOE_ARGUMENTS,
@@ -43,10 +46,6 @@ from .yaml_text import plain, read, write
 # How closely a key must resemble a known one to count as misspelt: a key that is read here, and an LLM
 # argument. The second is stricter, because each release adds arguments with names like the old ones.
 _CLOSE, _SLIP = 0.85, 0.93
-_NO_INSTANCE = (
-    "must be at least 1: a request needs a context instance and a generation instance. "
-    "For instances that do both, write only the section executors"
-)
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class DisaggConfig:
         """Whether it has one context or generation instance, and the other half is another run's."""
         return (
             self.mode == "disaggregated"
+            and DISCOVERY not in self.options
             and len(self.sections) == 1
             and self.sections[0][1].num_instances == 1
         )
@@ -171,10 +171,19 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
         for key, rule in TOP_LEVEL.items()
         if data.get(key) is not None
     }
+    for key, value in options.items():
+        _check_inner(f"{source}: {key}", key, value)
     hostname, port = options.pop("hostname", DisaggConfig.hostname), options.pop("port", DisaggConfig.port)
 
-    sections = {name: checked(f"{source}: {name}", data[name], MAPPING) for name in SECTIONS if name in data}
-    if tuple(sections) not in (SECTIONS[:2], SECTIONS[2:]):
+    sections = {
+        name: checked(
+            f"{source}: {name}", {} if data[name] is None and name != SECTIONS[2] else data[name], MAPPING
+        )
+        for name in SECTIONS
+        if name in data
+    }
+    are_named = tuple(sections) in (SECTIONS[:2], SECTIONS[2:])
+    if not are_named and (DISCOVERY not in options or SECTIONS[2] in sections):
         raise ConfigError(
             f"{source}: the sections are {' and '.join(sections) or 'missing'}; "
             "must be both context_servers and generation_servers (disaggregated), "
@@ -237,9 +246,8 @@ def _server(
             del values[key]
         if value is None and (key in NULLABLE or key in READ):
             continue
-        if key == "num_instances" and value == 0 and name != "executors":
-            raise ConfigError(f"{where}: 0; {_NO_INSTANCE}")
-        checked(where, value, rule)
+        checked(where, value, COUNT if (key, name) == ("num_instances", "executors") else rule)
+        _check_inner(where, key, value)
         if key in SERVER:
             known[key] = value
         for inner, inner_rule in INNER.get(key, {}).items():
@@ -261,6 +269,14 @@ def _server(
             f"{source}: {name}.urls: {len(server.urls)} given; must be {server.num_instances} (num_instances)"
         )
     return server
+
+
+def _check_inner(where: str, key: str, value: object) -> None:
+    """Raise ConfigError if a key in the mapping `value` of `key` resembles a known one."""
+    known = INNER_ARGUMENTS.get(key, frozenset())
+    for inner in value if isinstance(value, Mapping) else ():
+        if inner not in known and (meant := nearest(inner, known, _CLOSE)):
+            raise ConfigError(f"{where}: unknown key {inner!r}{meant}")
 
 
 def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) -> None:

@@ -30,12 +30,14 @@ class Instance:
 def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
     """Return the instances in the file's order.
 
-    Raises ConfigError if one has no URL; `path` is the file's name.
+    Raises ConfigError if one has no URL, or there are none; `path` is the file's name.
     """
+    if not config.n_workers:
+        raise ConfigError(f"{path} has no instances")
     made: list[Instance] = []
     first = 0
     for section, server in config.sections:
-        if not server.urls:
+        if len(server.urls) != server.num_instances:
             raise ConfigError(f"{path}: {section} has no urls, which its servers need")
         for url in server.urls:
             ranks = range(first, first + server.ranks_per_instance)

@@ -1,4 +1,4 @@
-"""The names of TensorRT-LLM's LLM arguments, to tell a misspelt one from a new one."""
+"""The names of TensorRT-LLM's LLM arguments and of what is in them, to tell a misspelt one from a new one."""
 
 from __future__ import annotations
 
@@ -39,3 +39,32 @@ LLM_ARGUMENTS = frozenset(
     video_pruning_rate
     """.split()  # noqa: SIM905 (so many names, not so many lines)
 )
+
+# From the same file, and from tensorrt_llm/llmapi/disagg_utils.py and serve/router.py: what is in those
+# mappings of which our code reads something, and in the leader's.
+INNER_ARGUMENTS = {
+    outer: frozenset(names.split())
+    for outer, names in {
+        "kv_cache_config": """
+            attention_dp_events_gather_period_ms avg_seq_len block_reuse_policy copy_on_partial_reuse
+            cross_kv_cache_fraction disk_cache_path disk_cache_size disk_prefetch_num_reqs dtype
+            enable_block_reuse enable_partial_reuse enable_swa_scratch_reuse event_buffer_max_size
+            free_gpu_memory_fraction host_cache_size iteration_stats_interval kv_cache_event_hash_algo
+            mamba_ssm_cache_dtype mamba_ssm_philox_rounds mamba_ssm_stochastic_rounding
+            mamba_state_cache_interval max_attention_window max_gpu_total_bytes max_tokens max_util_for_resume
+            onboard_blocks pool_ratio secondary_offload_min_priority sink_token_length tokens_per_block
+            use_kv_cache_manager_v2 use_uvm""",
+        "cache_transceiver_config": """
+            backend kv_cache_bounce_size_mb kv_transfer_poll_interval_ms kv_transfer_sender_future_timeout_ms
+            kv_transfer_timeout_ms max_num_tokens max_tokens_in_buffer transceiver_runtime""",
+        "scheduler_config": """
+            capacity_scheduler_policy context_chunking_policy dynamic_batch_config
+            enable_prefix_aware_scheduling use_python_scheduler waiting_queue_policy""",
+        "router": "max_batch_size max_num_tokens tokens_per_block type use_tokens",
+        "conditional_disagg_config": "max_local_prefill_length",
+        "otlp_config": "otlp_traces_endpoint",
+        "disagg_cluster": """
+            cluster_name cluster_uri heartbeat_interval_sec inactive_interval_sec inactive_timeout_sec
+            minimal_instances""",
+    }.items()
+}

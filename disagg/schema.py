@@ -48,6 +48,10 @@ def _one_of(*values: str) -> Rule:
     return "one of " + ", ".join(values), lambda x: x in values
 
 
+def _in_any_case(*values: str) -> Rule:
+    return "one of " + ", ".join(values), lambda x: isinstance(x, str) and x.lower() in map(str.lower, values)
+
+
 # One value for the whole run, given at the top level or in sections.
 RUN_WIDE: dict[str, Rule] = {"model": _TEXT, "backend": _TEXT}
 
@@ -72,9 +76,12 @@ TOP_LEVEL: dict[str, Rule] = {
     "disagg_coordinator_url": _TEXT,
 }
 
+# By it servers register with TensorRT-LLM's leader, and need no sections.
+DISCOVERY = "disagg_cluster"
+
 # The fields of ServerConfig except `extra`.
 SERVER: dict[str, Rule] = {
-    "num_instances": COUNT,
+    "num_instances": _NATURAL,
     "tensor_parallel_size": COUNT,
     "pipeline_parallel_size": COUNT,
     "context_parallel_size": COUNT,
@@ -95,7 +102,7 @@ READ: dict[str, Rule] = {
     "max_beam_width": COUNT,
 }
 
-# The keys that are checked inside a section's mappings; others pass.
+# The keys whose values are checked inside a section's mappings; of others only the names are.
 INNER: dict[str, dict[str, Rule]] = {
     "kv_cache_config": {
         "free_gpu_memory_fraction": _FRACTION,
@@ -107,15 +114,18 @@ INNER: dict[str, dict[str, Rule]] = {
     },
     "scheduler_config": {
         "capacity_scheduler_policy": _one_of("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH"),
-        "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
+        "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"),
     },
     "cache_transceiver_config": {
-        "backend": _TEXT,
+        # in lower case before release 1.0
+        "backend": _in_any_case("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"),
+        "transceiver_runtime": _in_any_case("CPP", "PYTHON", "auto"),
         "max_tokens_in_buffer": COUNT,
         "kv_transfer_timeout_ms": COUNT,
+        "kv_transfer_sender_future_timeout_ms": COUNT,
     },
     "router": {
-        "type": ("one of " + ", ".join(ROUTERS), lambda x: isinstance(x, str) and x.lower() in ROUTERS),
+        "type": _in_any_case(*ROUTERS),
         "max_batch_size": COUNT,
         "tokens_per_block": COUNT,
     },

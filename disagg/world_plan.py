@@ -21,6 +21,7 @@ from typing import Any
 from .config import DisaggConfig, ServerConfig
 from .errors import ConfigError
 from .placement import place
+from .schema import SECTIONS
 
 ROLES = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
 _MAX_RANKS = 1 << 20  # a larger slot count is a typing error
@@ -116,6 +117,7 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
 
     Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
     """
+    check_pairs(config)
     n_workers = config.n_workers
     n_control = world_size - n_workers
     alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
@@ -148,6 +150,18 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
             )
         )
     return WorldPlan(tuple(ranks), instances, config)
+
+
+def check_pairs(config: DisaggConfig) -> None:
+    """Raise ConfigError if context or generation instances are missing, which only TensorRT-LLM takes."""
+    if config.mode != "disaggregated" or config.is_half:
+        return
+    there = {name for name, server in config.sections if server.num_instances}
+    if lacking := [name for name in SECTIONS[:2] if name not in there]:
+        raise ConfigError(
+            f"{' and '.join(lacking)}: no instances; a request needs a context instance and a generation"
+            " instance. For instances that do both, write only the section executors"
+        )
 
 
 def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]]) -> WorldPlan:

@@ -169,11 +169,9 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
             f"trtllm_runtime_flags trtllm_backend {flag}, but {path}: backend is {backend}; {again}"
         )
     ports = {"server_port": ("port", yaml.port)}
-    if yaml.sections[0][1].urls:
-        ports["worker_start_port"] = (
-            "the first port of urls",
-            int(yaml.sections[0][1].urls[0].rpartition(":")[2]),
-        )
+    urls = [url for _, server in yaml.sections for url in server.urls]
+    if urls:
+        ports["worker_start_port"] = "the first port of urls", int(urls[0].rpartition(":")[2])
     for name, (what_port, port) in ports.items():
         if config.given(name) and getattr(config, name) != port:
             raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 import disagg
@@ -18,6 +17,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
+from mpillm.run.yaml_effects import check_yaml
 
 _SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
 
@@ -36,8 +36,10 @@ def main(argv: Sequence[str]) -> int:
     )
     config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
     check_mode(config)
-    for line in check_idle(config, PLAN):
-        print(f"mpillm: note: {line}", file=sys.stderr)
+    try:
+        notes = [*check_idle(config, PLAN), *check_yaml(config)]
+    except ConfigError as error:
+        raise ConfigError(config.explain(error)) from None
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
     world_size = config.world_size or (
         len(nodes)
@@ -52,5 +54,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     clients = config.yaml is None and BackendRegistry.declared(config.core_type).is_client
     made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes)
-    print(json.dumps(made.to_json(), indent=2) if config[format_field] == "json" else disagg.table(made))
+    if config[format_field] == "json":
+        print(json.dumps({**made.to_json(), "notes": notes}, indent=2))
+    else:
+        print(disagg.table(made), *(f"  {line}" for line in notes), sep="\n")
     return ExitCode.DONE

@@ -45,9 +45,12 @@ def _lead(config: RunConfig) -> int | None:
             f"--server_role leader is one process, but {launcher.name} has started {launcher.size}"
         )
     try:
+        from mpillm.run.yaml_effects import check_leaders_yaml
         from mpillm.serve.leader_run import lead
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
+    for line in check_leaders_yaml(config):
+        print(f"  {line}", flush=True)
     return lead(config)
 
 

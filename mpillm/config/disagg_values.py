@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
@@ -21,8 +21,6 @@ from mpillm.fields.topology import PROMPTS_ALONE
 
 _CTX, _GEN, _EXECUTORS = SECTIONS
 _NOTHING = (None, "auto")  # values that state nothing
-# how TensorRT-LLM does what our cores do in their own way; in every file that we write
-_THEIR_WAY = ("disable_overlap_scheduler",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,10 +40,7 @@ class Place:
 
     def of(self, server: ServerConfig) -> Any:
         """Return the value there, in the YAML's words; None if there is none."""
-        outer, *inner = self.key
-        value = getattr(server, outer) if outer in SERVER else server.extra.get(outer)
-        for key in inner:
-            value = (value or {}).get(key)
+        value = _at(server, self.key)
         return server.extra.get(self.also) if value is None and self.also else value
 
 
@@ -78,6 +73,10 @@ ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
 KV_TRANSFER_TIMEOUT = Place(
     fields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
 )
+# At the top level the leader's, in a section a server's.
+PERF_METRICS = Place(fields.perf_metrics_max_requests, ("perf_metrics_max_requests",))
+SERVER_ONLY = KV_TRANSFER_TIMEOUT, PERF_METRICS
+"""What a section states about instances that are servers of their own."""
 KV_CACHE_DTYPE = Place(fields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
 # How its instances run: what `CoreConfig` is made of.
@@ -118,10 +117,10 @@ class Stated(NamedTuple):
     text: str
 
 
-def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, Stated]:
+def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_whole: bool) -> dict[str, Stated]:
     """Return what the YAML in `path` states about the whole run, by option.
 
-    `serves_model`: servers read `model`.
+    `serves_model`: servers read `model`. `is_whole`: leader and instances are one run.
     """
     origin = Origin(Level.YAML, path)
     stated = {fields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
@@ -130,19 +129,34 @@ def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, S
             Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model
         )
     for section, server in yaml.sections:
-        stated |= _stated(SIZES[section], section, server, path)
+        sizes = SIZES[section] if server.num_instances else ()
+        stated |= _stated(sizes, section, server, path)
+    if is_whole and (kept := yaml.options.get(PERF_METRICS.name)) is not None:
+        where = Origin(Level.YAML, f"{path}: {PERF_METRICS.name}")
+        stated[PERF_METRICS.field.name] = Stated(Found(kept, where), str(kept))
     return stated
 
 
-def of_a_section(section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
-    """Return what it states about a section's instances, by option; TensorRT-LLM's own routers: nothing."""
-    theirs = [place for place in (ROUTER, KV_CACHE_DTYPE) if place.of(server) not in place.field.choices]
-    return _stated(
-        tuple(place for place in (EXPERTS, *CORE, ROUTER, KV_TRANSFER_TIMEOUT) if place not in theirs),
-        section,
-        server,
-        path,
-    )
+def of_a_section(section: str, server: ServerConfig, path: str, is_whole: bool) -> dict[str, Stated]:
+    """Return what it states about a section's instances, by option, without values that no option has.
+
+    `is_whole`: its instances are no servers of their own.
+    """
+    theirs = without_option(server)
+    places = (EXPERTS, *CORE, ROUTER, *(() if is_whole else SERVER_ONLY))
+    return _stated(tuple(place for place in places if place not in theirs), section, server, path)
+
+
+def without_option(server: ServerConfig) -> list[Place]:
+    """Return where a section states a value that TensorRT-LLM has and an option of ours lacks."""
+    return [place for place in (*CORE, ROUTER) if not _has(place, place.of(server))]
+
+
+def _has(place: Place, value: Any) -> bool:
+    field = place.field
+    if value in _NOTHING or not field.choices or value in place.words.values():
+        return True
+    return isinstance(value, str) and value.lower() in map(str.lower, field.choices)
 
 
 def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
@@ -207,23 +221,66 @@ def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], Serv
     return dataclasses.replace(yaml, **changed)
 
 
-def without_effect(server: ServerConfig) -> Iterator[str]:
-    """Yield the names of a section's settings that none of our cores reads."""
-    read = {place.key for place in (EXPERTS, ROUTER, *CORE)} | {(place.also,) for place in CORE}
+# What the leader does if nothing is stated; what TensorRT-LLM's does by default.
+_USUAL: dict[str, Any] = {
+    "hostname": DisaggConfig.hostname,
+    "port": DisaggConfig.port,
+    "max_retries": 1,
+    "perf_metrics_max_requests": 0,
+    "schedule_style": "context_first",
+    "num_workers": 1,
+}
+LEADER_READS = ("hostname", "port", "max_retries")
+"""What `serve --server_role leader` reads of the top level."""
+
+
+def leaders_without_effect(yaml: DisaggConfig, read: Collection[str]) -> list[str]:
+    """Return the names of settings for the leader that are not `read` and ask for what it does not do."""
+    stated = {"hostname": yaml.hostname, "port": yaml.port, "backend": yaml.backend, **yaml.options}
+    return [
+        name
+        for name, value in stated.items()
+        if name not in read and value not in (False, None, _USUAL.get(name))
+    ]
+
+
+def without_effect(
+    server: ServerConfig, beyond: Collection[Place] = (), is_server: bool = False
+) -> Iterator[str]:
+    """Yield the names of a section's settings that none of our cores reads.
+
+    `beyond`: places whose values the core lacks; `is_server`: its instances are servers of their own.
+    """
+    places = [place for place in (EXPERTS, ROUTER, *CORE) if place not in beyond]
+    places += SERVER_ONLY if is_server else ()
+    read = {place.key for place in places} | _other_names(server, places) | {("moe_tensor_parallel_size",)}
     if ROUTER.of(server) == "kv_cache_aware":
         read |= {("router", name) for name in ROUTER_ARGUMENTS}
-    for outer in ("kv_cache_config", "router", *server.extra):
-        if outer not in _THEIR_WAY:
-            yield from _unread(
-                (outer,), getattr(server, outer) if outer in SERVER else server.extra[outer], read
-            )
+    known = ("kv_cache_config", "cache_transceiver_config", "router", *(() if is_server else ("urls",)))
+    stated = {name: getattr(server, name) for name in known if getattr(server, name)}
+    for outer, value in {**stated, **server.extra}.items():
+        yield from _unread((outer,), value, read)
+
+
+def _other_names(server: ServerConfig, places: Iterable[Place]) -> set[tuple[str, ...]]:
+    """Return the keys that state an option where its usual key does not."""
+    return {(place.also,) for place in places if place.also and _at(server, place.key) is None}
+
+
+def _at(server: ServerConfig, key: tuple[str, ...]) -> Any:
+    """Return what is stated at `key`; None if nothing is."""
+    outer, *inner = key
+    value = getattr(server, outer) if outer in SERVER else server.extra.get(outer)
+    for name in inner:
+        value = (value or {}).get(name)
+    return value
 
 
 def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Iterator[str]:
     """Yield the names of what is stated at `key` and in it, but not in `read`."""
     if value in _NOTHING or key in read:
         return
-    if any(known[: len(key)] == key for known in read):
+    if isinstance(value, Mapping) and any(known[: len(key)] == key for known in read):
         for inner, there in value.items():
             yield from _unread((*key, inner), there, read)
     else:

@@ -54,7 +54,9 @@ def _half(config: RunConfig, section: str) -> DisaggConfig:
     """Return one instance of a section: the YAML's, or one of the options' sizes."""
     yaml = config.yaml or config.with_yaml().yaml
     if yaml is not None:
-        (server,) = (server for name, server in yaml.sections if name == section)
+        server = dict(yaml.sections).get(section)
+        if server is None or not server.num_instances:
+            raise ConfigError(f"{config.disagg_config}: there is no instance in {section}")
         server = replace(server, num_instances=1, urls=())
     else:
         ((_, server),) = generated(config, None).sections

@@ -78,16 +78,22 @@ class RunConfig(Values, AllFields):
             return self
         try:
             yaml = disagg.load(path)
-            whole = self._over(disagg_values.of_the_run(yaml, path, self.core_type == "trtllm_disagg"))
+            whole = self._over(
+                disagg_values.of_the_run(
+                    yaml, path, self.core_type == "trtllm_disagg", is_whole=self.server_role is None
+                )
+            )
             sections = {
-                name: whole._over(disagg_values.of_a_section(name, server, path))
+                name: whole._over(
+                    disagg_values.of_a_section(name, server, path, is_whole=self.server_role is None)
+                )
                 for name, server in yaml.sections
             }
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
         made = RunConfig(whole.found)
         made.yaml, made.sections = yaml, sections
-        for name in made.found:  # what all sections have alike is the run's
+        for name in made.found if sections else ():  # what all sections have alike is the run's
             first, *others = (section.found[name] for section in sections.values())
             if all(other.value == first.value for other in others):
                 made.found[name] = max(first, *others, key=lambda one: one.origin.level) if others else first
@@ -100,6 +106,11 @@ class RunConfig(Values, AllFields):
     def of(self, section: str) -> RunConfig:
         """Return the values that hold for the instances of a YAML's section."""
         return self.sections.get(section, self)
+
+    @property
+    def entry_section(self) -> RunConfig:
+        """The values that hold for the instances where requests start."""
+        return self.of(self.yaml.sections[0][0]) if self.yaml and self.sections else self
 
     def passed_over(self) -> str:
         """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""

@@ -10,6 +10,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.comms.kv_socket import KvStore, is_loopback
 from mpillm.comms.transport import Transport
+from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
@@ -29,7 +30,8 @@ class HalfServer:
 
         Raises ConfigError if the core can't be one.
         """
-        role, timeout_s = config.half, config.kv_transfer_timeout_ms / 1000
+        role = config.half
+        timeout_s = config.of(HALVES[role]).kv_transfer_timeout_ms / 1000
         if not BackendRegistry.get(config.core_type).has_host_end:
             raise ConfigError(
                 f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",

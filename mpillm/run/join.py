@@ -29,8 +29,9 @@ from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
-from mpillm.run.rank_roles import check_flags, check_handoff, check_sections, core_configs, what_runs
-from mpillm.workloads.rounds import why_no_guesses, why_not
+from mpillm.run.rank_roles import check_flags, check_handoff, core_configs, what_runs
+from mpillm.run.yaml_effects import check_yaml
+from mpillm.workloads.rounds import why_not
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
-    notes += [] if core_class.is_client else check_sections(config)
+    notes += check_yaml(config)
     plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
     check_flags(config, plan)
@@ -126,7 +127,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     with config.autoapply():
         models = [core_class.check(core) for core in cores]
     check_handoff(cores, models)
-    _check_speculation(config, core_class, cores)
+    _check_speculation(config, core_class)
     _check_tuning(config, core_class, cores)
     yaml = what_runs(config, yaml, plan, cores)
     outlives_losses = config.on_instance_loss == "continue"
@@ -138,16 +139,11 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
 
 
-def _check_speculation(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
-    """Raise ConfigError if the core does not guess tokens, or the workload's rules forbid it."""
-    about = ["speculative_config"]
-    if not core_class.speculates:
-        if config.given("speculative_config"):
-            why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
-            raise ConfigError(why, about=about)
-    elif config.workload is not None and any(core.speculative_config for core in cores):
-        why = f"--speculative_config: {why_no_guesses(config.workload)}; leave out --benchmarks, or this"
-        raise ConfigError(why, about=about)
+def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
+    """Raise ConfigError if the user wants guesses of a core that has none."""
+    if not core_class.speculates and config.given("speculative_config"):
+        why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
+        raise ConfigError(why, about=["speculative_config"])
 
 
 def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:

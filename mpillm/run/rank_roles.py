@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
 from disagg.errors import ConfigError
 from disagg.world_plan import ROLES
-from mpillm import fields
 from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
@@ -19,11 +18,9 @@ from mpillm.comms.transport import Transport
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import (
     CORE,
-    KV_CACHE_DTYPE,
     ROUTER,
     router_arguments,
     with_sections,
-    without_effect,
     written,
 )
 from mpillm.config.run_config import RunConfig
@@ -95,68 +92,14 @@ def _core_config(
     )
 
 
-def check_sections(config: RunConfig) -> list[str]:
-    """Return a line for each section of the YAML with settings that have no effect here.
-
-    Raises ConfigError if a setting can't be ignored.
-    """
-    lines = []
-    for section, server in config.yaml.sections if config.yaml else ():
-        where = f"{config.disagg_config}: {section}"
-        if server.context_parallel_size > 1:
-            raise ConfigError(
-                f"{where}.context_parallel_size {server.context_parallel_size}: must be 1;"
-                " mpillm has no context parallelism"
-            )
-        if BackendRegistry.get(config.core_type).needs_model:
-            _check_precision(config.of(section), server, where)
-        asked, policy = server.router.get("type"), config.of(section).traffic_distribution_policy
-        if asked not in (None, *fields.traffic_distribution_policy.choices):
-            lines.append(f"{section}: mpillm has no router {asked}; it uses {policy} instead")
-        if ignored := ", ".join(without_effect(server)):
-            lines.append(f"{section}: has no effect on the {config.core_type} core: {ignored}")
-    if BackendRegistry.get(config.core_type).needs_model and _finds_nothing(config):
-        lines.append(
-            "kv_cache_aware finds no cached prompts: reuse is off (--enable_kv_cache_reuse, or"
-            " kv_cache_config.enable_block_reuse); it only looks at open requests"
-        )
-    return lines
-
-
-def _finds_nothing(config: RunConfig) -> bool:
-    """Return whether requests are to go where caches can be reused, but start at instances without reuse."""
-    of = _entry_section(config)
-    return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse
-
-
-def _entry_section(config: RunConfig) -> RunConfig:
-    """Return the values of the instances where requests start."""
-    return config.of(config.yaml.sections[0][0]) if config.yaml else config
-
-
 def prefix_routing(config: RunConfig) -> PrefixRouting:
     """Return what the YAML says of it; otherwise the blocks of the instances where requests start."""
     from mpillm.roles.prefix_pool import PrefixRouting
 
-    tokens_per_block = _entry_section(config).tokens_per_block
+    tokens_per_block = config.entry_section.tokens_per_block
     if config.yaml is None:
         return PrefixRouting(tokens_per_block)
     return PrefixRouting(**router_arguments(config.yaml.sections[0][1], tokens_per_block))
-
-
-def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:
-    """Raise ConfigError if the YAML asks for another precision: ignoring it would change what is measured."""
-    kinds = fields.kv_cache_dtype.choices
-    if (dtype := KV_CACHE_DTYPE.of(server)) not in (None, *kinds):
-        raise ConfigError(
-            f"{where}.{KV_CACHE_DTYPE.name} {dtype}: the {config.core_type} core has {', '.join(kinds)}"
-        )
-    if server.extra.get("quant_config"):
-        raise ConfigError(
-            f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or"
-            " --quantization; leave it out",
-            about=["quantization"],
-        )
 
 
 def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:

@@ -14,6 +14,7 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
+from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.options import model_name, plain_name
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
@@ -87,7 +88,7 @@ class ServeSession:
             requests,
             guard=guard_of(config, config.host),
             max_queue_size=config.max_queue_size,
-            perf_metrics_max_requests=config.perf_metrics_max_requests,
+            perf_metrics_max_requests=config.of(HALVES.get(config.half, "")).perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
             lost=self._record.result["lost"],
             half=half,

@@ -33,14 +33,19 @@ class Ask:
         path: str,
         headers: Mapping[str, str],
         body: Json | None = None,
+        max_retries: int | None = None,
     ) -> None:
-        """POST `body`, or GET without one. `silence_s`: how long the server may say nothing."""
+        """POST `body`, or GET without one. `silence_s`: how long the server may say nothing.
+
+        `max_retries`: how many other servers may be asked; None: all.
+        """
         self._session = session
         self._pool = pool
         self._silence_s = silence_s
         self._path = path
         self._headers = headers
         self._body = body
+        self._most = len(pool.workers) if max_retries is None else 1 + max_retries
         self._place: Place | None = None
         self._response: aiohttp.ClientResponse | None = None
 
@@ -67,6 +72,8 @@ class Ask:
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     self.worker.lose(reason(error))
                     tried.append(self.worker)
+                    if len(tried) == self._most:
+                        raise self._nobody(tried) from None
                 elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):
                     raise self._lost(error) from None
                 else:

@@ -13,6 +13,7 @@ import aiohttp
 
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
+from disagg.world_plan import check_pairs
 from launch.signals import Echoes
 from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
@@ -38,6 +39,7 @@ def lead(config: RunConfig) -> int:
             "--server_role leader needs --disagg_config: a disaggregated YAML, whose servers it fronts",
             about=["server_role"],
         )
+    check_pairs(yaml)
     workers = [Worker(instance) for instance in served_instances(yaml, path)]
     contexts, generations = (
         _pool([worker for worker in workers if worker.kind == kind], config, section)
@@ -98,6 +100,7 @@ class _Lead:
                 session,
                 silence_s=config.stall_timeout,
                 guard=guard_of(config, host),
+                max_retries=config.yaml.options.get("max_retries") if config.yaml else None,
             )
             runner, server = await listen(service.app(), bound)
             _say(f"  leading {len(self._workers)} servers at {url(bound)}")

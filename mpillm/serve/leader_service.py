@@ -3,7 +3,7 @@
 Each request goes to a context server, and with what comes back to a generation server, as in TensorRT-LLM's
 `openai_disagg_service.py` (context first). The servers may be ours or any that speak its
 `disaggregated_params`. An error of a server is passed on; one without an answer is named. A request goes to
-another server of the same kind only after a connection that was refused.
+another server of the same kind only after a connection that was refused, and to `max_retries` at most.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class LeaderService:
         *,
         silence_s: float,
         guard: Guard | None = None,
+        max_retries: int | None = None,
     ) -> None:
-        """`silence_s`: how long a server with an open request may say nothing."""
+        """`silence_s`: how long a server with an open request may say nothing; `max_retries`: see `Ask`."""
         self.guard = guard or Guard()
         self.metrics = LeaderMetrics()
         self.answered = self.failed = 0
@@ -53,6 +54,7 @@ class LeaderService:
         self._generations = generations
         self._session = session
         self._silence_s = silence_s
+        self._max_retries = max_retries
         self._ids = itertools.count(1)
 
     def app(self) -> web.Application:
@@ -146,7 +148,8 @@ class LeaderService:
 
     def _ask(self, pool: Pool, request: web.Request, body: Json | None = None) -> Ask:
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        return Ask(self._session, pool, self._silence_s, request.path, headers, body)
+        path, retries = request.path, self._max_retries
+        return Ask(self._session, pool, self._silence_s, path, headers, body, retries)
 
     async def _passed_on(self, answer: Ask) -> web.Response:
         """Return a server's error as it came."""

@@ -10,14 +10,19 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
+from disagg.schema import TOP_LEVEL
 from mpillm.cli import main
 from mpillm.commands.plan import main as plan_main
+from mpillm.config.backends import TrtllmDisaggEndpointConfig
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import parse_run
+from mpillm.config.idle import check_idle
+from mpillm.config.options import parse_run, parse_serve
 from mpillm.cores.base import CoreConfig
 from mpillm.fields import traffic_distribution_policy
+from mpillm.fields.effects import RUN, SERVE
 from mpillm.roles.prefix_pool import PrefixRouting
-from mpillm.run.rank_roles import check_handoff, check_sections, core_configs, prefix_routing, what_runs
+from mpillm.run.rank_roles import check_handoff, core_configs, prefix_routing, what_runs
+from mpillm.run.yaml_effects import check_leaders_yaml, check_yaml
 from tests.helpers.configured import DUMMY
 from tests.helpers.disagg_options import TORCH, cores, given, section
 
@@ -103,13 +108,164 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
             "free_gpu_memory_fraction": 0.5,
         },
     )
-    assert check_sections(config) == [
+    assert check_yaml(config) == [
         "context_servers: mpillm has no router conversation; it uses load_balancing instead",
         "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
-        "generation_servers: has no effect on the dummy core: cuda_graph_config",
+        "generation_servers: has no effect on the dummy core: cuda_graph_config, disable_overlap_scheduler",
     ]
     assert config.of("generation_servers").kv_cache_free_gpu_mem_fraction == 0.5
-    assert check_sections(parse_run(DUMMY)) == []
+    assert check_yaml(parse_run(DUMMY)) == []
+
+
+ALL_KINDS: dict[str, Any] = {
+    "hostname": "a",
+    "port": 9000,
+    "max_retries": 3,
+    "perf_metrics_max_requests": 9,
+    "return_perf_metrics": True,
+    "perf_metrics_output_dir": "d",
+    "conditional_disagg_config": {"max_local_prefill_length": 5},
+    "otlp_config": {"otlp_traces_endpoint": "e"},
+    "disagg_cluster": {"cluster_uri": "http://a:1"},
+    "node_id": 1,
+    "schedule_style": "generation_first",
+    "allow_request_chat_template": True,
+    "gen_strip_message_history": True,
+    "gen_tokids_ctxbytes": True,
+    "num_workers": 2,
+    "disagg_coordinator_url": "http://a:2",
+}
+USUAL = {
+    "hostname": "localhost",
+    "port": 8000,
+    "max_retries": 1,
+    "perf_metrics_max_requests": 0,
+    "return_perf_metrics": False,
+    "schedule_style": "context_first",
+    "allow_request_chat_template": False,
+    "gen_strip_message_history": False,
+    "gen_tokids_ctxbytes": False,
+    "num_workers": 1,
+}
+
+
+def test_every_option_of_the_leader_has_its_effect_or_is_named(file: Path) -> None:
+    """A run's leader listens nowhere; the one of servers has its address and the number of retries."""
+    sections: dict[str, Any] = {"context_servers": {"urls": ["a:1"]}, "generation_servers": {"urls": ["a:2"]}}
+    assert set(ALL_KINDS) == set(TOP_LEVEL)
+    names = ", ".join(name for name in ALL_KINDS if name != "perf_metrics_max_requests")
+    named = f"{file}: has no effect on mpillm's leader: {names}"
+    config = given(file, core=DUMMY, **ALL_KINDS, **sections)
+    assert check_yaml(config) == [
+        named,
+        "context_servers: has no effect on the dummy core: urls",
+        "generation_servers: has no effect on the dummy core: urls",
+    ]
+    (line,) = check_leaders_yaml(config)
+    assert line.split(": ")[-1].split(", ") == [*ALL_KINDS][3:]
+    config = given(file, core=DUMMY, **USUAL, **sections)
+    assert len(check_yaml(config)) == 2
+    assert check_leaders_yaml(config) == []
+
+
+def test_keys_inside_mappings_have_their_effect_or_are_named(file: Path) -> None:
+    inside = {
+        "cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 5, "bogus": 1},
+        "kv_cache_config": {"bogus": {"a": 1}, "dtype": "fp8"},
+        "kv_cache_dtype": "auto",
+        "scheduler_config": {"dynamic_batch_config": {"enable_batch_size_tuning": True}},
+        "backend": "pytorch",
+        "model": "tiny-llama",
+    }
+    names = (
+        "kv_cache_config.bogus, cache_transceiver_config,"
+        " scheduler_config.dynamic_batch_config.enable_batch_size_tuning"
+    )
+    config = given(file, core=TORCH, executors=inside)
+    assert check_yaml(config) == [
+        f"{file}: has no effect on mpillm's leader: backend",
+        f"executors: has no effect on the torch core: {names}",
+    ]
+    assert config.of("executors").kv_cache_dtype == "fp8"
+    again = given(file, core=TORCH, executors=inside | {"kv_cache_dtype": "bfloat16"})
+    assert "kv_cache_dtype" in check_yaml(again)[1]
+
+
+@pytest.mark.parametrize("half", ["context", "generation"])
+def test_a_half_names_its_own_settings_alone(file: Path, half: str) -> None:
+    """It is a server, so it has what is said of servers."""
+    file.write_text(
+        json.dumps(
+            {
+                "max_retries": 7,
+                "context_servers": {"pp_partition": [1], "perf_metrics_max_requests": 5},
+                "generation_servers": {
+                    "cuda_graph_config": {},
+                    "perf_metrics_max_requests": 6,
+                    "cache_transceiver_config": {"kv_transfer_timeout_ms": 77, "backend": "UCX", "new": 1},
+                },
+            }
+        )
+    )
+    config = parse_serve([*DUMMY, "--server_role", half, "--disagg_config", str(file)])
+    ignored = {
+        "context": "pp_partition",
+        "generation": "cache_transceiver_config.backend, cache_transceiver_config.new, cuda_graph_config",
+    }[half]
+    assert check_yaml(config) == [f"{half}_servers: has no effect on the dummy core: {ignored}"]
+    of = config.of(f"{half}_servers")
+    assert of.perf_metrics_max_requests == {"context": 5, "generation": 6}[half]
+    assert of.kv_transfer_timeout_ms == {"context": 60_000, "generation": 77}[half]
+
+
+def test_a_whole_server_keeps_as_many_metrics_as_the_yaml_tells_its_leader(file: Path) -> None:
+    file.write_text(json.dumps({"perf_metrics_max_requests": 9, "executors": {}}))
+    config = parse_serve([*DUMMY, "--disagg_config", str(file)])
+    assert config.perf_metrics_max_requests == 9
+    assert check_yaml(config) == check_idle(config, SERVE) == []
+    (line,) = check_idle(config, RUN)
+    assert line.endswith(f"perf_metrics_max_requests 9 ({file}: perf_metrics_max_requests)")
+
+
+def test_guesses_for_a_workload_that_may_have_none_are_refused(file: Path) -> None:
+    """By a client, too: its servers guess. A core that has no guesses only names them."""
+    section = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}}
+    sections: dict[str, Any] = {"context_servers": section, "generation_servers": section}
+    for core in (["--core_type", "trtllm_disagg"], TORCH):
+        config = given(file, "--benchmarks", "llama2-70b", core=core, model="m", **sections)
+        with pytest.raises(ConfigError, match="MLPerf's rules forbid speculative decoding for llama2-70b"):
+            check_yaml(config)
+        assert check_yaml(given(file, core=core, model="m", **sections)) == []
+    dummy = given(file, "--benchmarks", "llama2-70b", core=DUMMY, **sections)
+    assert check_yaml(dummy) == []
+    (line,) = check_idle(dummy, RUN)
+    assert "no effect on the dummy core: speculative_config" in line
+
+
+def test_plan_says_what_run_says(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = check_yaml(
+        given(file, core=DUMMY, num_workers=2, context_servers={"stream_interval": 2}, generation_servers={})
+    )
+    assert len(said) == 2
+    assert main(["plan", *DUMMY, "--disagg_config", str(file)]) == 0
+    assert capsys.readouterr().out.endswith("".join(f"  {line}\n" for line in said))
+    assert main(["plan", *DUMMY, "--disagg_config", str(file), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == said
+
+
+def test_what_only_trtllms_servers_take_is_read_and_not_run(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Generation alone, and servers that register themselves: their client reads where the leader is."""
+    for content in (
+        {"context_servers": {"num_instances": 0}, "generation_servers": {}},
+        {"disagg_cluster": {"cluster_uri": "http://a:1"}},
+    ):
+        client = given(file, core=["--core_type", "trtllm_disagg"], hostname="far", port=81, **content)
+        assert check_yaml(client) == []
+        assert client.build(TrtllmDisaggEndpointConfig).endpoint_urls == ("far:81",)
+        assert main(["plan", "--disagg_config", str(file)]) == 2
+        assert "a request needs a context instance and a generation" in capsys.readouterr().err
 
 
 def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice(file: Path) -> None:
@@ -133,12 +289,12 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
     )
     assert config.of("context_servers").traffic_distribution_policy == "kv_cache_aware"
     assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
-    assert check_sections(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
+    assert check_yaml(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
     torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
-    (line,) = check_sections(parse_run([*torch, "kv_cache_aware"]))
+    (line,) = check_yaml(parse_run([*torch, "kv_cache_aware"]))
     assert "reuse is off (--enable_kv_cache_reuse" in line
-    assert check_sections(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
-    assert check_sections(parse_run([*torch, "round_robin"])) == []
+    assert check_yaml(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
+    assert check_yaml(parse_run([*torch, "round_robin"])) == []
 
 
 @pytest.mark.parametrize(
@@ -156,6 +312,12 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
             {"kv_cache_dtype": "int8"},
             "executors.kv_cache_config.dtype int8: the torch core has auto, bfloat16, fp8",
         ),
+        ({"dtype": "float16"}, "executors.dtype float16: the torch core has auto, float32, bfloat16"),
+        ({"load_format": "vision_only"}, "executors.load_format vision_only: the torch core has auto, dummy"),
+        (
+            {"scheduler_config": {"context_chunking_policy": "FORCE_CHUNK"}},
+            "context_chunking_policy FORCE_CHUNK: the torch core has FIRST_COME_FIRST_SERVED, EQUAL_PROGRESS",
+        ),
         (
             {"quant_config": {"quant_algo": "FP8"}},
             "executors.quant_config: the torch core quantises by the checkpoint or --quantization",
@@ -163,12 +325,17 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
     ],
 )
 def test_what_would_be_another_measurement_without_it_is_refused(
-    file: Path, values: dict[str, Any], said: str
+    file: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], said: str
 ) -> None:
+    """As by `plan`. TensorRT-LLM's servers are free to have it."""
     with pytest.raises(ConfigError, match=said):
-        check_sections(given(file, core=TORCH, model="tiny-llama", executors=values))
+        check_yaml(given(file, core=TORCH, model="tiny-llama", executors=values))
+    assert main(["plan", "--disagg_config", str(file)]) == 2
+    assert said in capsys.readouterr().err
+    sections = {"context_servers": values, "generation_servers": values}
+    assert check_yaml(given(file, core=["--core_type", "trtllm_disagg"], model="m", **sections)) == []
     assert (
-        check_sections(
+        check_yaml(
             given(file, core=TORCH, model="tiny-llama", executors={"kv_cache_config": {"dtype": "auto"}})
         )
         == []
@@ -180,23 +347,8 @@ def test_what_would_be_another_measurement_without_it_is_refused(
 )
 def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors=values)
-    assert check_sections(config) == []
+    assert check_yaml(config) == []
     assert config.of("executors").kv_cache_dtype == "fp8"
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"dtype": "float16"}, "executors.dtype float16: not one of auto, float32, bfloat16"),
-        ({"load_format": "vision_only"}, "executors.load_format vision_only: not one of auto, dummy"),
-    ],
-)
-def test_a_value_that_no_option_has_is_named_with_its_place(
-    file: Path, values: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        given(file, executors=values)
-    assert str(error.value).startswith(f"{file}: {said}")
 
 
 def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disagg import ConfigError, DisaggConfig, ServerConfig, dump, load, parse
+from disagg import ConfigError, DisaggConfig, ServerConfig, dump, load, parse, plan
 from disagg.llm_args import LLM_ARGUMENTS
 from disagg.schema import MOE_ARGUMENTS, READ, ROUTERS, RUN_WIDE, SERVER, TOP_LEVEL
 
@@ -225,11 +225,6 @@ BAD = [
         "executors: {num_instances: 0}",
         "executors.num_instances: 0 (an integer); must be an integer, at least 1",
     ),
-    (
-        "context_servers: {num_instances: 0}\ngeneration_servers: {}",
-        "context_servers.num_instances: 0; must be at least 1: a request needs",
-    ),
-    ("context_servers: {}\ngeneration_servers: {num_instances: 0}", "write only the section executors"),
     ("executors: {num_instances: -1}", "executors.num_instances: -1"),
     ("executors: {max_batch_size: 0}", "executors.max_batch_size: 0"),
     # YAML 1.1: no float without a dot
@@ -269,6 +264,23 @@ BAD = [
         "executors: {cache_transceiver_config: {max_tokens_in_buffer: x}}",
         "executors.cache_transceiver_config.max_tokens_in_buffer",
     ),
+    (
+        "executors: {cache_transceiver_config: {backend: FOO}}",
+        "executors.cache_transceiver_config.backend: 'FOO' (a string); must be one of DEFAULT, UCX, NIXL,",
+    ),
+    (
+        "executors: {cache_transceiver_config: {max_token_in_buffer: 1}}",
+        "executors.cache_transceiver_config: unknown key 'max_token_in_buffer' (did you mean",
+    ),
+    (
+        "kv_cache_config: {enable_blok_reuse: true}\nexecutors: {}",
+        "kv_cache_config: unknown key 'enable_blok_reuse' (did you mean 'enable_block_reuse'?)",
+    ),
+    (
+        "conditional_disagg_config: {max_local_prefil_length: 1}\nexecutors: {}",
+        "conditional_disagg_config: unknown key 'max_local_prefil_length' (did you mean",
+    ),
+    ("executors: {}\ndisagg_cluster: {}\ngeneration_servers: {}", "the sections are generation_servers and"),
     ("executors: {router: round_robin}", "executors.router: 'round_robin' (a string); must be a mapping"),
     (
         "executors: {router: {type: best}}",
@@ -306,6 +318,30 @@ BAD = [
         "must be tensor_parallel_size, 4",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"),
+    [
+        ("context_servers: {num_instances: 0}\ngeneration_servers: {tensor_parallel_size: 2}", 2),
+        ("context_servers: {}\ngeneration_servers: {num_instances: 0, urls: []}", 1),
+        ("context_servers:\ngeneration_servers:", 2),
+        ("disagg_cluster: {cluster_uri: 'http://a:1', minimal_instances: {context_servers: 2}}", 0),
+        (
+            "disagg_cluster: {cluster_uri: 'http://a:1'}\ngeneration_servers: {router: {type: conversation}}",
+            1,
+        ),
+        ("context_servers: {cache_transceiver_config: {backend: ucx, new: 1}}\ngeneration_servers: {}", 2),
+    ],
+)
+def test_what_trtllm_takes_is_read(text: str, workers: int) -> None:
+    """As by its extract_disagg_cfg: generation alone, servers that register, and names of later releases."""
+    config = parse(text, "some.yaml")
+    assert config.n_workers == workers
+    assert parse(dump(config)) == config
+    if workers < 2 or "num_instances: 0" in text:
+        with pytest.raises(ConfigError, match="no instances; a request needs a context instance and a gen"):
+            plan(config, workers + 1)
 
 
 @pytest.mark.parametrize(("text", "said"), BAD)

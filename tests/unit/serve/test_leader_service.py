@@ -85,6 +85,7 @@ async def led(
     silence_s: float = 60.0,
     services: list[LeaderService] | None = None,
     guard: Guard | None = None,
+    max_retries: int | None = None,
 ) -> AsyncIterator[Led]:
     async with asyncio.timeout(DEADLINE_S) if hasattr(asyncio, "timeout") else _no_deadline():
         with ExitStack() as stack:
@@ -101,7 +102,9 @@ async def led(
             )
             async with ClientSession() as session:
                 assert await wait_ready(session, workers, 60.0, lambda text: None) == []
-                service = LeaderService(first, second, session, silence_s=silence_s, guard=guard)
+                service = LeaderService(
+                    first, second, session, silence_s=silence_s, guard=guard, max_retries=max_retries
+                )
                 if services is not None:
                     services.append(service)
                 bound = bind("127.0.0.1", 0)
@@ -258,6 +261,17 @@ def test_a_server_that_is_gone_is_named_and_others_get_its_requests() -> None:
             assert it.names[2] in message
             async with it.session.get(it.base + "/health") as response:
                 assert response.status == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("max_retries", "status"), [(0, 503), (1, 503), (2, 200), (None, 200)])
+def test_as_many_other_servers_are_asked_as_the_yaml_says(max_retries: int | None, status: int) -> None:
+    async def run() -> None:
+        async with led([context] * 3, max_retries=max_retries) as it:
+            for server in it.servers[:2]:
+                server.stop()
+            assert (await it.ask(BODY))[0] == status
 
     asyncio.run(run())
 

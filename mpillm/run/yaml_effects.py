@@ -1,0 +1,119 @@
+"""What a disaggregation YAML says in vain: named in `plan`, `run` and `serve` alike, or refused.
+
+A setting has its effect, or changes what is measured and is refused, or is named in one line. `config.idle`
+looks after those that state an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from disagg import ServerConfig
+from disagg.errors import ConfigError
+from mpillm.config.disagg_values import (
+    LEADER_READS,
+    PERF_METRICS,
+    ROUTER,
+    Place,
+    leaders_without_effect,
+    without_effect,
+    without_option,
+)
+from mpillm.config.disagg_yaml import HALVES
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.registry import BackendRegistry
+from mpillm.workloads.rounds import why_no_guesses
+
+
+def check_yaml(config: RunConfig) -> list[str]:
+    """Return a line for each part of a run's YAML with settings that have no effect here.
+
+    Raises ConfigError if a setting can't be ignored.
+    """
+    core = BackendRegistry.declared(config.core_type)
+    if core.is_client:  # the YAML is its servers'
+        if config.yaml:
+            _check_guesses(config)
+        return []
+    lines = []
+    if config.yaml and not (config.half or config.part):
+        lines += _of_the_leader(config, (PERF_METRICS.name,))
+    for section, server in config.yaml.sections if config.yaml else ():
+        if config.half and section != HALVES[config.half]:
+            continue
+        beyond = [place for place in without_option(server) if place is not ROUTER]
+        _check_section(config, core.needs_model, section, server, beyond)
+        if not config.half:
+            lines += _of_the_router(config, section, server)
+        in_vain = without_effect(server, beyond, is_server=bool(config.half))
+        if names := ", ".join(in_vain):
+            lines.append(f"{section}: has no effect on the {config.core_type} core: {names}")
+    if core.speculates:
+        _check_guesses(config)
+    if core.needs_model and _finds_nothing(config):
+        lines.append(
+            "kv_cache_aware finds no cached prompts: reuse is off (--enable_kv_cache_reuse, or"
+            " kv_cache_config.enable_block_reuse); it only looks at open requests"
+        )
+    return lines
+
+
+def check_leaders_yaml(config: RunConfig) -> list[str]:
+    """As `check_yaml`, for the leader before servers, which name their own settings."""
+    if config.yaml is None:
+        return []
+    routers = [_of_the_router(config, section, server) for section, server in config.yaml.sections]
+    return [*_of_the_leader(config, LEADER_READS), *(line for lines in routers for line in lines)]
+
+
+def _of_the_leader(config: RunConfig, read: Collection[str]) -> list[str]:
+    assert config.yaml is not None
+    names = ", ".join(leaders_without_effect(config.yaml, read))
+    return [f"{config.disagg_config}: has no effect on mpillm's leader: {names}"] if names else []
+
+
+def _of_the_router(config: RunConfig, section: str, server: ServerConfig) -> list[str]:
+    if ROUTER not in without_option(server):
+        return []
+    policy = config.of(section).traffic_distribution_policy
+    return [f"{section}: mpillm has no router {ROUTER.of(server)}; it uses {policy} instead"]
+
+
+def _check_section(
+    config: RunConfig, needs_model: bool, section: str, server: ServerConfig, beyond: Collection[Place]
+) -> None:
+    """Raise ConfigError for what would be another measurement if it were ignored.
+
+    `beyond`: what no option of ours has.
+    """
+    where = f"{config.disagg_config}: {section}"
+    if server.context_parallel_size > 1:
+        raise ConfigError(
+            f"{where}.context_parallel_size {server.context_parallel_size}: must be 1;"
+            " mpillm has no context parallelism"
+        )
+    if not needs_model:
+        return
+    for place in beyond:
+        kinds = ", ".join(place.words.get(kind, kind) for kind in place.field.choices)
+        raise ConfigError(f"{where}.{place.name} {place.of(server)}: the {config.core_type} core has {kinds}")
+    if server.extra.get("quant_config"):
+        raise ConfigError(
+            f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or"
+            " --quantization; leave it out",
+            about=["quantization"],
+        )
+
+
+def _check_guesses(config: RunConfig) -> None:
+    """Raise ConfigError if tokens are guessed for a workload whose rules forbid it."""
+    each = config.sections.values() or [config]
+    if config.workload is not None and any(section.speculative_config for section in each):
+        why = f"--speculative_config: {why_no_guesses(config.workload)}; leave out --benchmarks, or this"
+        raise ConfigError(why, about=["speculative_config"])
+
+
+def _finds_nothing(config: RunConfig) -> bool:
+    """Return whether requests are to go where caches can be reused, but start at instances without reuse."""
+    of = config.entry_section
+    return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse
