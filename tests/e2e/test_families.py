@@ -4,49 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from mpillm.engine.model.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
+from tests.helpers.families import make_family
 from tests.helpers.support import DONE, USAGE, Starter, make_samples
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 N_PROMPTS, NEW_TOKENS = 12, 24
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 319,
-}
 GUESSES = ["--speculative_config", "decoding_type:NGram,max_draft_len:3"]
 NAMES = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # the others have tests of their own
-
-
-def make_family(name: str, folder: Path, **more: Any) -> Any:
-    """Write a tiny random model of a family, and return transformers' model."""
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(**SHAPE, **more)
-    torch.manual_seed(3)
-    model = model_class(config).eval()
-    with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(2.0)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -30,6 +30,7 @@ from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.families import make_family
 from tests.helpers.gpu_cores import SCARCE, answer, random_prompts
 from tests.helpers.oracle import expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
@@ -389,8 +390,6 @@ def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
 def test_families(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Biases and norms of heads: answers are transformers', in fp8 those of another run of first tokens."""
-    from tests.e2e.test_families import make_family
-
     make_family(name, tmp_path)
     prompts = random_prompts(list(range(1, 60, 3)))
     prompts = [[3 + token % 300 for token in prompt] for prompt in prompts]
