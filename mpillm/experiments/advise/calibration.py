@@ -12,6 +12,7 @@ import numpy as np
 
 from mpillm.bench.other_load import least_disturbed
 from mpillm.config.options import parse_run
+from mpillm.core_names import EMBEDDED
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.planning import world_size
 from mpillm.experiments.advise.simulated_slots import SlotTimes
@@ -141,7 +142,7 @@ class Calibrator:
             *self.words,
             *candidate.words(),
             f"--scenarios={scenario}",
-            f"--num_threads={self.threads}",
+            *([f"--num_threads={self.threads}"] if parse_run(self.words).core_type in EMBEDDED else []),
         ]
         options += [f"--min_query_count={queries}", "--min_duration=0", f"--user_conf={conf}"]
         must_have_verdict(

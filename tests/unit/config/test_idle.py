@@ -36,6 +36,7 @@ TEXTS = {
     "triton_server_urls": "a:1",
     "triton_grpc_ports": "a:1",
     "dataset": "synthetic",
+    "goodput": "ttft:500",
     "stop_words": "x",
     "end_ids": "7",
     "user_conf": "x",
