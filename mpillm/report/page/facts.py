@@ -98,11 +98,15 @@ class Facts:
 
     def bottleneck(self) -> InstanceFacts | None:
         """Return the instance that limited the test, if one did."""
+        if self._kept_up:
+            return None
         loaded = [one for one in self.instances.values() if (one.load or 0) >= _SATURATED]
         return max(loaded, key=lambda one: (one.load or 0, one.share or 0), default=None)
 
     def limit(self) -> str:
         """Return what limited the test, in words; "" if the instances don't tell."""
+        if self._kept_up:
+            return "no limit reached: the system kept up with the rate"
         worst = self.bottleneck()
         if worst is None:
             known = any(one.load is not None for one in self.instances.values())
@@ -111,6 +115,11 @@ class Facts:
         if {"ctx", "gen"} <= roles:
             return f"context and generation are both saturated; most of all {worst.name}"
         return f"bottleneck: {worst.name}"
+
+    @property
+    def _kept_up(self) -> bool:
+        """Whether a Server test was answered as fast as it asked: then it says nothing of a limit."""
+        return self.run.result.get("queue_grew") is False
 
     @property
     def doubts(self) -> list[str]:

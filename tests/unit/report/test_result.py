@@ -189,15 +189,16 @@ def test_the_console_names_instances_as_the_page_does() -> None:
         "ranks": ranks,
         "instances": [{"index": i, "role": role, "ranks": [i + 1]} for i, role in enumerate(("ctx", "gen"))],
     }
-    for busy, limit in (
-        (0.2, "bottleneck: context 0"),
-        (1.6, "context and generation are both saturated; most of all context 0"),
+    for busy, more, limit in (
+        (0.2, {}, "bottleneck: context 0"),
+        (1.6, {"queue_grew": True}, "context and generation are both saturated; most of all context 0"),
+        (1.6, {"queue_grew": False}, "no limit reached: the system kept up with the rate"),
     ):
         noted = {
             str(rank): {"knows_steps": True, "steps": {"start": [0.0], "end": [s], "busy_s": [s]}}
             for rank, s in ((1, 1.8), (2, busy))
         }
-        result = SLOW | {"per_instance": instances}
+        result = SLOW | {"per_instance": instances} | more
         facts = Facts(RunFiles(Path("run"), result, plan=plan, telemetry={"ranks": noted}))
         rows = dict(summary_rows(result, parse_run(["--core_type", "dummy"]), "run", facts))
         assert rows["context 0"] == "5 samples, 5 tokens, computing 90 %"
