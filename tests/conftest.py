@@ -16,6 +16,7 @@ BUSY = {
         "core_handoff",
         "engine_gpu",
         "engine_tokens",
+        "families",
         "handoff_layouts",
         "model_shapes",
         "oracle",

@@ -95,7 +95,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
     ),
     r"python -m mpillm mpirun {} {} …": Elsewhere("tests/unit/commands/test_what_users_type.py"),
-    r".* report build/runs/.*": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
+    r".* report (build/runs/.*|latest)": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
     r".* launch-triton-server .*": Elsewhere(
         "a repository must be there: tests/unit/commands/test_launch_triton_server.py"
     ),
