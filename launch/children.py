@@ -73,6 +73,7 @@ class Children:
         self._ask: int = signal.SIGTERM
         self._children: list[Child] = []
         self._signals = 0
+        self._stopped: Stopped | None = None
         self._echoes = Echoes()
         self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
         self._previous: dict[int, Any] = {}
@@ -101,7 +102,13 @@ class Children:
         self._signals += 1
         if self._signals == 1:
             self._ask = number if self._pass_on else self._ask
-            raise Stopped(number)
+            self._stopped = Stopped(number)
+            raise self._stopped
+
+    def _stop_late(self) -> None:
+        """Raise `Stopped` again: Python drops it in some callbacks, as in those that it makes at a fork."""
+        if self._stopped is not None:
+            raise self._stopped
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
         """Start `argv` with the environment `env`. Append its output to `log`; None: to our own."""
@@ -127,6 +134,7 @@ class Children:
 
     def ended(self) -> Child | None:
         """Return a child that has ended, if any has."""
+        self._stop_late()
         return next((child for child in self._children if child.process.poll() is not None), None)
 
     def running(self) -> list[Child]:
@@ -152,6 +160,7 @@ class Children:
         """Return its exit code (negative: a signal), or None if it has not ended within `deadline_s` s."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while child.process.poll() is None:
+            self._stop_late()
             if end is not None and time.monotonic() > end:
                 return None
             time.sleep(_POLL_S)

@@ -75,6 +75,21 @@ def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_python_drops_stops_the_next_wait(tmp_path: Path) -> None:
+    """What a signal's handler raises in a callback (here a finalizer) is printed and forgotten."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped), Children(stop_grace_s=5) as children:
+        child = children.start("sleep", ["sleep", "60"], os.environ, tmp_path / "log")
+        Finalized()
+        children.wait(child, 30)
+    assert child.process.returncode == -signal.SIGTERM
+
+
 def test_the_signal_that_came_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(Stopped), Children(pass_on=True) as children:
         child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
