@@ -28,12 +28,15 @@ class LiveLines:
         self.out, self.err = out, err
         self._lock = threading.Lock()
         self._n_drawn = 0
+        self._ends_in_line = False  # what was written: lines drawn behind it would take it along
 
     def draw(self, lines: Sequence[str]) -> None:
         """Draw `lines` in place of those drawn before; each is cut at the terminal's edge, wherever that is
         now."""
         with self._lock:
-            self._put(f"{self._clearing()}{_CUT}" + "\n".join(lines) + f"{_WRAP}\n", self.out)
+            begin = "\n" if self._ends_in_line else self._clearing()
+            self._ends_in_line = False
+            self._put(f"{begin}{_CUT}" + "\n".join(lines) + f"{_WRAP}\n", self.out)
             self._n_drawn = len(lines)
 
     def write(self, text: str, to: TextIO | None = None) -> None:
@@ -42,6 +45,8 @@ class LiveLines:
             if clearing := self._clearing():
                 self._put(clearing, self.out)
             self._put(text, to or self.out)
+            if text:
+                self._ends_in_line = not text.endswith("\n")
 
     def pump(self, source: IO[bytes], to: TextIO) -> None:
         """Write the lines of `source` to `to`, and draw the frames among them, until it ends."""

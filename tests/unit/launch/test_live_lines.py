@@ -34,6 +34,17 @@ def test_what_a_person_types_is_cleared_with_the_bar() -> None:
     assert screen(out.getvalue()) == ["stopping"]
 
 
+def test_a_line_without_an_end_is_not_taken_along() -> None:
+    out = io.StringIO()
+    lines = LiveLines(out, out)
+    lines.draw(BAR)
+    lines.write("no newline")
+    lines.draw(BAR)
+    lines.draw(BAR)
+    lines.clear()
+    assert screen(out.getvalue()) == ["no newline"]
+
+
 def test_no_line_of_another_stream_is_drawn_over() -> None:
     """Whichever comes first, and however the bytes are cut; what isn't text is shown as well as it can be."""
     terminal = io.StringIO()
