@@ -103,7 +103,8 @@ def undisturbed(
 def test_options(few: Samples, scenario: str) -> list[object]:
     return [
         *("--test_mode", "AccuracyOnly", "--max_output_len", OUTPUT, "--save_outputs", *GRACE),
-        *("--dataset_path", few.path, "--scenarios", scenario, "--server_target_qps", 40),
+        *("--dataset_path", few.path, "--scenarios", scenario),
+        *(["--server_target_qps", 40] if scenario == "Server" else []),
     ]
 
 
