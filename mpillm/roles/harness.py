@@ -82,8 +82,8 @@ class Totals:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from the test's start to the last answer."""
-        return self.ended - self.started
+        """Seconds from the test's start to the last answer; 0 without one."""
+        return max(0.0, self.ended - self.started)
 
     @property
     def in_flight(self) -> int:

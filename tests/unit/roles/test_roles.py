@@ -332,3 +332,8 @@ def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> 
     assert sent[0].rows["flags"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
     assert sent[0].tokens.tolist() == [2, 1, 1, 0]
     assert np.diff(np.sort(sent[0].rows["seed"])).tolist() == [1, 0, 1]
+
+
+def test_a_test_without_an_answer_lasted_no_time() -> None:
+    assert Totals(started=4176.0).lasted_s == 0.0
+    assert Totals(started=4176.0, ended=4178.5).lasted_s == 2.5
