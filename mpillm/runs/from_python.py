@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
 from launch.children import Stopped
-from mpillm.errors import needs_extra
+from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import BY_NAME
 from mpillm.report.page.page import write_page
 from mpillm.report.request_log import read_requests, tpot_s
@@ -163,6 +163,8 @@ def run(
             deadline_s,
             adopts=False,
         )
+    if ended.code == ExitCode.USAGE:
+        raise ConfigError(ended.failure)
     if ended.failure:
         raise RunFailed(ended.failure, folder, ended.code)
     return load(folder)
@@ -181,7 +183,8 @@ def serve(
 ) -> Iterator[Endpoint]:
     """Serve a model on `ranks` ranks inside a ``with`` block, on a free port unless ``port=`` says otherwise.
 
-    Arguments as of `run`; `deadline_s`: until it is ready. Raises ConfigError if it does not become ready.
+    Arguments as of `run`, but `echo` and `deadline_s` go until it is ready. Raises ConfigError if it does not
+    become ready.
     """
     folder = _folder(log_dir, "serve")
     with (

@@ -165,7 +165,7 @@ def served_in(
         while not (ready := _URL.search(log.read_text(encoding="utf-8", errors="replace"))):
             if watch is not None:
                 watch()
-            if server.process.poll() is not None or time.monotonic() > end:
+            if children.ended() or time.monotonic() > end:
                 raise ConfigError(f"{server.name} is not ready:\n{server.tail()}")
             time.sleep(_LOOK_S)
         yield ready[1]

@@ -44,6 +44,8 @@ def test_two_runs_in_one_program(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_wrong_options_and_failed_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_batchsize: no such option .*max_batch_size"):
         mpillm.run(ranks=2, max_batchsize=3)
+    with pytest.raises(ConfigError, match="max_output_len 0"):
+        mpillm.run(ranks=2, log_dir=tmp_path / "wrong", echo=False, **(DUMMY | {"max_output_len": 0}))
     with pytest.raises(mpillm.RunFailed, match="rank 1") as failed:
         mpillm.run(
             ranks=2,

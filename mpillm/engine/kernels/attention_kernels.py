@@ -170,9 +170,8 @@ def _decode(
         weights = tl.exp2(highests - best[:, None])
         total = tl.sum(weights * tl.load(sums + shares, mask=computed, other=0.0), 1)
         result = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        JOINED: tl.constexpr = (
-            SPLITS if SPLITS < _SHORT_SPLITS else _SHORT_SPLITS
-        )  # loads on their way at once
+        # So many loads are on their way at once.
+        JOINED: tl.constexpr = SPLITS if SPLITS < _SHORT_SPLITS else _SHORT_SPLITS
         for start in range(0, n_shares, JOINED):
             for i in tl.static_range(JOINED):
                 joined = at * SPLITS + start + i
