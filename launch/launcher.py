@@ -9,7 +9,7 @@ from typing import Literal
 
 from disagg.errors import ConfigError
 
-RANK_COMMANDS = ("run", "serve", "doctor", "bench", "generate-disagg-config", "run-llm-server")
+RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-server")
 """The mpillm commands that may run as several ranks of one launcher."""
 
 OPEN_MPI = "Open MPI's mpirun"
@@ -84,7 +84,7 @@ def refuse_copies(command: str, env: Mapping[str, str] = os.environ) -> None:
     launcher = find_launcher(env)
     if launcher is None or (launcher.is_srun and "SLURM_PTY_PORT" in env):
         return
-    if command not in RANK_COMMANDS and (launcher.size or 1) > 1:
+    if (launcher.size or 1) > 1:
         raise EveryRankError(
             f"{launcher.name} started {launcher.size} processes of '{command}', which runs as one:"
             " start it once"

@@ -12,13 +12,13 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
 from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
-from launch.launcher import EveryRankError, find_launcher, refuse_copies
+from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.signals import stop_signals
 from mpillm import __version__
 from mpillm.core_names import BROUGHT_BY, lacks
@@ -113,13 +113,14 @@ def usage() -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str]], int] | None = None) -> int:
     """Run a command (default: this process's arguments); return its exit code.
 
-    Bad input is one message on stderr and exit code 2.
+    Bad input is one message on stderr and exit code 2. `run`: what takes the arguments, unless they name
+    a command of mpillm.
     """
     try:
-        code = _told(argv)
+        code = _told(sys.argv[1:] if argv is None else argv, run or _run)
     except SystemExit:
         roll_call.joined()
         raise
@@ -130,14 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _told(argv: Sequence[str] | None) -> int:
+def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run a command; tell of errors."""
     _open_closed()
     _know_home()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that lack a character
     try:
-        code = _run(sys.argv[1:] if argv is None else argv)
+        code = run(argv)
         sys.stdout.flush()  # so that we report a full disk, not Python at its exit
         return code
     except EveryRankError as error:
@@ -214,21 +215,30 @@ def _run(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}"
         )
+    return start(name, module_of(name), argv[1:], on_ranks=name in RANK_COMMANDS)
+
+
+def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> int:
+    """Run `main` of the command `name`, which is in `module`, with its words; return its exit code.
+
+    Raises EveryRankError if a launcher started several processes of a command that is not `on_ranks`.
+    """
     tell_started()
     roll_call.answer()
-    if {"-h", "--help"} & {*argv}:
+    if {"-h", "--help"} & {*words}:
         if name != "mpirun" and (launcher := find_launcher()) is not None:
             if not launcher.first:
                 return ExitCode.DONE
             tell_exit_code(ExitCode.DONE)
     else:
-        refuse_copies(name)
+        if not on_ranks:
+            refuse_copies(name)
         if name not in ("run-llm-server", "mpirun"):
             drop_launch_type(name)
     with _stoppable():
-        command = importlib.import_module(module_of(name))
+        command = importlib.import_module(module)
         gc.enable()  # see __main__
-        return int(command.main(list(argv[1:])))
+        return int(command.main(list(words)))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Benchmarks: medians, and ratios to a baseline measured in the same minutes, printed as tables.
+"""Benchmarks that a user runs: medians, and ratios to a baseline measured in the same minutes, as tables.
 
 A benchmark is a file `bench_NAME.py` with its `Options`, DESCRIPTION and EPILOG for --help, and `main`;
-`commands/bench.py` starts it, on ranks, too.
+`commands/bench.py` starts it. Those of mpillm's makers are in `benchmarks/`, which is not installed.
 """

@@ -15,10 +15,6 @@ import numpy as np
 
 from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
-from mpillm.bench.endpoint_client import EndpointClient
-from mpillm.bench.endpoint_page import endpoint_page
-from mpillm.bench.load_test import LoadTest, arrivals
-from mpillm.bench.serving_report import DETAILS, numbers, table
 from mpillm.config.values import Values
 from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
@@ -29,6 +25,10 @@ from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json, write_text
+from mpillm.loadtest.endpoint_client import EndpointClient
+from mpillm.loadtest.endpoint_page import endpoint_page
+from mpillm.loadtest.load_test import LoadTest, arrivals
+from mpillm.loadtest.serving_report import DETAILS, numbers, table
 from mpillm.report.run_directory import path_shown, series_folder
 
 # What is not said: of a test, and of --null.

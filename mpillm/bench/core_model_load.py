@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.bench.load_test import Record
 from mpillm.cores.triton_grpc.stream import Stream, Streams, open_channel
 from mpillm.cores.triton_grpc.tensors import NO_END, Wanted, is_last, request_of, tokens_of
 from mpillm.cores.triton_grpc.triton_ready import TritonError, find_models, until_ready
+from mpillm.loadtest.load_test import Record
 from mpillm.triton_client.connection import AnswerError
 from mpillm.triton_client.kserve_http import HttpConnection
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.bench.endpoint_client import EndpointClient
-from mpillm.bench.load_test import FixedConcurrency
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -25,6 +23,8 @@ from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.files import read_object, write_json
+from mpillm.loadtest.endpoint_client import EndpointClient
+from mpillm.loadtest.load_test import FixedConcurrency
 from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
     ACCURACY,

@@ -13,8 +13,8 @@ import numpy as np
 import yaml
 
 from mpillm import __version__
-from mpillm.bench.load_test import Record
 from mpillm.files import read_json, write_json, write_text
+from mpillm.loadtest.load_test import Record
 from mpillm.submission.endpoint_rules import SEED_SETS, Regions
 from mpillm.submission.scores import Scores
 from mpillm.workloads.workload import Endpoints

@@ -128,15 +128,17 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
     ),
-    r".* (triton-client|e2e-test|bench core-model) .*|.* bench triton": Elsewhere(
+    r".* (triton-client|e2e-test|bench core-model) .*|.* benchmarks triton": Elsewhere(
         "a tritonserver must be there: tests/e2e/test_triton_clients.py"
     ),
     r"python -m mpillm (triton-client (tokens|text)|e2e-test|bench core-model)": Elsewhere(
         "names of commands, in messages: tests/unit/commands/test_reference_commands.py"
     ),
-    r".* bench http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
-    r".* bench scale( --instances 64,512)?": Typed("--instances 8,16", says="rank 0's control in the test"),
-    r".* bench http": Typed(
+    r".* benchmarks http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
+    r".* benchmarks scale( --instances 64,512)?": Typed(
+        "--instances 8,16", says="rank 0's control in the test"
+    ),
+    r".* benchmarks http": Typed(
         "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
     ),
     r"make (test-)?triton": Elsewhere("it installs a real tritonserver"),
@@ -147,7 +149,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
     r"\$R .*": Parsed("a model of 140 GB"),
-    r".* --device cuda.*|.* bench (agreement|all-reduce|handoff).*": NO_GPU,
+    r".* --device cuda.*|.* benchmarks (agreement|all-reduce|handoff).*": NO_GPU,
     r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|"
     r"mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"
@@ -177,7 +179,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench routing .*": Typed(
         "--offline_samples 2000 --qps 200 --server_s 1 --idle_s 1 --repeats 1", says="part of aiohttp's p99"
     ),
-    r".* bench soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
+    r".* benchmarks soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
     r".* bench engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     # The test model has a token for each letter.
     r".* bench engine .*--dataset_path examples/.*": Typed(
@@ -187,9 +189,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "its head takes half an hour to train: tests/e2e/test_speculation.py has one of random numbers"
     ),
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
-    r".* bench load .*": Typed("--repeats 1", says="engine"),
-    r".* bench precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
-    r".* bench dataset.*": Typed("--repeats 1", says="samples"),
+    r".* benchmarks load .*": Typed("--repeats 1", says="engine"),
+    r".* benchmarks precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
+    r".* benchmarks dataset.*": Typed("--repeats 1", says="samples"),
     r".* generate-engines --model_path build/models.*": Typed(says="engine"),
     r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),
     r".* run-llm-server --core_type=\{\} .*": Elsewhere(
@@ -266,9 +268,9 @@ def test_the_names_of_commands() -> None:
     named = {
         match[1]
         for advice in ADVICE
-        if (match := re.match(r".*-m mpillm (bench [a-z-]+|[a-z0-9-]+)", advice.text))
+        if (match := re.match(r".*-m (mpillm bench [a-z-]+|(mpillm|benchmarks) [a-z0-9-]+)", advice.text))
     }
-    assert named <= {*command_names(), "trtllm-build"}, named - {*command_names()}
+    assert named <= {*command_names(), "mpillm trtllm-build"}, named - {*command_names()}
 
 
 def test_commands_in_messages_stand_between_backticks() -> None:
@@ -277,8 +279,8 @@ def test_commands_in_messages_stand_between_backticks() -> None:
         f"{where}: {text}"
         for where, text in strings()
         for line in re.sub(r"`[^`]*`", "", text).splitlines()
-        if re.search(r"-m mpillm [a-z]", line)
-        and not re.match(r"\s*(usage: )?(mpirun -n \S+ )?python -m mpillm ", line)
+        if re.search(r"-m (mpillm|benchmarks) [a-z]", line)
+        and not re.match(r"\s*(usage: )?(mpirun -n \S+ )?python -m (mpillm|benchmarks) ", line)
     ]
     assert bare == []
 
@@ -287,7 +289,8 @@ def test_options_in_messages_exist() -> None:
     """Every --option that a sentence in the sources names is one of ours, or of a program that we start."""
     known = {*BY_NAME, *(alias for field in BY_NAME.values() for alias in field.aliases)}
     # those of single commands
-    for path in (path for package in ("launch", "mpillm") for path in (ROOT / package).rglob("*.py")):
+    packages = ("benchmarks", "launch", "mpillm")
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
         known.update(
             re.findall(
                 r'(?:Field\(|add_argument\(|\badd\(|Given\()\s*(?:"-\w",\s*)?"-*([a-z_]+)"',

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.command import BENCHES
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers.support import Starter
+from tests.helpers.support import Ended, Starter
 
 SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--mebibytes", 1, "--repeats", 1)
 
 
+def on_ranks(one: Starter, ranks: int, *words: object) -> Ended:
+    """Run a benchmark on several ranks to its end."""
+    return one.plain(ranks, one.python, "-m", "benchmarks", *words).end()
+
+
 def test_a_handoff_is_measured(one: Starter) -> None:
-    ended = one.mpillm("mpirun", "-n", 2, "bench", "handoff", *SMALL).must(0)
+    ended = on_ranks(one, 2, "handoff", *SMALL).must(0)
     assert "tiny-llama" in ended.out and "all are equal" in ended.out
 
 
@@ -62,7 +68,7 @@ def test_core_models_table_has_whole_latencies_through_mpi(one: Starter) -> None
 
 
 def test_a_bench_that_takes_too_long(one: Starter) -> None:
-    ended = one.mpillm("mpirun", "-n", 2, "bench", "agreement", "--device", "cpu", "--deadline", 0.1)
+    ended = on_ranks(one, 2, "agreement", "--device", "cpu", "--deadline", 0.1)
     assert ended.code not in (0, 2) and "not done after --deadline 0.1 s" in ended.err
 
 
@@ -76,4 +82,14 @@ def test_a_bench_that_takes_too_long(one: Starter) -> None:
 def test_what_cannot_run_is_said_once(
     one: Starter, ranks: int, options: tuple[str, ...], message: str
 ) -> None:
-    assert message in one.mpillm("mpirun", "-n", ranks, "bench", *options).must(2).message
+    assert message in on_ranks(one, ranks, *options).must(2).message
+
+
+def test_what_runs_as_one_process(one: Starter) -> None:
+    ended = on_ranks(one, 2, "scale").must(2)
+    assert "started 2 processes of 'benchmarks scale', which runs as one: start it once" in ended.message
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in BENCHES)])
+def test_each_has_help(one: Starter, words: tuple[str, ...]) -> None:
+    assert "usage: " in one.command([one.python, "-m", "benchmarks", *words, "--help"]).end().must(0).out

@@ -14,8 +14,6 @@ from tests.helpers.support import DONE, PYTHONS, ROOT, USAGE, Ended, Starter
 RUN: list[object] = ["run", "--core_type", "dummy", "--min_query_count", 8]
 OF_RANKS: dict[str, list[object]] = {
     "run": RUN,
-    "bench agreement": ["bench", "agreement", "--device", "cpu"],
-    "bench handoff": ["bench", "handoff", "--device", "cpu"],
     "generate-disagg-config": ["generate-disagg-config", "--mode", "disaggregated", "--output", "made.yaml"],
     "worker": ["run-llm-server", "--core_type", "trtllm_disagg", "--disagg_config", "disagg.yaml"],
 }

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.command import BENCHES as LABORATORY
 from mpillm.cli import COMMANDS
 from mpillm.commands.bench import BENCHES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("disagg", "launch", "mpillm")
+PACKAGES = ("benchmarks", "disagg", "launch", "mpillm")
 
 _COMMAND = re.compile(
-    r"(time |[A-Z_]+=\S+ )?(\.venv/bin/)?(python3? -m mpillm [a-z]|mpirun -n \S+ (python3? -m mpillm|make)"
+    r"(time |[A-Z_]+=\S+ )?(\.venv/bin/)?"
+    r"(python3? -m (mpillm|benchmarks) [a-z]|mpirun -n \S+ (python3? -m (mpillm|benchmarks)|make)"
     r" |srun |make [a-z]|\$R )"
 )
 _ASSIGNMENT = re.compile(r"(export )?[A-Z_]+=\"")
@@ -99,5 +101,9 @@ def commands() -> list[Advice]:
 
 
 def command_names() -> list[str]:
-    """Return what can stand behind ``python -m mpillm``, benchmarks included."""
-    return [*(name for name in COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]
+    """Return what can stand behind ``python -m``."""
+    return [
+        *(f"mpillm {name}" for name in COMMANDS if name != "bench"),
+        *(f"mpillm bench {name}" for name in BENCHES),
+        *(f"benchmarks {name}" for name in LABORATORY),
+    ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpillm.bench.endpoint_page import endpoint_page
-from mpillm.bench.load_test import Record
 from mpillm.experiments.ab_page import ab_page
 from mpillm.experiments.advise_page import advise_page
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.search_page import search_page
+from mpillm.loadtest.endpoint_page import endpoint_page
+from mpillm.loadtest.load_test import Record
 
 TESTS = [
     Tried(10.0, False, True, completed=9.9, figures={"ttft_p99_ms": 20.0, "tpot_p99_ms": 5.0}),

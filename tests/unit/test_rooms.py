@@ -9,7 +9,6 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,18 +36,17 @@ mpillm.roles
 mpillm.report
 mpillm.serve
 mpillm.triton_models mpillm.triton_client mpillm.doctor
-mpillm.runs
-mpillm.bench
-mpillm.submission
+mpillm.runs mpillm.loadtest
+mpillm.bench mpillm.submission
 mpillm.run
 mpillm.experiments
 mpillm.commands
 mpillm.llmlib
 mpillm.cli
 mpillm.__main__
+benchmarks
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
-SAME_MEANING = ["errors"]  # ConfigError in disagg, what ends a run in mpillm
 # ``module:function``, whole or as the start of an f-string
 NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
 # the one table of names and classes, like the entry points of a package: only cores.registry follows it
@@ -60,7 +58,7 @@ VERSION = "mpillm"  # the package itself holds the version alone, and every room
 def files() -> dict[str, Path]:
     """Return every module by its name."""
     found = {}
-    for package in ("disagg", "launch", "mpillm"):
+    for package in ("disagg", "launch", "mpillm", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -164,19 +162,6 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
-
-
-def test_no_file_name_twice() -> None:
-    """A name leads to one place, which a newcomer finds in one guess.
-
-    The files of llmlib have NVIDIA's names.
-    """
-    stems = sorted(
-        path.stem
-        for path in files().values()
-        if path.stem not in ("__init__", "__main__") and "llmlib" not in path.parts
-    )
-    assert [stem for stem, after in pairwise(stems) if stem == after] == SAME_MEANING
 
 
 def test_the_top_stays_small() -> None:

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from mpillm.bench.bench_endpoint import null_server
-from mpillm.bench.load_test import Record
 from mpillm.cli import main
 from mpillm.commands import endpoints_submission
 from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.loadtest.load_test import Record
 from mpillm.submission.endpoint_points import result_summary
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")

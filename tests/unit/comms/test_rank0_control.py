@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mpillm.bench.simulated_cluster import ControlledCluster, plan_of
+from benchmarks.simulated_cluster import ControlledCluster, plan_of
 from mpillm.comms import rank0_control
 from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase

@@ -150,7 +150,7 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
 
 
 def test_a_context_of_which_all_rows_are_wanted(folder: Path) -> None:
-    """As `bench agreement` and `bench precision` run it: more rows than a decode step has room for."""
+    """As benchmarks run it (agreement, precision): more rows than a decode step has room for."""
     step = Step([Span(0, 0, 40, 0, [1, 2, 3, 4, 5])], list(range(40)), list(range(40)))
     with torch.inference_mode():
         found, wanted = (

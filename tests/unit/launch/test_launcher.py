@@ -284,7 +284,6 @@ def test_what_runs_as_one_process_is_not_started_several_times(env: dict[str, st
         EveryRankError, match=r"started 3 processes of 'plan', which runs as one: start it once"
     ):
         refuse_copies("plan", env)
-    refuse_copies("run", env)
 
 
 @pytest.mark.parametrize("env", [{}, BATCH_SCRIPT, ONE_TASK, ONE_OMPI, SHELL, PRUN])

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.bench.load_test import Record
+from mpillm.loadtest.load_test import Record
 from mpillm.submission.endpoint_points import request_logs, result_summary
 from mpillm.submission.endpoint_rules import (
     Regions,

@@ -1,4 +1,4 @@
-"""``bench all-reduce``: sums over the GPUs of a TP group, by NCCL and by the engine's own kernel."""
+"""``benchmarks all-reduce``: sums over the GPUs of a TP group, by NCCL and by the engine's own kernel."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from benchmarks.on_ranks import RankOptions
 from disagg.errors import ConfigError
-from mpillm.bench.ranks import RankOptions
 from mpillm.configurator.parsers import boolean
 from mpillm.fields import Field, integers, positive
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Options(RankOptions):
-    """Options of ``bench all-reduce``."""
+    """Options of ``benchmarks all-reduce``."""
 
     rows = Field(
         "rows",
@@ -42,13 +42,13 @@ DESCRIPTION = (
     " by NCCL and another kernel, and by one kernel over NVLink."
 )
 N_RANKS = None
-EPILOG = "example:\n  python -m mpillm mpirun -n 2 bench all-reduce"
+EPILOG = "example:\n  mpirun -n 2 python -m benchmarks all-reduce"
 
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     """Call this on every rank; rank 0 prints. Raises ConfigError without GPUs that reach each other."""
     if device is None:
-        raise ConfigError("bench all-reduce: --device cuda is needed")
+        raise ConfigError("benchmarks all-reduce: --device cuda is needed")
     import torch
 
     from mpillm.bench.decode_parts import seconds_of
@@ -61,7 +61,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     nccl, width = NcclComm.of(world), config.hidden_size
     shared = SharedRows.of(world, width, torch.bfloat16)
     if shared is None:
-        raise ConfigError("bench all-reduce: these GPUs do not reach each other's memory with atomics")
+        raise ConfigError("benchmarks all-reduce: these GPUs do not reach each other's memory with atomics")
     torch.manual_seed(world.rank)
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     if world.rank == 0:

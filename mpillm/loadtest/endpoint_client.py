@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 
 from disagg.errors import ConfigError
-from mpillm.bench.load_test import LoadTest
 from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
+from mpillm.loadtest.load_test import LoadTest
 
 _ASK_S = 60.0  # for the model's name, and for the first token
 _DAY_S = 86400.0

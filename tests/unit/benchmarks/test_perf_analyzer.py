@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
-from mpillm.bench.perf_analyzer import analyze
 
 # As version 2.60 prints it.
 SAYS = """Request concurrency: 64

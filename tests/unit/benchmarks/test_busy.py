@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.bench.busy import Busy, cores, median
+from benchmarks.busy import Busy, cores, median
 from mpillm.runs.whole_runs import rank_cores
 
 

@@ -1,4 +1,4 @@
-"""``bench dataset``: time and memory to load a preprocessed data set, each time in a new process.
+"""``benchmarks dataset``: time and memory to load a preprocessed data set, each time in a new process.
 
 A data frame is loaded twice: the first load converts it to arrays, later ones map these.
 """
@@ -26,7 +26,7 @@ _DEADLINE_S = 600.0
 
 
 class Options(Values):
-    """Options of ``bench dataset``."""
+    """Options of ``benchmarks dataset``."""
 
     num_samples = Field("num_samples", "samples of the data set", positive, default=24576, group="benchmark")
     repeats = Field("repeats", "loads; the median is printed", positive, default=3, group="benchmark")
@@ -64,7 +64,7 @@ DESCRIPTION = (
     "Load llama2-70b's data set in both published formats; a data frame twice:"
     " converting it to arrays, and mapping these."
 )
-EPILOG = "example:\n  python -m mpillm bench dataset --repeats 5"
+EPILOG = "example:\n  python -m benchmarks dataset --repeats 5"
 
 
 def main(config: Options) -> int:
@@ -125,7 +125,7 @@ def _make(folder: Path, n: int) -> list[Path]:
     try:
         import pandas
     except ImportError as error:
-        raise ConfigError("bench dataset needs pandas: pip install 'mpillm[datasets]'") from error
+        raise ConfigError("benchmarks dataset needs pandas: pip install 'mpillm[datasets]'") from error
     random = np.random.default_rng(0)
     workload = workloads.get("llama2-70b")
     width = workload.max_input_len

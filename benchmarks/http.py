@@ -1,4 +1,4 @@
-"""``bench http``: what HTTP costs beside the same work through MPI, with cores of zero cost; our client."""
+"""``benchmarks http``: what HTTP costs beside the same work through MPI, with cores of zero cost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.other_clients import Load, request_rates
 from disagg.errors import ConfigError, nearest
 from mpillm.bench.bench_endpoint import null_server
-from mpillm.bench.other_clients import Load, request_rates
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.runs.whole_runs import load_test, run_once, served
@@ -22,7 +22,7 @@ _OTHERS = {"openai": 2000, "vllm": 10_000, "aiperf": 5000}
 
 
 class Options(Values):
-    """Options of ``bench http``."""
+    """Options of ``benchmarks http``."""
 
     parts = Field(
         "parts", "what to measure, with commas between them [default: all]", default="", group="benchmark"
@@ -57,7 +57,7 @@ class Options(Values):
 
 
 DESCRIPTION = "Measure what HTTP adds to the same work through MPI, with cores of zero cost."
-EPILOG = "example:\n  python -m mpillm bench http --peers .venv-peers --model_path build/models/smollm2-135m"
+EPILOG = "example:\n  python -m benchmarks http --peers .venv-peers --model_path build/models/smollm2-135m"
 
 
 class _Row(NamedTuple):

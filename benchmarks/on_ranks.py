@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from disagg.errors import ConfigError
+from launch.check_world import WrongLauncher
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError
 from mpillm.comms.start import start_mpi
@@ -55,13 +56,15 @@ def run_on_ranks(
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
     try:
         config = collect(argv, options, parser)
-        world = start_mpi([*parser.prog.split()[1:], *argv], DEADLINES["join"])
+        world = start_mpi((), DEADLINES["join"])
         watchdog = threading.Timer(config.deadline, _give_up, (world, config.deadline))
         watchdog.daemon = True
         watchdog.start()
         if n_ranks not in (None, world.size):
             raise ConfigError(f"{n_ranks} ranks are needed, not {world.size}: mpirun -n {n_ranks}")
         device = _own_gpu(world) if config.device == "cuda" else None
+    except WrongLauncher as error:
+        raise EveryRankError(error.problem) from None
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
     try:

@@ -1,4 +1,4 @@
-"""``bench triton``: requests per second to a model of zero cost, of one plain client and of triton_grpc.
+"""``benchmarks triton``: requests per second to a model of zero cost, of one plain client and of triton_grpc.
 
 What is left is the clients' cost and the server's. Beside each rate stand the cores that both used, and what
 limits it, as far as that shows. One instance of a Python model hands over one response at a time, and waits
@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
+from benchmarks.busy import Busy, cores, median, thread_times
+from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.servers import Servers, check_ports
 from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
-from mpillm.bench.busy import Busy, cores, median, thread_times
-from mpillm.bench.perf_analyzer import analyze
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.runs.whole_runs import run_once
@@ -46,7 +46,7 @@ _AT_ONCE = (64, 256)  # requests open, of perf_analyzer
 
 
 class Options(Values):
-    """Options of ``bench triton``."""
+    """Options of ``benchmarks triton``."""
 
     requests = Field("requests", "of a run", positive, default=12000, group="benchmark")
     input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
@@ -63,7 +63,7 @@ class Options(Values):
 DESCRIPTION = (
     "Measure triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver."
 )
-EPILOG = "example:\n  python -m mpillm bench triton"
+EPILOG = "example:\n  python -m benchmarks triton"
 
 
 class _Asked(NamedTuple):

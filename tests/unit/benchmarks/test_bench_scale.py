@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpillm.bench import bench_scale
-from mpillm.bench.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
+from benchmarks import scale
+from benchmarks.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
 from mpillm.comms import messages
 from mpillm.comms.watch import beat_interval_s
 from mpillm.config.values import collect
@@ -27,8 +27,8 @@ def ready_cluster() -> ControlledCluster:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    config = collect(["--instances", "4,8"], bench_scale.Options, Parser(prog="mpillm bench scale"))
-    assert bench_scale.main(config) == 0
+    config = collect(["--instances", "4,8"], scale.Options, Parser(prog="benchmarks scale"))
+    assert scale.main(config) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines if line.startswith("  ranks ")] == [["10", "18"]]
 

@@ -1,4 +1,4 @@
-"""``bench precision``: one model in several types of weights, activations and KV cache, against float32.
+"""``benchmarks precision``: one model in several types of weights, activations and KV cache, against float32.
 
 The texts are prompts, and continuations that float32 sampled at temperature 1. So their tokens' mean negative
 log-likelihood (nats per token) is least, on average, for float32 itself: what a type adds is its cost.
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.agreement import agreeing, answer
 from disagg.errors import ConfigError
-from mpillm.bench.bench_agreement import agreeing, answer
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.data.dataset import Limits, load_dataset
@@ -32,7 +32,7 @@ _VARIANTS = (
 
 
 class Options(Values):
-    """Options of ``bench precision``."""
+    """Options of ``benchmarks precision``."""
 
     device = Field("device", "where to compute", default="cpu", choices=("cpu", "cuda"), group="benchmark")
     model_path = Field("model_path", "a Hugging Face folder, with its tokenizer", group="benchmark")
@@ -87,7 +87,7 @@ DESCRIPTION = (
 )
 EPILOG = (
     "example:\n"
-    "  python -m mpillm bench precision --model_path build/models/smollm2-135m"
+    "  python -m benchmarks precision --model_path build/models/smollm2-135m"
     " --variants bfloat16,bfloat16/none/fp8"
 )
 

@@ -1,4 +1,4 @@
-"""``bench handoff``: KV caches between two ranks, moved as in a run, against plain messages of their size."""
+"""``benchmarks handoff``: KV caches between two ranks, moved as in a run, against plain messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpillm.bench.ranks import RankOptions
+from benchmarks.on_ranks import RankOptions
 from mpillm.fields import Field, integers, positive
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Options(RankOptions):
-    """Options of ``bench handoff``."""
+    """Options of ``benchmarks handoff``."""
 
     models = Field(
         "models",
@@ -64,7 +64,7 @@ DESCRIPTION = (
     "Measure GB/s of KV caches moved from one rank's blocks to another's in a row, and the time of one alone."
 )
 N_RANKS = 2
-EPILOG = "example:\n  python -m mpillm mpirun -n 2 bench handoff"
+EPILOG = "example:\n  mpirun -n 2 python -m benchmarks handoff"
 
 
 class _Figures(NamedTuple):

@@ -1,4 +1,4 @@
-"""``bench soak``: a long test through dummy cores of zero cost, and what each rank gains in it."""
+"""``benchmarks soak``: a long test through dummy cores of zero cost, and what each rank gains in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MB = 1e6
 
 
 class Options(Values):
-    """Options of ``bench soak``."""
+    """Options of ``benchmarks soak``."""
 
     n = Field("n", "ranks; harness, leader and two instances are 4", positive, default=4, group="benchmark")
     scenarios = Field(
@@ -47,7 +47,7 @@ DESCRIPTION = (
     "Run a long test through dummy cores of zero cost, and say what each rank gains in it: memory, threads,"
     " file descriptors. They are looked at up to twice a second, from a tenth of the test on."
 )
-EPILOG = "example:\n  python -m mpillm bench soak --scenarios Offline --samples 10000000"
+EPILOG = "example:\n  python -m benchmarks soak --scenarios Offline --samples 10000000"
 
 
 class Gain(NamedTuple):

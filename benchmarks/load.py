@@ -1,4 +1,4 @@
-"""``bench load``: time to a rank's first token from a checkpoint and from an engine, in new processes."""
+"""``benchmarks load``: time to a rank's first token from a checkpoint and from a built engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpillm.fields import Field, integers, positive
 
 
 class Options(Values):
-    """Options of ``bench load``."""
+    """Options of ``benchmarks load``."""
 
     model_path = Field("model_path", "folder of a Hugging Face checkpoint", group="benchmark")
     tensor_parallelism = Field(
@@ -66,7 +66,7 @@ DESCRIPTION = (
     " on a CPU, with the files in the page cache."
 )
 EPILOG = (
-    "example:\n  python -m mpillm bench load --model_path build/models/smollm2-135m --tensor_parallelism 1,3"
+    "example:\n  python -m benchmarks load --model_path build/models/smollm2-135m --tensor_parallelism 1,3"
 )
 
 

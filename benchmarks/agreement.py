@@ -1,4 +1,4 @@
-"""``bench agreement``: how far answers and logits agree between tensor parallel sizes."""
+"""``benchmarks agreement``: how far answers and logits agree between tensor parallel sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.bench.ranks import RankOptions
+from benchmarks.on_ranks import RankOptions
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Options(RankOptions):
-    """Options of ``bench agreement``."""
+    """Options of ``benchmarks agreement``."""
 
     model_path = Field(
         "model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"
@@ -49,7 +49,7 @@ DESCRIPTION = (
     " with those of one rank, and with float32."
 )
 N_RANKS = None
-EPILOG = "example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b"
+EPILOG = "example:\n  mpirun -n 4 python -m benchmarks agreement --model_path llama3.2-1b"
 
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:

@@ -1,4 +1,4 @@
-"""`bench soak`: what a rank gained, computed from the telemetry of a run."""
+"""`benchmarks soak`: what a rank gained, computed from the telemetry of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.soak import gain
 from disagg.errors import ConfigError
-from mpillm.bench.bench_soak import gain
 
 
 def telemetry(rss: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``bench scale``: what leader and rank 0 cost in a cluster that is not there, by the number of instances."""
+"""``benchmarks scale``: what leader and rank 0 cost in a simulated cluster, by number of instances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpillm.fields.topology import TopologyFields
 from mpillm.phases import PHASES
 
 if TYPE_CHECKING:
-    from mpillm.bench.simulated_cluster import RoutedCluster
+    from benchmarks.simulated_cluster import RoutedCluster
 
 _REQUESTS = 400  # in each of _TURNS
 _TURNS = 5
@@ -25,7 +25,7 @@ _LIVE_S = 10.0  # of simulated time
 
 
 class Options(Values):
-    """Options of ``bench scale``."""
+    """Options of ``benchmarks scale``."""
 
     instances = Field(
         "instances",
@@ -37,7 +37,7 @@ class Options(Values):
 
 
 DESCRIPTION = "Measure leader and rank 0 on a simulated cluster: one process, no MPI."
-EPILOG = "example:\n  python -m mpillm bench scale --instances 64,512"
+EPILOG = "example:\n  python -m benchmarks scale --instances 64,512"
 
 
 def main(config: Options) -> int:
@@ -54,7 +54,7 @@ def _column(n: int) -> list[tuple[str, str, float]]:
     import mpi4py
 
     mpi4py.rc.initialize = False
-    from mpillm.bench.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
+    from benchmarks.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
     from mpillm.comms.watch import beat_interval_s
 
     plan_s = _cpu(lambda: plan_of(n))

@@ -1,0 +1,38 @@
+"""The list of benchmarks, and the start of the one that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpillm.commands.bench import find
+from mpillm.errors import ExitCode
+
+BENCHES = {
+    "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
+    "triton": "triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver",
+    "scale": "leader and rank 0 in a simulated cluster of thousands of ranks",
+    "soak": "a long test: what memory, threads and file descriptors each rank gains",
+    "dataset": "loading a preprocessed data set: seconds and memory",
+    "load": "loading weights from an engine's files against loading them from a checkpoint",
+    "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest"
+    " tokens, answers",
+    "agreement": "answers and logits of tensor parallel instances against those of one rank",
+    "all-reduce": "a sum over the GPUs of a TP group with its norm, by NCCL and in one kernel",
+    "handoff": "KV caches between two ranks, against plain messages of the same size",
+}
+ON_RANKS = ("agreement", "all-reduce", "handoff")  # of an mpirun; the others are one process
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that is named, with the options after its name."""
+    from mpillm.config.values import collect
+
+    named = find("benchmarks", BENCHES, "benchmarks.", argv)
+    if named is None:
+        return ExitCode.DONE
+    bench, parser, words = named
+    if argv[0] not in ON_RANKS:
+        return int(bench.main(collect(words, bench.Options, parser)))
+    from benchmarks.on_ranks import run_on_ranks
+
+    return run_on_ranks(words, bench.Options, parser, bench.main, bench.N_RANKS)
