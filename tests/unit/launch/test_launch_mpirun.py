@@ -156,7 +156,7 @@ def test_words_are_split() -> None:
     found = parse_arguments([*options[:4], "-n", "5", *options[4:7], "--dry_run", options[7], "--", *command])
     assert (found.ranks, found.dry_run, found.options, found.command) == (5, True, options, command)
     assert parse_arguments(["-n", "2", "--dry-run", "run"]).dry_run
-    assert parse_arguments(["-n", "2", "--host=run", "bench"]).options == ["--host=run"]
+    assert parse_arguments(["-n", "2", "--host=run", "doctor"]).options == ["--host=run"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_words_are_split() -> None:
         ("", "no command to run"),
         ("-n 5 rnu --mode x", "'rnu' is not an mpillm command (did you mean 'run'?)"),
         ("-n 5 --oversubscribe rnu --mode x", "no command to run (did you mean 'run'?)"),
-        ("-n 5 -- benhc", "'benhc' is not an mpillm command (did you mean 'bench'?)"),
+        ("-n 5 -- serv", "'serv' is not an mpillm command (did you mean 'serve'?)"),
     ],
 )
 def test_what_a_person_wrote_wrong(words: str, message: str) -> None:
