@@ -1,3 +1,27 @@
-"""mpillm: MLPerf Inference LLM benchmarks on a cluster, from one mpirun."""
+"""mpillm: MLPerf Inference LLM benchmarks on a cluster, from one mpirun.
+
+For programs and notebooks: `run`, `load`, `serve` (docs/howto/from_python.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+MYPY = False  # which mypy takes for true: it would check all rooms as one circle
+if TYPE_CHECKING and not MYPY:  # for editors
+    from mpillm.runs.from_python import Endpoint, Run, RunFailed, load, run, serve
 
 __version__ = "0.1.0"
+__all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what programs use when they use it: ranks import this package, too, and shall start at once."""
+    if name in __all__:
+        return getattr(importlib.import_module("mpillm.runs.from_python"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

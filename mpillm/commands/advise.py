@@ -32,13 +32,13 @@ from mpillm.files import write_json, write_text
 from mpillm.loadgen.issue_order import issue_order
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
-from mpillm.run.in_turn import without
 from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.in_turn import without
 
 if TYPE_CHECKING:
     from mpillm.experiments.advise.calibration import Calibrator
     from mpillm.experiments.advise.prediction import Prediction
-    from mpillm.run.join import Planned, Prepared
+    from mpillm.runtime.join import Planned, Prepared
 
 _PROPOSED = 3
 _OURS = (  # options of `run` that a proposal sets

@@ -17,7 +17,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
-from mpillm.run.yaml_effects import check_yaml
+from mpillm.runtime.yaml_effects import check_yaml
 
 _SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
 

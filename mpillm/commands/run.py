@@ -21,8 +21,8 @@ from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
-    from mpillm.run.rank0 import Purpose
-    from mpillm.run.share import Share
+    from mpillm.runtime.rank0 import Purpose
+    from mpillm.runtime.share import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def start(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def _test() -> Purpose:
-    from mpillm.run.session import TEST
+    from mpillm.runtime.session import TEST
 
     return TEST
 
@@ -74,7 +74,7 @@ def start_rank(
     _warn()
     comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"])
     # imports mpi4py.MPI, which starts MPI: not before start_run has prepared it
-    from mpillm.run.rank import Rank
+    from mpillm.runtime.rank import Rank
 
     if share is not None and config is not None and not usage_error:
         config, comms = share(config, comms)

@@ -11,7 +11,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
 from mpillm.fields.effects import RUN
-from mpillm.run.in_turn import run_in_turn, test_of
+from mpillm.runtime.in_turn import run_in_turn, test_of
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,8 +17,8 @@ from mpillm.config.options import parse_serve
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.config.run_config import RunConfig
-    from mpillm.run.rank0 import Purpose
-    from mpillm.run.share import Share
+    from mpillm.runtime.rank0 import Purpose
+    from mpillm.runtime.share import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,8 +45,8 @@ def _lead(config: RunConfig) -> int | None:
             f"--server_role leader is one process, but {launcher.name} has started {launcher.size}"
         )
     try:
-        from mpillm.run.yaml_effects import check_leaders_yaml
-        from mpillm.serve.leader_run import lead
+        from mpillm.endpoint.leader_run import lead
+        from mpillm.runtime.yaml_effects import check_leaders_yaml
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
     for line in check_leaders_yaml(config):
@@ -55,7 +55,7 @@ def _lead(config: RunConfig) -> int | None:
 
 
 def _share(config: RunConfig, comms: RunComms) -> Share:
-    from mpillm.run.share import Share, share
+    from mpillm.runtime.share import Share, share
 
     if config.server_role == "worker":
         return share(config, comms.control)
@@ -67,6 +67,6 @@ def _share(config: RunConfig, comms: RunComms) -> Share:
 
 
 def _serve() -> Purpose:
-    from mpillm.run.serve_session import SERVE
+    from mpillm.runtime.serve_session import SERVE
 
     return SERVE

@@ -13,8 +13,8 @@ from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import Field, positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
-from mpillm.run.in_turn import ranks_of
 from mpillm.runs.whole_runs import EndedRun
+from mpillm.runtime.in_turn import ranks_of
 
 GROUP = "runs"
 

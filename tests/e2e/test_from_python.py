@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+import mpillm
 from disagg.errors import ConfigError
-from mpillm.runs import from_python as mpillm
 
 DUMMY: dict[str, Any] = {"core_type": "dummy", "min_query_count": 50, "max_output_len": 8}
 

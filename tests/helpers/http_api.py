@@ -13,10 +13,10 @@ from aiohttp import ClientResponse, ClientSession
 
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.serve.admission import Guard
-from mpillm.serve.app import Service
-from mpillm.serve.http_thread import bind, listen, url
-from mpillm.serve.protocol import Served
+from mpillm.endpoint.admission import Guard
+from mpillm.endpoint.app import Service
+from mpillm.endpoint.http_thread import bind, listen, url
+from mpillm.endpoint.protocol import Served
 from tests.helpers.served import World
 
 DEADLINE_S = 120.0

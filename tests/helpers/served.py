@@ -10,14 +10,14 @@ from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import VOCAB_SIZE, DummyCore
+from mpillm.endpoint.frontend import Frontend, Mailbox
+from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.errors import Failure, RunError
 from mpillm.roles.context import Context
 from mpillm.roles.generation import Generation
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 from mpillm.roles.role import Role
-from mpillm.serve.frontend import Frontend, Mailbox
-from mpillm.serve.open_requests import Answer, OpenRequests
 from tests.helpers.loopback import Wire
 from tests.helpers.route import Network
 

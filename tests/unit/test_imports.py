@@ -68,12 +68,12 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
             " workloads.get('mixtral-8x7b', 'tiny')",
             HEAVY,
         ),
-        # What every rank imports; the harness's imports mpillm.run.session as well.
+        # What every rank imports; the harness's imports mpillm.runtime.session as well.
         (
-            "import mpi4py; mpi4py.rc.initialize = False; import mpillm.run.rank",
+            "import mpi4py; mpi4py.rc.initialize = False; import mpillm.runtime.rank",
             ("mpillm.data.dataset", "mpillm.data.preprocessed.loader", "torch"),
         ),
-        ("import mpillm.run.choose_samples", ("pandas",)),  # which only pickled data frames need
+        ("import mpillm.runtime.choose_samples", ("pandas",)),  # which only pickled data frames need
     ],
     ids=["workloads are light", "no data set but on the harness's rank", "no pandas but for a data frame"],
 )
@@ -89,7 +89,7 @@ def test_what_needs_no_rank_does_not_start_mpi() -> None:
     """mpi4py.MPI starts MPI when it is imported: ports on all interfaces, 16 MiB of shared memory."""
     code = """
 import importlib, pkgutil, sys
-for name in ("mpillm.serve", "mpillm.roles", "mpillm.config", "mpillm.data", "mpillm.report"):
+for name in ("mpillm.endpoint", "mpillm.roles", "mpillm.config", "mpillm.data", "mpillm.report"):
     for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
         importlib.import_module(module.name)
         assert "mpi4py.MPI" not in sys.modules, module.name

@@ -12,7 +12,7 @@ from mpillm.config.options import parse_run
 from mpillm.cores.registry import BackendRegistry
 
 if TYPE_CHECKING:
-    from mpillm.run.join import Planned, Prepared
+    from mpillm.runtime.join import Planned, Prepared
 
 _NODE = "this-node"
 
@@ -31,7 +31,7 @@ def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
     import mpi4py
 
     mpi4py.rc.initialize = False  # this process starts runs; it is no rank of one
-    from mpillm.run.join import plan_run
+    from mpillm.runtime.join import plan_run
 
     core = BackendRegistry.get(config.core_type)
     gpus = core.gpus() if config.device != "cpu" else ()
@@ -45,6 +45,6 @@ def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
 
 def prepared(planned: Planned, folder: Callable[[], Path]) -> Prepared:
     """Return the data set and LoadGen's settings of the run; once per process (see `load_settings`)."""
-    from mpillm.run.join import prepare
+    from mpillm.runtime.join import prepare
 
     return prepare(planned, folder)

@@ -27,7 +27,7 @@ from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from mpillm.run.join import Planned
+    from mpillm.runtime.join import Planned
 
 _UNBOUNDED = 1 << 40  # tokens of a KV cache that a core does not have
 

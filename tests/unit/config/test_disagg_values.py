@@ -17,7 +17,7 @@ from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run
 from mpillm.cores.registry import check_core
-from mpillm.run.choose_samples import load_samples
+from mpillm.runtime.choose_samples import load_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.disagg_options import PLACES, TORCH, cores, given, section
 

@@ -11,7 +11,7 @@ from disagg.errors import ConfigError
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run, run_name
 from mpillm.cores.registry import check_core
-from mpillm.run import in_turn
+from mpillm.runtime import in_turn
 from tests.helpers.configured import DUMMY
 
 

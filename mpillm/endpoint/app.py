@@ -1,0 +1,368 @@
+"""The routes: turn an HTTP request into prompts, and answers into a response. Runs in the HTTP thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from numpy.typing import NDArray
+
+from mpillm import __version__
+from mpillm.comms.messages import RequestFlag
+from mpillm.endpoint.admission import Guard, Handler
+from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.endpoint.body_values import LARGE
+from mpillm.endpoint.choices import Choice, Piece
+from mpillm.endpoint.disaggregated_params import Half
+from mpillm.endpoint.http_errors import on_expect
+from mpillm.endpoint.open_requests import Answer, OpenRequests
+from mpillm.endpoint.perf_metrics import PerfMetrics
+from mpillm.endpoint.prometheus import TEXT, ServeMetrics
+from mpillm.endpoint.protocol import Asked, Served, encode, read
+from mpillm.endpoint.shapes import DONE, Shapes, error_event
+from mpillm.roles.half import Arrival
+
+_log = logging.getLogger(__name__)
+# Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
+_LONG_TEXT = 20_000
+_MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
+_came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
+
+
+class Service:
+    """The routes, and what they share."""
+
+    def __init__(
+        self,
+        served: Served,
+        requests: OpenRequests,
+        *,
+        guard: Guard | None = None,
+        max_queue_size: int = 1024,
+        perf_metrics_max_requests: int = 0,
+        kv_cache_usage: Callable[[], float | None] = lambda: None,
+        lost: Sequence[Mapping[str, Any]] = (),
+        half: Half | None = None,
+    ) -> None:
+        """`max_queue_size`: requests without a first token; beyond it clients get 429.
+
+        `kv_cache_usage`: of the fullest instance; None: unknown. `lost`: the instances that are, as in
+        `result.json`; it may grow.
+        """
+        self.metrics = ServeMetrics()
+        self.guard = guard or Guard()
+        self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests)
+        self._served = served
+        self._requests = requests
+        self._max_queue_size = max_queue_size
+        self._kv_cache_usage = kv_cache_usage
+        self._lost = lost
+        self._half = half
+        self._started = int(time.time())
+        self._parser = ThreadPoolExecutor(1, "mpillm-parse")
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._completions, expect_handler=on_expect),
+                web.post("/v1/chat/completions", self._chat, expect_handler=on_expect),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
+                *self.perf_metrics.routes(),
+            ]
+        )
+        if self._half is not None:
+            app.router.add_get("/server_info", self._half.server_info)
+        return app
+
+    # --- around every route ---
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give the request its id, and count the response."""
+        given = request.headers.get("X-Request-Id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        _request_id.set(request_id)
+        _came_at.set(time.perf_counter())
+        response = await self.guard.answered(handler, request, f"request {request_id}")
+        self.metrics.responded(response.status)
+        if not response.prepared:
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    # --- state ---
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [self._card(name) for name in self._served.names]}
+        )
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name not in self._served.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self._served.names[0]}",
+                "model",
+                "model_not_found",
+            )
+        return web.json_response(self._card(name))
+
+    def _card(self, name: str) -> Json:
+        card: Json = {"id": name, "object": "model", "created": self._started, "owned_by": "mpillm"}
+        return card | {
+            "root": self._served.names[0],
+            "parent": None,
+            "max_model_len": self._served.max_model_len,
+        }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.guard.check_open()
+        if self._lost:  # what is left still serves
+            lost = [{key: one[key] for key in ("instance", "role", "cause", "at_s")} for one in self._lost]
+            return web.json_response({"status": "degraded", "lost": lost})
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        gauges: dict[str, float] = {
+            "num_requests_running": self._requests.running,
+            "num_requests_waiting": self._requests.waiting,
+            "instances_lost": len(self._lost),
+            "requests_retried": sum(loss.retried for loss in self._requests.losses.values()),
+        }
+        if (usage := self._kv_cache_usage()) is not None:
+            gauges["kv_cache_usage_perc"] = usage
+        text = self.metrics.text(self._served.names[0], gauges)
+        return web.Response(text=text, headers={"Content-Type": TEXT})
+
+    # --- answers ---
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        self.guard.check_open()
+        loop = asyncio.get_running_loop()
+        async with self.guard.body(request) as data:
+            if len(data) > LARGE:  # one at a time: others get the interpreter in between
+                asked = await loop.run_in_executor(self._parser, read, data, chat, self._served)
+            else:
+                asked = read(data, chat, self._served)
+            half = self._half if asked.disaggregated else None
+            if half is not None:
+                asked = half.check(asked, self._served)
+            if asked.n_characters > _LONG_TEXT:
+                prompts = await loop.run_in_executor(None, encode, asked, self._served)
+            else:
+                prompts = encode(asked, self._served)
+        self.guard.check_open()
+        most = self._max_queue_size - asked.n * len(prompts)
+        if len(self._requests) > most and self._requests.waiting > most:  # who waits is counted one by one
+            raise ApiError(
+                429,
+                f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
+                code="queue_full",
+            )
+        self._check_memory(asked, prompts)
+        each = [one for one in prompts for _ in range(asked.n)]
+        shapes = Shapes(asked, _request_id.get(), self._served.names[0])
+        if half is not None and half.is_context:
+            return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
+        arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
+        # Before the request: once that is on its way, the main thread waits for this one's interpreter lock.
+        response = await self._begin_stream(request) if asked.stream else None
+        choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
+        try:
+            if response is not None:
+                await self._stream(response, asked, shapes, choices)
+                return response
+            made: list[str] = []
+            for choice in choices:
+                async with aclosing(self._pieces(choice)) as parts:
+                    made.append(json.dumps(shapes.choice(choice, [piece async for piece in parts])))
+            return web.Response(text=shapes.whole(choices, made), content_type="application/json")
+        finally:
+            for choice in choices:
+                if half is not None and arrival is not None:
+                    half.ended(choice.answer, arrival)
+                self._requests.give_up(choice.answer)  # unless it has ended
+
+    def _check_memory(self, asked: Asked, prompts: Sequence[tuple[NDArray[np.int32], int]]) -> None:
+        """Raise ApiError if the prompts and the answers that may come would take too much memory."""
+        n_bytes = asked.n * sum(self._requests.bytes_of(len(prompt), wanted) for prompt, wanted in prompts)
+        if n_bytes > _MOST_BYTES:
+            total = asked.n * sum(len(prompt) + wanted for prompt, wanted in prompts)
+            raise ApiError(400, f"prompts and answers may come to {total} tokens, which is too many at once")
+        if self._requests.n_bytes + n_bytes > _MOST_BYTES:
+            raise ApiError(429, "the open requests may come to take too much memory", code="queue_full")
+
+    def _open(
+        self,
+        index: int,
+        prompt: NDArray[np.int32],
+        wanted: int,
+        asked: Asked,
+        arrival: Arrival | None = None,
+        least_output: int = 1,
+    ) -> Choice:
+        """`arrival`: of a context server; `least_output`: tokens that the engine may generate at least."""
+        row = asked.row | {
+            "max_output": max(wanted, least_output),
+            "min_output": min(asked.min_tokens, wanted),
+        }
+        row["seed"] = (
+            int(row["seed"]) + index % asked.n
+        ) & 0xFFFFFFFF  # or sampled answers would be the same
+        if self.perf_metrics.wanted:
+            row["flags"] = int(row["flags"]) | RequestFlag.TIMES
+        if arrival is not None and wanted == 1:
+            answer = Answer.of(len(prompt), [arrival.first_token])
+        else:
+            answer = self._requests.open(row, prompt)
+            if arrival is not None and self._half is not None:
+                self._half.opened(answer, arrival)
+        return Choice(index, answer, prompt, wanted, asked, self._served)
+
+    async def _context(
+        self, half: Half, asked: Asked, shapes: Shapes, prompt: NDArray[np.int32], wanted: int
+    ) -> Json:
+        """Return the answer to a context-only request.
+
+        Its KV cache is kept for a generation server from here on.
+        """
+        await half.wait_for_room()
+        choice = self._open(0, prompt, wanted, asked, least_output=2)
+        half.began(choice.answer)
+        reason, is_kept = "abort", False
+        try:
+            while (piece := choice.take()) is None:
+                await choice.answer.changed()
+            self._check_answered(choice.answer)
+            self.metrics.first_token(choice.answer)
+            made = half.first(shapes, choice, piece)
+            reason, is_kept = piece.finish_reason or "length", piece.finish_reason is None
+            return made
+        except ApiError:
+            reason = "error"
+            raise
+        finally:
+            self._finished(choice, reason)
+            if not is_kept:
+                self._requests.give_up(choice.answer)
+
+    @staticmethod
+    def _check_answered(answer: Answer) -> None:
+        """Raise ApiError if there will be no (more) answer."""
+        if answer.failed:
+            raise ApiError(
+                500, "the engine could not answer; the log of its rank says why", code="not_answered"
+            )
+        if answer.given_up:
+            raise Guard.shutting_down()
+
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of a choice as they come, and count them.
+
+        Raises ApiError if there will be no answer.
+        """
+        answer, reason, seen_at = choice.answer, "abort", 0.0
+        try:
+            while True:
+                if (piece := choice.take()) is None:
+                    await answer.changed()
+                    continue
+                self._check_answered(answer)
+                if piece.tokens:
+                    if seen_at:
+                        self.metrics.more_tokens(len(piece.tokens), answer.last_at - seen_at)
+                    else:
+                        self.metrics.first_token(answer)
+                    seen_at = answer.last_at
+                reason = piece.finish_reason or reason
+                yield piece
+                if choice.n_tokens < len(answer.tokens):  # a long answer came at once: others' in between
+                    await asyncio.sleep(0)
+                if piece.finish_reason is not None:
+                    return
+        except ApiError:
+            reason = "error"
+            raise
+        finally:
+            self._finished(choice, reason)
+
+    def _finished(self, choice: Choice, reason: str) -> None:
+        """Count an answer that has ended for its client."""
+        self.metrics.finished(choice.answer, reason, choice.n_tokens)
+        if self.perf_metrics.wanted and reason in ("stop", "length"):
+            ctx_request_id = None if self._half is None else self._half.ctx_request_id(choice)
+            self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
+
+    async def _begin_stream(self, request: web.Request) -> web.StreamResponse:
+        """Send the head of a response that streams."""
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # tells nginx not to buffer the response
+                "X-Request-Id": _request_id.get(),
+            }
+        )
+        await response.prepare(request)
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, asked: Asked, shapes: Shapes, choices: list[Choice]
+    ) -> None:
+        async def write(choice: Choice) -> None:
+            if asked.chat:
+                await response.write(shapes.role_chunk(choice))
+            async with aclosing(self._pieces(choice)) as pieces:
+                async for piece in pieces:
+                    await response.write(shapes.chunk(choice, piece))
+
+        try:
+            if len(choices) == 1:
+                await write(choices[0])
+            else:
+                await _all(write(choice) for choice in choices)
+            if asked.include_usage:
+                await response.write(shapes.usage_chunk(choices))
+            await response.write(DONE)
+        except ApiError as error:  # in the middle of a response whose status was 200
+            await response.write(error_event(error.body()))
+        await response.write_eof()
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. If one fails or this is cancelled, cancel the others and wait for them."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,108 @@
+"""The values in a JSON body, each checked. An error names the parameter, its value, and what is expected."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from mpillm.endpoint.api_error import ApiError, Json
+
+LARGE = 1 << 16
+"""Bytes of a body, beyond which it is parsed beside the event loop."""
+_MOST_PARTS = 1 << 17  # arrays, objects and names: a few bytes each, but 100 in memory
+_MOST_VALUES = 1 << 22
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def parse(data: bytes) -> Json:
+    """Return the object that a body is. Raises ApiError if it is none, or has too many parts."""
+    if len(data) > LARGE and _is_wide(data) and _is_wide(_STRING.sub(b"", data)):
+        raise ApiError(400, f"the body has more than {_MOST_PARTS} parts, or {_MOST_VALUES} values")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
+    return body
+
+
+def _is_wide(data: bytes) -> bool:
+    parts = data.count(b"[") + data.count(b"{") + data.count(b":")
+    return parts > _MOST_PARTS or data.count(b",") > _MOST_VALUES
+
+
+def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
+    """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
+    if not isinstance(value, list) or not (
+        {*map(type, value)} <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size
+    ):
+        raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
+    return value
+
+
+def text(value: Any, param: str) -> str:
+    """Return `value` if it is a string that can be encoded. Raises ApiError otherwise."""
+    if not isinstance(value, str):
+        raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a pair of \\u escapes
+        raise ApiError(
+            400, f"{param}: has half of a surrogate pair, which is not a character", param
+        ) from None
+    return value
+
+
+def number(body: Json, name: str, least: float, most: float, *, whole: bool = False) -> float | None:
+    """Return a number of the body from `least` to `most`, or None. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is None:
+        return None
+    kinds = (int,) if whole else (int, float)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kinds)
+        or not least <= value <= most
+        or not math.isfinite(value)
+    ):
+        what = "a whole number" if whole else "a number"
+        raise ApiError(400, f"{name} {shown(value)}: expected {what} from {least} to {most}", name)
+    return value
+
+
+def flag(body: Json, name: str) -> bool:
+    """Return a boolean of the body, False by default. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name} {shown(value)}: expected true or false", name)
+    return bool(value)
+
+
+def mapping(body: Json, name: str) -> Json:
+    """Return an object of the body, empty by default. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{name} {shown(value)}: expected an object", name)
+    return value or {}
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
+    made = json.dumps(value)
+    return made if len(made) <= 60 else made[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names[type(value)]

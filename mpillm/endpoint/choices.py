@@ -1,0 +1,110 @@
+"""Turn the tokens of one choice into pieces of text, up to what ends it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.data.detokenizer import Detokenizer, StopStrings
+from mpillm.endpoint import logprobs
+from mpillm.endpoint.api_error import Json
+from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.protocol import Asked, Served
+
+_SLICE = 2048  # tokens that are made text at once: others' answers come between
+
+
+class Piece(NamedTuple):
+    """What has arrived since the previous piece."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str | None  # of the last piece: stop, length
+    stop_reason: str | int | None = None  # the stop string or the stop token, if one has ended it
+
+
+class Choice:
+    """Reads an answer while it grows."""
+
+    def __init__(
+        self,
+        index: int,
+        answer: Answer,
+        prompt: NDArray[np.int32],
+        max_tokens: int,
+        asked: Asked,
+        served: Served,
+    ) -> None:
+        self.index = index
+        self.answer = answer
+        self.prompt = prompt
+        self.n_tokens = 0  # passed on
+        self.max_tokens = max_tokens
+        self.asked = asked
+        self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
+        self._tokenizer = served.tokenizer
+        self._detokenizer = Detokenizer(served.tokenizer)
+        self._n_characters = 0  # of the tokens whose log probabilities were returned
+        self._stop = StopStrings(asked.stop)
+        self._one_by_one = bool(asked.stop or asked.stop_token_ids)
+
+    def logprobs(self, first: int, tokens: list[int]) -> Json | None:
+        """Return the log probabilities of `tokens`, the answer's from place `first` on.
+
+        None if they were not asked for. Call it in the order of the answer, because it counts offsets in the
+        text.
+        """
+        if self.asked.logprobs is None:
+            return None
+        entries = [
+            logprobs.read(token, self.answer.logprobs[place]) for place, token in enumerate(tokens, first)
+        ]
+        if self.asked.chat:
+            return logprobs.chat(entries, self._tokenizer)
+        made = logprobs.completion(entries, self._tokenizer, self._n_characters)
+        self._n_characters += sum(map(len, made["tokens"]))
+        return made
+
+    def take(self) -> Piece | None:
+        """Return the next piece, or None if nothing has arrived."""
+        new = self.answer.tokens[self.n_tokens : self.n_tokens + _SLICE]
+        if not new and not self.answer.ended:
+            return None
+        is_last = self.answer.ended and self.n_tokens + len(new) == len(self.answer.tokens)
+        if self._one_by_one:
+            return self._take_one_by_one(new, is_last)
+        self.n_tokens += len(new)
+        text = self._detokenizer.add(new)
+        if not is_last:
+            return Piece(text, new, None)
+        return Piece(text + self._detokenizer.end(), new, self._reason())
+
+    def _take_one_by_one(self, new: list[int], is_last: bool) -> Piece:
+        """Take the next piece token by token: the first one that completes a stop string, or is a stop token,
+        ends the answer."""
+        text = ""
+        for i, token in enumerate(new):
+            self.n_tokens += 1
+            may_stop = self.n_tokens >= self.asked.min_tokens
+            if may_stop and token in self.asked.stop_token_ids:
+                return Piece(
+                    text + self._stop.add(self._detokenizer.end()) + self._stop.end(),
+                    new[: i + 1],
+                    "stop",
+                    token,
+                )
+            piece = self._detokenizer.add([token])
+            text += self._stop.add(piece) if may_stop else piece
+            if self._stop.found is not None:
+                return Piece(text, new[: i + 1], "stop", self._stop.found)
+        if not is_last:
+            return Piece(text, new, None)
+        text += self._stop.add(self._detokenizer.end()) + self._stop.end()
+        return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)
+
+    def _reason(self) -> str:
+        """Return why an answer ended that no stop string or stop token has cut."""
+        tokens = self.answer.tokens
+        return "length" if len(tokens) >= self.max_tokens and tokens[-1] not in self._end_ids else "stop"

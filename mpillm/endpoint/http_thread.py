@@ -1,0 +1,185 @@
+"""The HTTP thread: an event loop with the sockets, beside rank 0's own, which has MPI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from functools import partial
+
+from aiohttp import web
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import Batch
+from mpillm.endpoint.app import Service
+from mpillm.endpoint.connections import Connection, Connections, raise_limit
+from mpillm.endpoint.frontend import Mailbox
+from mpillm.endpoint.http_errors import without_what_is_no_http
+from mpillm.endpoint.open_requests import OpenRequests
+from mpillm.event_loop import new_loop
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 1024  # connections not accepted yet
+_LOOK_S = 0.02  # between checks whether the last request has ended
+_CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; then phase drain names those that have not
+_STOP_S = 2.0
+IDLE_S = 120.0
+"""How long a connection may stay open without a whole request."""
+_UNREAD_S = 120  # how long a client may leave unread what was sent to it
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen yet. Raises ConfigError if the address is not available."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: {error}", about=["host"]) from error
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The kernel then ends the connection of a client that stays there and reads nothing.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; the accepted ones inherit it
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        other = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}; name another {other}", about=["host", "port"]
+        ) from error
+    return made
+
+
+async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, asyncio.Server]:
+    """Accept connections on a bound socket, until the server that is returned is closed.
+
+    Handlers are cancelled when their client has gone: that is how its request ends.
+    """
+    logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
+    await runner.setup()
+    assert runner.server is not None
+    loop = asyncio.get_running_loop()
+    connection = partial(
+        Connection,
+        Connections(raise_limit()),
+        runner.server,
+        loop=loop,
+        access_log=None,
+        keepalive_timeout=IDLE_S,
+        auto_decompress=False,
+    )
+    return runner, await loop.create_server(connection, sock=bound, backlog=_BACKLOG)
+
+
+def url(bound: socket.socket) -> str:
+    """Return the URL of the API behind a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class HttpThread:
+    """Implements `frontend.Endpoint`.
+
+    The main thread calls its methods, which have the HTTP thread do the work.
+    """
+
+    def __init__(
+        self, service: Service, requests: OpenRequests, mailbox: Mailbox, bound: socket.socket
+    ) -> None:
+        self._service = service
+        self._requests = requests
+        self._socket = bound
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._listening, self._drained = threading.Event(), threading.Event()
+        self.error = ""
+        self._loop = new_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
+        mailbox.deliver = self._deliver
+        self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
+        self._thread.start()
+
+    def listen(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+
+    @property
+    def listening(self) -> bool:
+        return self._listening.is_set()
+
+    def drain(self, seconds: float) -> None:
+        asyncio.run_coroutine_threadsafe(self._drain(seconds), self._loop)
+
+    @property
+    def drained(self) -> bool:
+        return self._drained.is_set()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            _log.warning("thread %s has not ended within %g s", self._thread.name, _STOP_S)
+        self._socket.close()
+
+    def _deliver(self, batch: Batch) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers
+            self._loop.call_soon_threadsafe(self._take, batch)
+
+    # --- in the HTTP thread ---
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # noqa: BLE001 - the main thread ends the run with it
+            self._fail(error)
+
+    def _take(self, batch: Batch) -> None:
+        try:
+            self._requests.take(batch)
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        _log.error("the HTTP thread", exc_info=error)
+        self.error = self.error or f"{type(error).__name__}: {error}"
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Log an error. As a rule it is one connection's, and the others go on."""
+        error = context.get("exception")
+        _log.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+
+    async def _start(self) -> None:
+        try:
+            self._runner, self._server = await listen(self._service.app(), self._socket)
+            self._listening.set()
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    async def _drain(self, seconds: float) -> None:
+        """Accept no connections and answer 503 on open ones, until all requests have ended or time is up."""
+        try:
+            self._service.guard.drain()
+            if self._server is not None:
+                self._server.close()
+            for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
+                if given_up:
+                    self._requests.give_up_all()
+                end = time.monotonic() + patience
+                while (len(self._requests) or self._service.guard.active) and time.monotonic() < end:
+                    await asyncio.sleep(_LOOK_S)
+            self._drained.set()
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    async def _close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._loop.stop()

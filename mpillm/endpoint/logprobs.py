@@ -1,0 +1,67 @@
+"""Convert the numbers that come with an answer's tokens to OpenAI's log probabilities.
+
+They are the model's own, before temperature, top-k, top-p and forbidden end tokens; as in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpillm.data.tokenizer import Tokenizer
+from mpillm.endpoint.api_error import Json
+
+_LEAST = -9999.0  # the least that is returned, also for the logarithm of 0: JSON has no infinity
+
+
+class TokenLogprobs(NamedTuple):
+    """The log probabilities of one token of an answer."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, the likeliest first
+
+
+def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
+    """Read a token's numbers (see `ResponseFlag.LOGPROBS`)."""
+    n = len(numbers) // 2
+    values = np.array([numbers[0], *numbers[1 + n :]], np.int32).view(np.float32)
+    logprob, *top = np.maximum(values, _LEAST).tolist()
+    return TokenLogprobs(token, logprob, list(zip(numbers[1 : 1 + n], top, strict=True)))
+
+
+def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int) -> Json:
+    """Return the `logprobs` of a text completion. `offset`: characters of the tokens before."""
+    made: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for entry in entries:
+        text = text_of(entry.token, tokenizer)
+        made["text_offset"].append(offset)
+        made["token_logprobs"].append(entry.logprob)
+        made["tokens"].append(text)
+        top = {text_of(token, tokenizer): logprob for token, logprob in reversed(entry.top)}
+        # Two tokens may have the same text; then the likelier is returned. The chosen one always is.
+        made["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
+        offset += len(text)
+    return made
+
+
+def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
+    """Return the `logprobs` of a chat's message."""
+
+    def one(token: int, logprob: float) -> Json:
+        text = text_of(token, tokenizer)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            one(entry.token, entry.logprob) | {"top_logprobs": [one(*other) for other in entry.top]}
+            for entry in entries
+        ]
+    }
+
+
+def text_of(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a token by itself: U+FFFD if it is a part of a character."""
+    return tokenizer.decode([token], keep_special=True)

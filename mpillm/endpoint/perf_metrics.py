@@ -1,0 +1,100 @@
+"""What `/perf_metrics` says: when each of the last requests came, was begun, and got its tokens.
+
+Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times
+are seconds of this machine's steady clock. An instance says how long before the first token it got a request
+and began it. That is counted back from when the token came here: clocks of other nodes do not matter. The
+leader of disaggregated servers measures how far their clocks are from its own (`/steady_clock_offset`), and
+they add that to the times that they tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from aiohttp import web
+
+from mpillm.endpoint.admission import Guard
+from mpillm.endpoint.api_error import Json
+from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.protocol import read_clock_offset
+
+_TIMES, _CLOCK = "/perf_metrics", "/steady_clock_offset"
+
+
+class _Request(NamedTuple):
+    id: str
+    came_at: float  # time.perf_counter(), before its prompt became tokens
+    answer: Answer
+    ctx_request_id: object  # the same in both servers of a disaggregated request; None: of no such request
+
+
+class PerfMetrics:
+    """The times of the last requests that ended without an error, until they are read."""
+
+    def __init__(self, guard: Guard, most: int) -> None:
+        """`guard`: of the routes; `most`: requests to keep; 0: none."""
+        self._guard = guard
+        self._requests: deque[_Request] = deque(maxlen=most)
+        self._offset_s = 0.0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get(_TIMES, self._get),
+            web.get(_CLOCK, self._clock),
+            web.post(_CLOCK, self._set_clock),
+        ]
+
+    async def _get(self, request: web.Request) -> web.Response:
+        return web.json_response(self.take())
+
+    async def _clock(self, request: web.Request) -> web.Response:
+        """Return the clock's times from which a leader computes its offset, as in NTP."""
+        came_at = time.perf_counter()
+        return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
+
+    async def _set_clock(self, request: web.Request) -> web.Response:
+        async with self._guard.body(request) as data:
+            self._offset_s = read_clock_offset(data)
+        return web.Response()
+
+    @property
+    def wanted(self) -> bool:
+        return self._requests.maxlen != 0
+
+    def add(self, request_id: str, came_at: float, answer: Answer, ctx_request_id: object = None) -> None:
+        """Note an answer that has ended."""
+        self._requests.append(_Request(request_id, came_at, answer, ctx_request_id))
+
+    def take(self) -> list[Json]:
+        """Return, once, the requests of which everything is known, the oldest first."""
+        ready = [request for request in self._requests if request.answer.released]
+        left = [request for request in self._requests if not request.answer.released]
+        self._requests.clear()
+        self._requests.extend(left)
+        return [_shown(request, self._offset_s) for request in ready]
+
+
+def _shown(request: _Request, offset_s: float) -> Json:
+    answer = request.answer
+    timing: Json = {
+        "server_arrival_time": request.came_at,
+        "arrival_time": answer.opened_at,
+        "first_scheduled_time": None,
+        "first_token_time": answer.first_at,
+        "server_first_token_time": answer.first_at,
+        "last_token_time": answer.last_at,
+    }
+    metrics: Json = {}
+    if answer.times is not None:
+        at_instance_us, begun_us, n_reused = answer.times
+        timing["arrival_time"] = answer.first_at - 1e-6 * at_instance_us
+        timing["first_scheduled_time"] = answer.first_at - 1e-6 * begun_us
+        metrics["kv_cache_metrics"] = {"num_reused_blocks": n_reused}
+    if answer.moved is not None:
+        end, us = answer.moved
+        timing |= {"kv_cache_transfer_start": end - 1e-6 * us, "kv_cache_transfer_end": end}
+    metrics["timing_metrics"] = {name: at and at + offset_s for name, at in timing.items()}
+    shown: Json = {"request_id": request.id, "perf_metrics": metrics}
+    return shown if request.ctx_request_id is None else shown | {"ctx_request_id": request.ctx_request_id}

@@ -1,0 +1,354 @@
+"""OpenAI's API as it is spoken here: what a body asks for, and what is wrong with it.
+
+The names are those of OpenAI's completions and chat completions, and of vLLM's additions to them:
+`min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. A request is
+refused if it asks for something that would change the answer and can't be done; names that no answer depends
+on are ignored, as by vLLM.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import NO_INSTANCE, RequestFlag
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import Messages, Tokenizer
+from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.endpoint.body_values import flag, mapping, number, parse, shown, text, token_ids
+
+# Plain numbers: operations on flags take ten times as long.
+_IGNORE_EOS, _STREAM = int(RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP), int(RequestFlag.STREAM)
+_LEAST_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM uses this in their place, too
+_MOST_PROMPTS = 2048  # of one body
+_MOST_ANSWERS = 128  # to each of them; as OpenAI's API
+_MOST_STOPS = 64
+_MOST_STOP_CHARACTERS = 1024
+_MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
+_MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
+_MOST_SECONDS = 1e12  # between the clocks of two machines
+_OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
+
+# Names with the values that ask for nothing; any other value asks for something that is missing here.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),  # this and the next two change the prompt of a chat
+    "reasoning_effort": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_WHY = {
+    "tools": "answers are text, never function calls; leave it out",
+    "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is behind the endpoint."""
+
+    names: tuple[str, ...]  # of the model; the first is in every answer
+    tokenizer: Tokenizer
+    limits: Limits
+    end_ids: frozenset[int] = frozenset()
+    max_output_len: int = 128  # of a chat that does not say how many
+    # Defaults for requests; None: as OpenAI's API has it.
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    min_output_len: int = 0
+    gives_logprobs: bool = False  # the core does
+    is_half: bool = False  # of disaggregated serving: takes `disaggregated_params`
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer."""
+        return min(self.limits.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.limits.vocab_size or self.tokenizer.vocab_size
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a body asks for. Whether its prompts are too long is not checked yet."""
+
+    chat: bool
+    prompts: Sequence[str | list[int]]  # one, for a chat: empty
+    messages: Messages
+    max_tokens: int | None
+    row: dict[str, float]  # fields of REQUEST
+    n: int = 1  # answers to each prompt
+    # How many of the likeliest tokens come with each token; None: no log probabilities
+    logprobs: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    # `disaggregated_params`, unchecked: see disaggregated_params.py
+    disaggregated: Json = field(default_factory=dict)
+    prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
+
+    @property
+    def n_characters(self) -> int:
+        """The number of characters to tokenise."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
+            len(m["content"]) for m in self.messages
+        )
+
+
+def read(data: bytes, chat: bool, served: Served) -> Asked:
+    """Return what a body asks for. Raises ApiError if it makes no sense, or can't be done here."""
+    body = parse(data)
+    model = body.get("model")
+    if model is not None and model not in served.names:
+        raise ApiError(
+            404,
+            f"the model {shown(model)} does not exist; this server has {served.names[0]}",
+            "model",
+            "model_not_found",
+        )
+    for name, value in body.items():
+        if name in _NOT_HERE and value is not None and not _asks_for_nothing(name, value):
+            _refuse(name, value)
+    options = mapping(body, "stream_options")
+    disaggregated = mapping(body, "disaggregated_params")
+    if disaggregated and not served.is_half:
+        _refuse("disaggregated_params", disaggregated)
+    ignore_eos = flag(body, "ignore_eos")
+    stop, stop_token_ids = (
+        _stops(body),
+        token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
+    )
+    stream = flag(body, "stream")
+    max_tokens = number(body, "max_tokens", 1, served.max_model_len, whole=True)
+    if chat:
+        max_tokens = number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
+    elif max_tokens is None:
+        max_tokens = min(_OPENAI_COMPLETION_TOKENS, served.max_model_len)
+    min_tokens = number(body, "min_tokens", 0, served.max_model_len, whole=True)
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+    flags = _IGNORE_EOS if ignore_eos else 0
+    if stream or stop or stop_token_ids:  # its tokens are then checked as they arrive
+        flags |= _STREAM
+    prompts = () if chat else _prompts(body, served.vocab_size)
+    logprobs = _logprobs(body, chat, served)
+    n = int(number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
+    if n * len(prompts) > _MOST_PROMPTS:
+        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; a request may have {_MOST_PROMPTS}", "n")
+    return Asked(
+        chat=chat,
+        prompts=prompts,
+        messages=_messages(body) if chat else (),
+        max_tokens=None if max_tokens is None else int(max_tokens),
+        n=n,
+        logprobs=logprobs,
+        row={
+            **_sampling(body, served),
+            "flags": flags,
+            "generation": NO_INSTANCE,
+            "logprobs": 0 if logprobs is None else 1 + logprobs,
+        },
+        min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
+        stop=stop,
+        stop_token_ids=frozenset(stop_token_ids),
+        ignore_eos=ignore_eos,
+        stream=stream,
+        include_usage=flag(options, "include_usage"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
+        disaggregated=disaggregated,
+        prompt_token_ids=body.get("prompt_token_ids"),
+    )
+
+
+def read_clock_offset(data: bytes) -> float:
+    """Return the seconds that a leader wants added to times. Raises ApiError if the body makes no sense."""
+    return number(parse(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
+
+
+def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
+    """Return the tokens of each prompt and how many its answer may have. May take long.
+
+    Raises ApiError if that does not fit the model.
+    """
+    limits, made = served.limits, list[tuple[NDArray[np.int32], int]]()
+    param = "messages" if asked.chat else "prompt"
+    try:
+        if asked.chat and not asked.prompts:
+            prompts = [served.tokenizer.encode_chat(asked.messages)]
+        else:
+            prompts = [served.tokenizer.encode_text(p) if isinstance(p, str) else p for p in asked.prompts]
+    except ConfigError as error:
+        raise ApiError(400, str(error), param) from None
+    for prompt in prompts:
+        n, most = len(prompt), served.max_model_len
+        if not n:
+            raise ApiError(400, f"{param} is empty: it has no tokens", param)
+        room = most - n
+        wanted = asked.max_tokens or max(1, min(served.max_output_len, room))
+        if wanted > room:
+            both = f"{n} of the prompt and {wanted} of the answer are {n + wanted}"
+            message = f"the model's context is {most} tokens; {both}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        if limits.max_prompt_len is not None and n > limits.max_prompt_len:
+            most = limits.max_prompt_len
+            message = (
+                f"{param}: {n} tokens; at most {most} without chunked context (--enable_chunked_context)"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+        if max(prompt) >= served.vocab_size:
+            raise ApiError(
+                400,
+                f"{param}: the tokenizer gave token {max(prompt)}, but the model has {served.vocab_size}:"
+                " the server's tokenizer and model do not match",
+                param,
+            )
+        made.append((np.array(prompt, np.int32), wanted))
+    return made
+
+
+def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
+    """Return texts and token ids: the body has one of either, or an array."""
+    prompt = body.get("prompt")
+    if prompt is None:
+        raise ApiError(400, "prompt is missing", "prompt")
+    if isinstance(prompt, str):
+        return [text(prompt, "prompt")]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
+    if isinstance(prompt[0], int):
+        return [token_ids(prompt, "prompt", vocab_size)]
+    if len(prompt) > _MOST_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
+    return [token_ids(p, "prompt", vocab_size) if isinstance(p, list) else text(p, "prompt") for p in prompt]
+
+
+def _messages(body: Json) -> Messages:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages: expected an array of at least one message", "messages")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> Json:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, "messages: each must be an object with a role and content", "messages")
+    content = message.get("content")
+    if isinstance(content, list):  # of parts
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ApiError(400, "messages: content may only have parts of type text", "messages")
+        content = "".join(map(str, parts))
+    if message.get("tool_calls"):
+        raise ApiError(400, "messages: tool_calls are not supported; leave them out", "messages")
+    return {"role": text(message["role"], "messages"), "content": text(content, "messages")}
+
+
+def _sampling(body: Json, served: Served) -> dict[str, float]:
+    temperature = number(body, "temperature", 0, 100)
+    if temperature is None:
+        temperature = 1.0 if served.temperature is None else served.temperature
+    top_p = number(body, "top_p", 0, 1)
+    if top_p == 0:
+        raise ApiError(400, "top_p 0: expected more than 0, at most 1", "top_p")
+    top_k = number(body, "top_k", -1, 2**31 - 1, whole=True)
+    seed = number(body, "seed", -(2**63), 2**64 - 1, whole=True)
+    if seed is None:
+        seed = random.getrandbits(32) if served.seed is None else served.seed
+    return {
+        "temperature": max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
+        "top_k": max(0, int((served.top_k or 0) if top_k is None else top_k)),
+        "top_p": (served.top_p or 1.0) if top_p is None else max(top_p, 1e-6),
+        "seed": int(seed) & 0xFFFFFFFF,
+    }
+
+
+def _logprobs(body: Json, chat: bool, served: Served) -> int | None:
+    """Return how many likeliest tokens are wanted, None for no log probabilities.
+
+    A text completion has the number; a chat has true or false, and the number in `top_logprobs`.
+    """
+    if chat:
+        wanted = number(body, "top_logprobs", 0, _MOST_LOGPROBS, whole=True)
+        if not flag(body, "logprobs"):
+            if wanted:
+                raise ApiError(400, "top_logprobs: needs logprobs true", "top_logprobs")
+            return None
+        wanted = wanted or 0
+    elif isinstance(body.get("logprobs"), bool):
+        wanted = 0 if body["logprobs"] else None
+    else:
+        wanted = number(body, "logprobs", 0, _MOST_LOGPROBS, whole=True)
+    if wanted is None:
+        return None
+    if not served.gives_logprobs:
+        raise ApiError(
+            400, "logprobs: the core here gives no log probabilities", "logprobs", "unsupported_parameter"
+        )
+    return int(wanted)
+
+
+def _stops(body: Json) -> tuple[str, ...]:
+    stop = body.get("stop")
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if (
+        not isinstance(strings, list)
+        or not all(isinstance(one, str) for one in strings)
+        or len(strings) > _MOST_STOPS
+    ):
+        raise ApiError(400, f"stop: expected a string, or an array of at most {_MOST_STOPS} strings", "stop")
+    if sum(map(len, strings)) > _MOST_STOP_CHARACTERS:  # each token is compared with each of them
+        raise ApiError(400, f"stop: expected at most {_MOST_STOP_CHARACTERS} characters in all", "stop")
+    return tuple(text(one, "stop") for one in strings if one)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _NOT_HERE[name])
+
+
+def _refuse(name: str, value: Any) -> None:
+    why = f": {_WHY[name]}" if name in _WHY else ""
+    raise ApiError(400, f"{name} {shown(value)} is not supported{why}", name, "unsupported_parameter")

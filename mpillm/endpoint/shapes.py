@@ -1,0 +1,111 @@
+"""Make OpenAI's response objects, with vLLM's additions. Chunks are put together as text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpillm.endpoint.api_error import Json
+from mpillm.endpoint.choices import Choice, Piece
+from mpillm.endpoint.protocol import Asked
+
+DONE = b"data: [DONE]\n\n"
+_string = json.encoder.encode_basestring_ascii  # what json.dumps does with one, in a fifth of the time
+
+
+def usage(choices: Sequence[Choice], n: int) -> Json:
+    """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens."""
+    prompt = sum(len(choice.prompt) for choice in choices[::n])
+    completion = sum(choice.n_tokens for choice in choices)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+class Shapes:
+    """Makes the objects that answer one request."""
+
+    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
+        self._asked = asked
+        self._head: Json = {
+            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if asked.chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        chunk = self._head | ({"object": "chat.completion.chunk"} if asked.chat else {})
+        self._chunk_head = json.dumps(chunk)[:-1]  # without the brace that closes it
+
+    def choice(self, choice: Choice, parts: Sequence[Piece]) -> Json:
+        """Return a choice of an answer that does not stream, from its pieces."""
+        text = "".join(part.text for part in parts)
+        content: Json = (
+            {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
+        )
+        tokens = [token for part in parts for token in part.tokens]
+        one = {"index": choice.index, **content, "logprobs": choice.logprobs(0, tokens)}
+        one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
+        if self._asked.return_token_ids:
+            one["token_ids"] = tokens
+            if not self._asked.chat:
+                one["prompt_token_ids"] = choice.prompt.tolist()
+        return one
+
+    def around(self, choices: Sequence[Choice]) -> Json:
+        """Return an answer that does not stream, without its choices."""
+        whole = self._head | {"usage": usage(choices, self._asked.n)}
+        if self._asked.chat and self._asked.return_token_ids:
+            whole["prompt_token_ids"] = choices[0].prompt.tolist()
+        return whole
+
+    def whole(self, choices: Sequence[Choice], made: Sequence[str]) -> str:
+        """Return an answer that does not stream, as JSON; `made`: its choices."""
+        return f'{json.dumps(self.around(choices))[:-1]}, "choices": [{", ".join(made)}]}}'
+
+    def role_chunk(self, choice: Choice) -> bytes:
+        """Return the chunk that a streamed chat begins with."""
+        made: Json = {
+            "choices": [
+                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            ]
+        }
+        if self._asked.return_token_ids:
+            made["prompt_token_ids"] = choice.prompt.tolist()
+        return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        """Return the chunk of a piece of a streamed answer."""
+        text = _string(piece.text)
+        content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
+        logprobs = choice.logprobs(choice.n_tokens - len(piece.tokens), piece.tokens)
+        made = f'{{"index": {choice.index}, {content}, "logprobs": '
+        made += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
+        made += (
+            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
+            if piece.finish_reason
+            else "null"
+        )
+        if self._asked.return_token_ids:
+            made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
+            if not self._asked.chat and choice.n_tokens == len(piece.tokens):  # the first one
+                made += f', "prompt_token_ids": {choice.prompt.tolist()}'
+        so_far = self._usage_so_far(choice)
+        end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
+        return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """Return the last chunk of a stream whose client asked for usage."""
+        total = json.dumps(usage(choices, self._asked.n))
+        return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
+
+    def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
+        return {"usage": usage([choice], 1)} if self._asked.continuous_usage else {}
+
+    @staticmethod
+    def _event(text: str) -> bytes:
+        return f"data: {text}\n\n".encode()
+
+
+def error_event(body: Json) -> bytes:
+    """Return the event that ends a stream after an error."""
+    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,0 +1,317 @@
+"""How a run ends on one rank: one state machine, shared by the main thread and the watch's.
+
+    RUNNING ──► TELLING ──► STOPPING ──► LEAVING
+
+A run that ends well goes from RUNNING to LEAVING, one that rank 0 stops from RUNNING to STOPPING. Only the
+thread that leaves RUNNING continues: the main thread as a rule, the watch's if the main thread is stuck in a
+backend or in MPI. What a lost rank means for the exit code is decided in `comms.rank0_control`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from mpi4py import MPI
+
+from disagg.errors import ConfigError
+from launch import roll_call
+from launch.environment import tell_exit_code
+from mpillm.comms.communicators import Communicators
+from mpillm.comms.control import RankControl, Stopped
+from mpillm.comms.kept_connections import ends_with_a_rank, take_leave
+from mpillm.comms.messages import BEAT, BYE, STOP, Stop
+from mpillm.comms.transport import Transport
+from mpillm.config.run_config import RunConfig
+from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError, exit_code
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+if TYPE_CHECKING:
+    from mpillm.runtime.rank0 import Rank0
+
+_log = logging.getLogger("mpillm")
+
+
+class State(enum.Enum):
+    """How far a rank has come in ending."""
+
+    RUNNING = "the phases go on"
+    TELLING = (
+        "rank 0 gathers failures and prints the message; another rank has told rank 0 and waits for STOP"
+    )
+    STOPPING = "rank 0 has sent STOP and waits for all ranks; another rank stops its roles"
+    LEAVING = "finalizes MPI, if no rank is lost, and exits"
+
+
+def failures_of(
+    error: BaseException, rank: int, phase: Phase, config: RunConfig | None
+) -> tuple[Failure, ...]:
+    """Return the failures that `error`, raised in the main thread of `rank`, means for the run.
+
+    On rank 0 a wrong option is the failure of the whole run.
+    """
+    whole = rank or None
+    if isinstance(error, Interrupted):
+        return (error.failure(whole),)
+    if isinstance(error, ConfigError):
+        return (Failure(config.explain(error) if config else str(error), whole, code=ExitCode.USAGE),)
+    if isinstance(error, RunError):
+        return error.failures
+    text = "".join(traceback.format_exception(error))
+    _log.error("%s", text)
+    if isinstance(error, MPI.Exception):
+        return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
+    if isinstance(error, OSError) and error.filename:
+        if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
+            return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)
+        return (Failure(f"{error.filename}: {error.strerror}", rank),)
+    return (Failure(f"{type(error).__name__}: {error}", rank, text),)
+
+
+def _explained(failure: Failure) -> Failure:
+    """Return a failure of this host with what `mpillm doctor` finds here of what it speaks of."""
+    if failure.interrupted:
+        return failure
+    try:
+        from mpillm.doctor.alone import explain  # few runs need it
+
+        return replace(failure, doctor=explain(failure.cause))
+    except Exception:  # noqa: BLE001 - looking may fail for the same reason: no file or memory is left
+        _log.exception("what mpillm doctor finds here")
+        return failure
+
+
+class Ending(ABC):
+    """Ends one rank: the main thread by `finish`, `stop` or `fail`, the watch by `end_stuck` or `abort`."""
+
+    def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role]) -> None:
+        """`beats`: the watch's own transport; `roles`: this rank's, including those added later."""
+        self.state = State.RUNNING
+        self._lock = threading.Lock()  # held to leave RUNNING
+        self._control = control
+        self._watch = control.watch
+        self._limits = control.limits
+        self._beats = beats
+        self._roles = roles
+
+    # --- the main thread ---
+
+    def finish(self, code: int, comms: Communicators | None) -> int:
+        """Leave the run after the last phase; return the exit code.
+
+        `comms`: None if a rank is lost by now, as those that the run went on without: freeing communicators
+        and MPI_Finalize would wait for them.
+        """
+        self._begin(State.LEAVING)
+        if self._control.transport.rank == 0:
+            tell_exit_code(code)
+        if comms is None or self._control.gone_on_without:
+            self._end_lost()
+            self._leave(Stopped(code, finalize=False))
+        try:
+            comms.free()
+        except MPI.Exception:  # a rank has been lost in this moment
+            self._leave(Stopped(code, finalize=False))
+        self._watch.quiet()
+        self._finalize()
+        return code
+
+    def stop(self, stopped: Stopped) -> NoReturn:
+        """End this rank, because rank 0 has sent STOP."""
+        self._begin(State.STOPPING)
+        self._let_go()
+        self._leave(stopped)
+
+    def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
+        """End the run on every rank, because of `failures`."""
+        self._begin(State.TELLING)
+        self._watch.enter(self._watch.phase, 3 * self._limits.grace)
+        for failure in failures:
+            _log.error("%s", failure.cause)
+        if self._watch.phase in ("join", "load") and not ends_with_a_rank():  # looking takes a moment
+            failures = tuple(_explained(failure) for failure in failures)
+        stopped = self._tell(failures)
+        self.state = State.STOPPING
+        self._let_go()
+        self._leave(stopped)
+
+    def _begin(self, state: State) -> None:
+        """Leave RUNNING; if the watch's thread has done so, wait until it ends the process."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the rank is already ending, under deadlines
+        patience = 3 * self._limits.grace
+        if self._lock.acquire(timeout=patience):
+            first = self.state is State.RUNNING
+            self.state = state if first else self.state
+            self._lock.release()
+            if first:
+                return
+            time.sleep(patience)
+        os._exit(ExitCode.INSTANCE_LOST)
+
+    def _end_lost(self) -> None:  # noqa: B027 - rank 0 alone does it
+        """End what is left of the instances that the run went on without."""
+
+    @abstractmethod
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        """End the run on the other ranks; return how this one is to end."""
+
+    def _let_go(self) -> None:
+        """Stop this rank's roles."""
+        for role in self._roles:
+            try:
+                role.stop()
+            except Exception:  # noqa: BLE001 - the run's first failure is reported; this one is logged
+                _log.exception("while stopping")
+
+    def _leave(self, stopped: Stopped) -> NoReturn:
+        """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
+        self.state = State.LEAVING
+        self._watch.quiet()
+        roll_call.joined()
+        if stopped.finalize:
+            self._finalize()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(stopped.code))
+
+    def _finalize(self) -> None:
+        """Finalize MPI, which waits for the other ranks and holds the GIL: only a signal can end the wait."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
+        MPI.Finalize()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        take_leave()
+
+    # --- the watch's thread ---
+
+    def end_stuck(self) -> int | None:
+        """Return the exit code to end this rank with now, while the main thread is stuck, or None.
+
+        The rank ends if rank 0 has sent STOP, or if a rank is lost.
+        """
+        with self._lock:
+            if self.state is not State.RUNNING:
+                return None  # the main thread ends the rank itself
+            code = self._look()
+            if code is not None:
+                self.state = State.LEAVING
+            return code
+
+    @abstractmethod
+    def _look(self) -> int | None:
+        """Do what `end_stuck` does; before a code is returned, everything that must precede the exit is
+        done."""
+
+    def abort(self, message: str) -> NoReturn:
+        """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""
+        with self._lock:
+            self.state = State.LEAVING
+        code = self._last_words(message)
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    @abstractmethod
+    def _last_words(self, message: str) -> int:
+        """Report `message`; return the exit code."""
+
+
+class RankEnding(Ending):
+    """Ends every rank but 0."""
+
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        if cause := self._control.rank0_lost():
+            self._say_rank0_lost(cause)
+            self._leave(Stopped(ExitCode.INSTANCE_LOST, False))
+        return self._control.fail(failures[0])
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._control.say_bye()
+
+    def _look(self) -> int | None:
+        try:
+            while BEAT.take(self._beats, 0):
+                self._control.rank0_beat()
+            if (stop := STOP.take(self._beats, 0)) is not None:
+                BYE.send(self._beats, 0, None)  # at once: the rank is about to end
+                return stop.code
+        except MPI.Exception:
+            self._beats.acknowledge_losses()
+        if cause := self._control.rank0_lost():
+            self._say_rank0_lost(cause)
+            return ExitCode.INSTANCE_LOST
+        return None
+
+    def _last_words(self, message: str) -> int:
+        self._watch.note(f"{message}\nand rank 0 has not ended the run")
+        return ExitCode.INSTANCE_LOST
+
+    def _say_rank0_lost(self, cause: str) -> None:
+        """On rank 1: report that rank 0 is silent, and kill it. If it has ended, its launcher reports it."""
+        rank0 = self._control.rank0
+        if self._control.transport.rank != 1 or rank0 is None or self._control.rank0_ended():
+            return
+        self._watch.note(
+            f"rank 0 (harness) on {rank0.host}, pid {rank0.pid},"
+            f" was lost in phase '{self._watch.phase}': {cause}"
+        )
+        if self._control.sees_rank0:
+            with suppress(ProcessLookupError):
+                os.kill(rank0.pid, signal.SIGKILL)
+
+
+class Rank0Ending(Ending):
+    """Ends rank 0, and the run on all ranks."""
+
+    def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role], rank0: Rank0) -> None:
+        super().__init__(control, beats, roles)
+        self._rank0 = rank0
+        self._code: int | None = None  # once the failure is reported
+
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        code = self._tell_person(self._rank0.control.settle(failures))
+        self.state = State.STOPPING
+        stopped = self._rank0.control.stop_all(code)
+        if stopped is None:
+            MPI.COMM_WORLD.Abort(code)
+        return stopped or Stopped(code, False)
+
+    def _end_lost(self) -> None:
+        self._rank0.control.kill_lost()
+
+    def _look(self) -> int | None:
+        lost = self._rank0.control.dead()
+        if not lost or self._rank0.control.may_go_on:  # then the main thread waits for none of them
+            return None
+        # The main thread may be waiting for them in MPI.
+        code = self._tell_person(self._rank0.control.losses(lost))
+        for rank in set(range(1, len(self._rank0.control.ranks))) - set(lost):
+            with suppress(MPI.Exception):
+                STOP.send(self._beats, rank, Stop(code, False))
+        return code
+
+    def _last_words(self, message: str) -> int:
+        if self._code is not None:  # the failure is reported; stopping the other ranks took too long
+            self._watch.note(message)
+            return self._code
+        return self._tell_person((Failure(message, 0),))
+
+    def _tell_person(self, failures: tuple[Failure, ...]) -> int:
+        self._code = exit_code(failures, self._rank0.control.phase)
+        tell_exit_code(self._code)  # first: a launcher may kill this process in a moment
+        self._rank0.failed(failures, self._code)
+        return self._code

@@ -1,0 +1,221 @@
+"""From the ranks' join reports to a run that is ready to load: everything that can be checked before.
+
+Nothing here needs MPI, and nothing is written except the data set of a scaled-down workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg import DisaggConfig, WorldPlan
+from disagg.errors import ConfigError
+from mpillm import __version__
+from mpillm.comms.messages import JoinReport
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.idle import check_idle
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.data.dataset import Dataset
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
+from mpillm.devices import OwnGpu, assign
+from mpillm.fields.effects import RUN, SERVE
+from mpillm.fields.topology import PROMPTS_ALONE
+from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
+from mpillm.report.console import rank_list
+from mpillm.runtime.choose_samples import load_samples
+from mpillm.runtime.rank_roles import check_flags, check_handoff, core_configs, what_runs
+from mpillm.runtime.yaml_effects import check_yaml
+from mpillm.workloads.rounds import why_not
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What runs where."""
+
+    config: RunConfig
+    reports: dict[int, JoinReport]  # by rank
+    plan: WorldPlan
+    yaml: DisaggConfig  # with the values in force
+    gpus: dict[int, OwnGpu]  # by rank; empty: CPUs
+    cores: list[CoreConfig]  # of the instances' leaders
+    models: list[Any]  # for each of `cores` what its check returned: `ModelInfo`, or None
+    notes: list[str]  # which parts of the configuration have no effect
+    outlives_losses: bool  # it goes on without an instance that is lost
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can be loaded."""
+
+    planned: Planned
+    dataset: Dataset
+    tokenizer: Tokenizer
+    settings: LoadGenSettings
+
+    def announcement(self, directory: str) -> list[str]:
+        """Return lines to print before the run loads; `directory`: the run directory as the user names it."""
+        planned, config, dataset = self.planned, self.planned.config, self.dataset
+        plan = planned.plan
+        nodes = len({rank.node for rank in plan.ranks})
+        model = f", model {Path(config.model_path).name}" if config.model_path else ""
+        lines = [f"run directory {directory}", *planned.notes]
+        if any(core.enable_kv_cache_reuse for core in planned.cores):
+            lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
+        lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
+        if dataset.note:
+            lines.append(dataset.note)
+        if has_text(config) and dataset.texts and isinstance(self.tokenizer, ByteTokenizer):
+            lines.append(
+                f"no tokenizer.json in {config.model_path}:"
+                " each byte of a prompt is a token, and the answers mean nothing"
+            )
+        if config.workload is not None:
+            lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
+            lines += _of_round(config, self.settings)
+            if config.workload.scaled:
+                lines.append(f"scaled down: {config.workload.scaled}")
+            if config.goodput:
+                lines.append("limits of --goodput, not the workload's: the result can't be submitted")
+        if not (config.audit_conf or config.compliance_test):  # which change the test themselves
+            lines += self.settings.forecast.lines()
+        if planned.gpus:
+            rank, gpu = next(iter(planned.gpus.items()))
+            lines.append(f"GPUs: {len(planned.gpus)} ({planned.reports[rank].gpus[gpu.device].name})")
+        return [
+            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"
+            f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
+            "",
+            disagg.table(plan),
+            *(f"  {line}" for line in lines),
+        ]
+
+
+def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
+    """Return a line that says in which rounds a run's workload counts."""
+    assert config.workload is not None
+    if settings.round is None:
+        return ["LoadGen has the seeds of no round known here: the result can't be submitted"]
+    name = settings.round.name
+    if why := why_not(config.workload, config.accuracy_target, name):
+        return [f"LoadGen has the seeds of round {name}, where this result does not count: {why}"]
+    return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]
+
+
+def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> Planned:
+    """Plan the run. Raises ConfigError if the ranks differ, or can't run the configuration.
+
+    `config`: rank 0's; None if its command line is wrong.
+    """
+    config = _agreed(config, reports)
+    ranks = range(len(reports))
+    core_class = BackendRegistry.get(config.core_type)
+    yaml = disagg_config(config, len(ranks), core_class.is_client)
+    notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]
+    if config.traffic_distribution_policy == PROMPTS_ALONE:
+        notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
+    notes += check_yaml(config)
+    plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
+    gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
+    check_flags(config, plan)
+    cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
+    with config.autoapply():
+        models = [core_class.check(core) for core in cores]
+    check_handoff(cores, models)
+    _check_speculation(config, core_class)
+    _check_tuning(config, core_class, cores)
+    yaml = what_runs(config, yaml, plan, cores)
+    outlives_losses = config.on_instance_loss == "continue"
+    if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
+        if config.given("on_instance_loss"):
+            raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
+        outlives_losses = False
+        notes.append(f"a lost instance ends this server: {why}")
+    return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
+
+
+def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
+    """Raise ConfigError if the user wants guesses of a core that has none."""
+    if not core_class.speculates and config.given("speculative_config"):
+        why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
+        raise ConfigError(why, about=["speculative_config"])
+
+
+def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
+    """Raise ConfigError if the core can't choose the tokens of a step, and an instance should."""
+    name = "enable_max_num_tokens_tuning"
+    if not core_class.tunes_steps and any(core.enable_max_num_tokens_tuning for core in cores):
+        raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])
+
+
+def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:
+    """Return why the run can't go on without an instance that is lost; "" if it can."""
+    disaggregated = plan.instances[0].role != "executor"
+    if not mpi.startswith("Open MPI v5"):
+        return f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
+    if disaggregated and on_gpus:
+        return "a handoff between GPUs does not outlive a lost rank; aggregated instances do"
+    if disaggregated and serves:
+        return "serve outlives the loss of an aggregated instance only"
+    return ""
+
+
+def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
+    """Read the data set and LoadGen's settings.
+
+    Raises ConfigError if they don't fit the model, or each other.
+
+    `run_directory()` is called only to write the data set of a scaled-down workload there.
+    """
+    dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
+    return Prepared(
+        planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
+    )
+
+
+def has_text(config: RunConfig) -> bool:
+    """Return whether answers can be shown as text: the model has a folder, and so a tokenizer."""
+    return bool(config.model_path and Path(config.model_path).is_dir())
+
+
+def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
+    """Return the configuration of all ranks.
+
+    Raises ConfigError naming the rank with another one, another version of a package, or a wrong command
+    line.
+    """
+    errors: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        if report.usage_error:
+            errors.setdefault(report.usage_error, []).append(rank)
+    if errors or config is None:
+        everywhere = [len(ranks) for ranks in errors.values()] == [len(reports)]
+        raise ConfigError(
+            "\n".join(
+                error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()
+            )
+        )
+    mine = reports[0]
+    for rank, report in reports.items():
+        for name, version in report.versions.items():
+            if version != mine.versions[name]:
+                raise ConfigError(f"rank {rank} runs {name} {version}, rank 0 {mine.versions[name]}")
+    other = {rank: report for rank, report in reports.items() if report.digest != mine.digest}
+    if other:
+        first = min(other)
+        difference = config.difference(other[first].values)
+        raise ConfigError(
+            f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with"
+            " another configuration than rank 0: "
+            + (
+                f"rank {first}: {difference}"
+                if difference
+                else f"the contents of {config.disagg_config} differ"
+            )
+        )
+    return config

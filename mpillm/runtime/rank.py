@@ -1,0 +1,314 @@
+"""A run on one rank: its phases, in order. Needs MPI to be initialized."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from operator import methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpi4py import MPI
+
+from disagg.errors import ConfigError
+from launch import roll_call
+from mpillm import __version__
+from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
+from mpillm.comms.control import Limits, RankControl, Stopped
+from mpillm.comms.doorbell import Doorbell
+from mpillm.comms.lifeline import visible_pids
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Setup
+from mpillm.comms.start import node_name
+from mpillm.comms.transport import Transport
+from mpillm.comms.watch import Watch
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.registry import BackendRegistry
+from mpillm.devices import Gpu
+from mpillm.errors import Failure, Interrupted, RunError
+from mpillm.fields.deadlines import DEADLINES, FIELD_OF
+from mpillm.phases import PHASES, Phase
+from mpillm.report.ranklog import open_rank_log
+from mpillm.roles.role import Role
+from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
+from mpillm.runtime.rank_roles import make_roles
+from mpillm.telemetry.gpu_meter import GpuMeter
+from mpillm.telemetry.rank_sampler import RankSampler
+from mpillm.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from mpillm.runtime.rank0 import Purpose, Rank0
+
+# Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
+logging.getLogger("mpillm").addHandler(logging.NullHandler())
+_log = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """What this rank has, besides its roles, once all ranks have joined."""
+
+    comms: Communicators
+    route: Transport | None
+    machine: dict[str, Any] | None  # this node, if this is its first rank
+
+
+class Rank:
+    """One rank, from joining to stopping."""
+
+    def __init__(
+        self,
+        comms: RunComms,
+        config: RunConfig | None,
+        usage_error: str,
+        purpose: Callable[[], Purpose],
+        *,
+        serves: bool,
+    ) -> None:
+        """`config`: None if the command line is wrong, as `usage_error` says.
+
+        `purpose`: imports what rank 0 needs; called there alone. `serves`: the test has no deadline, and the
+        first signal ends it in an orderly way.
+        """
+        comm = comms.control
+        self.rank, self.size = comm.rank, comm.size
+        self._comms = comms
+        self._config = config
+        self._usage_error = usage_error
+        limits = Limits(dict(DEADLINES))
+        if config is not None:
+            limits = Limits(
+                {phase: config[field] for phase, field in FIELD_OF.items()},
+                config.grace,
+                config.heartbeat_timeout,
+            )
+        if serves:
+            limits.phases["test"] = math.inf
+        self._serves = serves
+        self._drain_asked = False
+        self._watch = Watch(comm.rank)
+        self._control = RankControl(Transport(comm), self._watch, limits)
+        self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
+        self._doorbell = Doorbell()
+        self._loop = EventLoop(self._watch, self._doorbell)
+        self._loop.pollers.append(self._control.poll)
+        self._loop.quiet_s.append(self._control.quiet_s)
+        self._roles: list[Role] = []
+        self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
+        self.log_dir = ""  # the run directory, once rank 0 has made it
+        self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
+        self._recorder = Recorder()
+        self._sampler = RankSampler(self._recorder)
+        self._rank0: Rank0 | None = None
+        self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
+        if self.rank == 0:
+            from mpillm.report.console import Console
+            from mpillm.runtime.rank0 import Rank0  # imports LoadGen and the data set: for this rank only
+
+            self._rank0 = Rank0(
+                self._control, self.size, config, time.monotonic() - _process_age_s(), Console(), purpose()
+            )
+            self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
+            # First: what it knows of a lost rank, it shall tell before MPI's error does.
+            self._loop.pollers.insert(0, self._rank0.control.poll)
+        self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort, self.size)
+
+    def live(self) -> int:
+        """Do all phases; return the exit code. After a failure the process ends here."""
+        try:
+            code, comms = self._phases()
+        except Stopped as stopped:
+            self._ending.stop(stopped)
+        except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
+            if (outcome := self._control.outcome) is not None:
+                _log.warning("after the last phase: %s", error)
+                return self._ending.finish(outcome, None)
+            self._ending.fail(failures_of(error, self.rank, self._watch.phase, self._config))
+        return self._ending.finish(code, comms)
+
+    def drain(self) -> bool:
+        """Return whether this run ends in an orderly way because of the signal.
+
+        Called by signal handlers. A server does so at the first signal, which rank 0 acts on; a second one
+        ends it at once.
+        """
+        if not self._serves or self._watch.phase != "test" or self._drain_asked:
+            return False
+        self._drain_asked = True
+        self._doorbell.ring_own()
+        return self._rank0 is None or self._rank0.session is None or self._rank0.session.drain()
+
+    def _phases(self) -> tuple[int, Communicators]:
+        """Do all phases; return the exit code, and the communicators to free."""
+        join, *others, stop = PHASES
+        part = self._set_up(self._phase(join, self._join_report))
+        for phase in others:
+            self._phase(phase, (lambda: self._drain_report(part)) if phase == "drain" else None)
+        return int(self._phase(stop)), part.comms
+
+    def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
+        def work() -> None:
+            # In other phases rank 0 says where a rank is stuck, a moment after its heartbeat has told.
+            self._doorbell.may_rest = phase == "test"
+            if phase == "test":
+                # Objects made at start-up live to the end: no collection during the test need visit them.
+                gc.freeze()
+                gc.enable()
+                self._test_clock = time.perf_counter(), time.process_time()
+                for role in self._roles:
+                    role.record(self._recorder)
+            if phase == "health":  # by now all bells hang
+                self._doorbell.try_all(self._senders)
+                how = "sleeps until its doorbell rings" if self._doorbell.heard else "polls"
+                _log.info("when idle, this rank %s", how)
+            for role in self._roles:
+                getattr(role, phase)()
+
+        is_done = methodcaller("done", phase)
+        done = lambda: all(map(is_done, self._roles))  # noqa: E731 - asked for each message
+        started = time.perf_counter() - (_process_age_s() if phase == PHASES[0] else 0)
+        value = self._control.run_phase(self._loop, phase, work, done, report or (lambda: None))
+        self._recorder.phases.append((phase, started, time.perf_counter()))
+        return value
+
+    @cached_property
+    def _gpus(self) -> tuple[Gpu, ...]:
+        """Return this node's GPUs, if the core uses any."""
+        config = self._config
+        return BackendRegistry.get(config.core_type).gpus() if config and config.device != "cpu" else ()
+
+    def _join_report(self) -> JoinReport:
+        return JoinReport(
+            host=node_name(),
+            pid=os.getpid(),
+            started=time.time() - _process_age_s(),
+            versions={
+                "mpillm": __version__,
+                "Python": sys.version.split()[0],
+                "MPI": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
+            },
+            usage_error=self._usage_error,
+            digest=self._config.digest() if self._config else "",
+            values=self._config.values if self._config else {},
+            gpus=self._gpus,
+            pids=visible_pids(),
+        )
+
+    def _set_up(self, setup: Setup) -> _Part:
+        if self._config is None:  # rank 0 knows, and releases nobody
+            raise ConfigError(self._usage_error)
+        self._control.joined(setup.rank0)
+        roll_call.joined()
+        if (gpu := setup.gpus.get(self.rank)) is not None:
+            with contextlib.suppress(OSError):  # then there are no samples of it
+                self._sampler.meter = GpuMeter(gpu.device)
+        self.log_dir, ranks = setup.log_dir, setup.plan.ranks
+        machine = None
+        if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
+            packages = BackendRegistry.get(self._config.core_type).packages
+            # Read now: packages may be replaced while the test runs.
+            from mpillm.report.machine import describe_machine
+
+            machine = describe_machine(self._gpus, packages)
+        try:
+            open_rank_log(Path(setup.log_dir), self.rank)
+        except OSError as error:
+            raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
+        node = ranks[self.rank].node
+        self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
+        control = self._rank0.control if self._rank0 else self._control
+        if (pids := control.watched_pids()) is not None:
+            self._doorbell.hear_ends(pids, control.check_soon)
+        if self._rank0 is not None and (lifelines := self._rank0.control.lifelines) is not None:
+            lifelines.on_end = self._loop.wake
+        self._senders = senders_to(self.rank, setup.plan)
+        self._control.transport.outlives_others = setup.outlives_losses
+        self._control.transport.ring_with(self._doorbell)
+        comms = create_communicators(self._comms, setup.plan, self._doorbell)
+        on_route = self.rank in route_ranks(setup.plan)
+        route = Transport(comms.route, self._doorbell) if on_route else None
+        if route is not None:
+            route.outlives_others = setup.outlives_losses
+        self._control.on_lost = partial(self._lost, route)
+        session = self._rank0.session if self._rank0 else None
+        self._roles += make_roles(
+            self._config,
+            setup,
+            comms,
+            route,
+            partial(session.make_harness, loop=self._loop) if session else None,
+            session.make_half if session else None,
+            self._control.report,
+            self._loop.wake,
+        )
+        polls = [role.poll for role in self._roles]
+        # What asks comes first: the leader has its requests in the same turn.
+        asks, rest = (polls[-1:], polls[:-1]) if session else ([], polls)
+        self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
+        self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
+        if route and session and ranks[self.rank].instance is None:  # a core belongs to the main thread
+            self._loop.errands += [*asks, route.dispatch_own, *rest]
+        if session:
+            self._loop.pollers.append(session.poll)
+        return _Part(comms, route, machine)
+
+    def _lost(self, route: Transport | None, lost: Lost) -> None:
+        _log.warning("instance %d is lost; the run goes on without it", lost.instance)
+        if route is not None:
+            route.forget(lost.ranks)
+        for role in self._roles:
+            role.lost(lost.instance)
+
+    def _drain_report(self, part: _Part) -> DrainReport:
+        lasted, cpu = time.perf_counter() - self._test_clock[0], time.process_time() - self._test_clock[1]
+        return DrainReport(
+            roles=[role.report() for role in self._roles],
+            cpu_cores=cpu / lasted,
+            messages=part.route.sent_messages if part.route else 0,
+            message_bytes=part.route.sent_bytes if part.route else 0,
+            machine=part.machine,
+            telemetry=self.telemetry(),
+        )
+
+    def telemetry(self) -> dict[str, Any]:
+        """Return what this rank has noted so far, in seconds after the start of its test."""
+        since = self._test_clock[0]
+        return self._recorder.to_json(since, self.size) | {"samples": self._sampler.to_json(since, self.size)}
+
+    def _beat(self, beat: Beat) -> None:
+        """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this."""
+        self._sampler.sample()
+        beat = beat._replace(
+            measured=next((measured for role in self._roles if (measured := role.measured())), None),
+            doing=next((doing for role in self._roles if (doing := role.doing())), ""),
+        )
+        if self._rank0 is not None:
+            self._rank0.control.ranks[0].measured, self._rank0.control.ranks[0].doing = beat[3:]
+            self._rank0.show_waiting()
+            # MPICH's UCX crashes when it sends to a process that has ended.
+            control = self._rank0.control
+            dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())
+        else:
+            dests = [0]
+        written = BEAT.write(beat)
+        for dest in dests:
+            with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
+                self._beats.send(dest, BEAT.tag, written)
+        with contextlib.suppress(MPI.Exception):
+            self._beats.reap()
+        self._doorbell.ring_own(beat=True)
+
+
+def _process_age_s() -> float:
+    """Return the seconds since this process started, Python included; 0 if the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0

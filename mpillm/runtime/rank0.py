@@ -1,0 +1,223 @@
+"""What rank 0 does for all ranks: prepares the run once they have joined, reports, writes the result."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from disagg import InstancePlan
+from launch.callers import own_addresses
+from mpillm.comms.control import RankControl
+from mpillm.comms.expendable import Expendable
+from mpillm.comms.lifeline import Lifelines
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.transport import Transport
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.phases import PHASES, Phase
+from mpillm.report.console import Console
+from mpillm.report.ranklog import how_it_ended, log_name
+from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
+from mpillm.roles.instance import InstanceRole
+from mpillm.roles.role import Role
+from mpillm.runtime.join import Planned, plan_run
+
+_THEN_WRITTEN = ("join", "ready", "test", "drain")  # phases after which result.json knows more
+
+
+class RunSession(Protocol):
+    """What a run has on rank 0 from when all ranks have joined."""
+
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
+        """Return the role that asks; `leader`: the leader's rank.
+
+        `loop`: for other threads, when the role has something to do.
+        """
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
+        """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
+
+    def poll(self) -> bool:
+        """Do what is due during the test; called often."""
+
+    def lose(self, instance: int) -> float:
+        """Note that an instance is lost, and the run goes on; return the seconds since the test started."""
+
+    def drain(self) -> bool:
+        """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
+
+    def ready(self) -> str:
+        """Note that all ranks are ready; return a note for the person."""
+
+    def tested(self) -> None:
+        """Note what is known when the test has ended, before the ranks report."""
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """Note what the ranks report of the test; return a note for the person."""
+
+    def finished(self) -> int:
+        """Print the last lines, as everything has ended well; return the exit code."""
+
+    def page(self) -> str:
+        """Write the run's page; return its path for the console. Never raises."""
+
+    def failed(self) -> str:
+        """Note in the result what is known; return what the person should know of it, or ""."""
+
+
+class Purpose(NamedTuple):
+    """What a run is for."""
+
+    # Returns lines for the console, too.
+    open: Callable[[Planned, Callable[[], RunRecord], Console, Rank0Control], tuple[RunSession, list[str]]]
+    name: Callable[[RunConfig], str]  # of its directory
+    about: Callable[[RunConfig], dict[str, Any]]  # see `RunRecord`
+    serves: bool  # until somebody ends it
+
+
+class Rank0:
+    """Rank 0's view of a run. `session` is None until all ranks have joined."""
+
+    def __init__(
+        self,
+        control: RankControl,
+        size: int,
+        config: RunConfig | None,
+        started: float,
+        console: Console,
+        purpose: Purpose,
+    ) -> None:
+        """`config`: None if the command line is wrong; `started`: when the process was (time.monotonic)."""
+        self._purpose = purpose
+        self._config = config
+        self._console = console
+        self._record: RunRecord | None = None  # once the run directory exists
+        self.session: RunSession | None = None
+        self.control = Rank0Control(control, size, started, self._phase_done)
+
+    def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
+        """Return the value to release to all ranks, all of which have done `phase`."""
+        note, value = "", None
+        if self.session is None:
+            value, note = self._joined(reports), "all ranks agree"
+        elif phase == "ready":
+            note = self.session.ready()
+        elif phase == "test":
+            self.session.tested()
+        elif phase == "drain":
+            note = self.session.drained(reports)
+        if self._record is not None:
+            self._record.phases_s[phase] = round(seconds, 4)
+            if phase in _THEN_WRITTEN:
+                self._record.write_unfinished(PHASES[PHASES.index(phase) + 1])
+        self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
+        return self.session.finished() if self.session and phase == "stop" else value
+
+    def show_waiting(self) -> None:
+        """Show what ranks do, if a phase before the test takes long. The watch's thread calls this."""
+        control = self.control
+        if PHASES.index(control.phase) < PHASES.index("test"):
+            elapsed = time.monotonic() - control.phase_started
+            self._console.waiting(control.phase, elapsed, control.awaited())
+
+    def _joined(self, reports: dict[int, JoinReport]) -> Setup:
+        planned = plan_run(self._config, reports, serves=self._purpose.serves)
+        self.control.label(planned.plan)
+        record = partial(self._made_record, planned)  # created at the first call: not if an option is wrong
+        self.session, lines = self._purpose.open(planned, record, self._console, self.control)
+        for line in lines:
+            self._console.line(line)
+        where = self._where(reports)
+        if planned.outlives_losses:
+            self.control.expendable = Expendable(planned.plan, self._lost)
+        return Setup(
+            planned.plan,
+            str(record().path),
+            where,
+            planned.gpus,
+            secrets.token_hex(8),
+            planned.outlives_losses,
+        )
+
+    def _lost(self, instance: InstancePlan, failure: Failure) -> None:
+        """Note that the run goes on without an instance."""
+        if self._record is None or self.session is None:
+            raise RunError(failure)
+        failure = self._with_its_end(failure)
+        who = self.control.ranks[failure.rank or 0].describe()
+        self._record.result["lost"].append(
+            {
+                "instance": instance.index,
+                "role": instance.role,
+                "ranks": list(instance.ranks),
+                "rank": failure.rank,
+                "cause": failure.cause,
+                "phase": self.control.phase,
+                "at_s": round(self.session.lose(instance.index), 3),
+            }
+        )
+        cause = failure.cause.splitlines()[0]
+        self._console.line(f"  lost    instance {instance.index}: {who}: {cause}")
+
+    def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
+        """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be
+        opened."""
+        mine = reports[0]
+        if any(report.pids != mine.pids for report in reports.values()):
+            with contextlib.suppress(OSError):
+                self.control.lifelines = Lifelines(own_addresses())
+        lifelines = self.control.lifelines
+        return Rank0At(mine.host, mine.pid, mine.pids, lifelines.address if lifelines else None)
+
+    def _made_record(self, planned: Planned) -> RunRecord:
+        """Return the run directory, created at the first call."""
+        if self._record is None:
+            config, purpose = planned.config, self._purpose
+            path = take_directory(config, purpose.name(config))
+            self._record = RunRecord(path, config, planned.plan, purpose.about(config))
+        return self._record
+
+    def _with_its_end(self, failure: Failure) -> Failure:
+        """Return the failure of a rank whose process has ended with which signal did it, if that is known."""
+        if not failure.ended or self._record is None or failure.rank is None:
+            return failure
+        how = how_it_ended(self._record.path / log_name(failure.rank))
+        return replace(failure, cause=f"{failure.cause}\n{how}".rstrip())
+
+    def failed(self, failures: tuple[Failure, ...], code: int) -> None:
+        """Write the result and print the message of a run that ends with exit code `code`."""
+        phase, record = self.control.phase, self._record
+        failures = tuple(map(self._with_its_end, failures))
+        more: list[str] = []
+        if self.session is not None and (known := self.session.failed()):
+            more.append(known)
+        if record is not None:
+            record.result |= {
+                "status": "FAILED",
+                "phase": phase,
+                "exit_code": code,
+                "failures": failures_json(failures),
+            }
+            ranks = sorted({f.rank for f in failures if f.rank is not None})
+            where = record.path / log_name(ranks[0]) if len(ranks) == 1 else record.path
+            more.append(f"see {path_shown(where)}")
+        when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
+        unwritten = ""
+        if record is not None:
+            try:
+                record.write_result()  # first: a launcher may kill this process in a moment
+            except OSError as error:
+                unwritten = f"  result.json in {record.path} can't be written: {error.strerror}"
+        self._console.failure(when, failures, more, lambda rank: self.control.ranks[rank].describe())
+        if unwritten:
+            self._console.line(unwritten)
+        elif self.session is not None:
+            self.session.page()  # last: a launcher may kill this process in a moment

@@ -1,0 +1,243 @@
+"""Rank 0's view of a run that serves: the endpoint, and what came to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import disagg
+from disagg.errors import ConfigError
+from mpillm import __version__
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.transport import Transport
+from mpillm.config.disagg_yaml import HALVES
+from mpillm.config.options import model_name, plain_name
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.endpoint.frontend import Frontend, Mailbox
+from mpillm.endpoint.open_requests import OpenRequests
+from mpillm.endpoint.protocol import Served
+from mpillm.errors import ExitCode
+from mpillm.report.console import Console
+from mpillm.report.page.page import leave_page
+from mpillm.report.result import add_costs, served_rows, test_result
+from mpillm.report.run_directory import RunRecord, path_shown, unwritable
+from mpillm.report.telemetry import RunTelemetry
+from mpillm.report.timeline import Timeline
+from mpillm.roles.instance import InstanceRole
+from mpillm.runtime.choose_samples import limits_of
+from mpillm.runtime.join import Planned
+from mpillm.runtime.rank0 import Purpose
+
+_TIMELINE_S = 0.5
+
+
+class ServeSession:
+    """See `rank0.RunSession`."""
+
+    def __init__(
+        self, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> None:
+        """Take the port.
+
+        Raises ConfigError if that is impossible, or an option is wrong; OSError as `write_plan`.
+        """
+        try:
+            from mpillm.endpoint.admission import guard_of
+            from mpillm.endpoint.app import Service
+            from mpillm.endpoint.http_thread import HttpThread, bind, url
+            from mpillm.runtime.half_server import HalfServer
+        except ImportError as error:
+            raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
+        config, plan = planned.config, planned.plan
+        self._plan = plan
+        self._console = console
+        self._control = control
+        self._config = config
+        self._last_start = max(report.started for report in planned.reports.values())
+        self._timeline = Timeline((instance.index for instance in plan.instances), None)
+        self._measured_at = 0.0
+        self._telemetry = RunTelemetry()
+        self.served = _served(planned)
+        self._half: HalfServer | None = None
+        bound = bind(config.host, config.port)
+        self.url = url(bound)
+        self._record = record()
+        self._record.write_plan(planned.yaml, plan, planned.reports)
+        self._record.result["url"] = self.url
+        mailbox = Mailbox()
+        roles = {instance.role for instance in plan.instances}
+        requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
+        half = None
+        if config.half:
+            if planned.gpus:
+                raise ConfigError(
+                    f"a {config.half} server hands KV caches over from host memory: name --device cpu",
+                    about=["device", "server_role"],
+                )
+            self._half = HalfServer(config, planned.models[0], self.url)
+            half = self._half.routes
+        service = Service(
+            self.served,
+            requests,
+            guard=guard_of(config, config.host),
+            max_queue_size=config.max_queue_size,
+            perf_metrics_max_requests=config.of(HALVES.get(config.half, "")).perf_metrics_max_requests,
+            kv_cache_usage=self._kv_cache_usage,
+            lost=self._record.result["lost"],
+            half=half,
+        )
+        self._metrics = service.metrics
+        self._metrics.totals.losses = requests.losses
+        self._endpoint = HttpThread(service, requests, mailbox, bound)
+        self._mailbox = mailbox
+        self._frontend: Frontend | None = None
+
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Frontend:
+        self._mailbox.wake = loop.wake
+        self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
+        return self._frontend
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
+        return self._half.role(core, route, leader, instance) if self._half else None
+
+    def poll(self) -> bool:
+        """Take down what the instances have computed."""
+        now = time.monotonic()
+        if now - self._measured_at > _TIMELINE_S:
+            self._measured_at = now
+            for instance in self._plan.instances:
+                if (measured := self._control.ranks[instance.leader].measured) is not None:
+                    self._timeline.add(instance.index, *measured)
+            self._telemetry.look(self._metrics.totals)
+        return False
+
+    def lose(self, instance: int) -> float:
+        self._timeline.lose(instance)
+        started = self._frontend.started if self._frontend else 0.0
+        return time.perf_counter() - started if started else 0.0
+
+    def drain(self) -> bool:
+        return self._frontend is not None and self._frontend.end_early()
+
+    def _kv_cache_usage(self) -> float | None:
+        """Return the usage of the fullest instance. Called in the HTTP thread."""
+        measured = [self._control.ranks[instance.leader].measured for instance in self._plan.instances]
+        usages = [
+            one[1].kv_cache_usage for one in measured if one is not None and one[1].kv_cache_usage is not None
+        ]
+        return max(usages, default=None)
+
+    # --- what all ranks have done; a note for the person ---
+
+    def ready(self) -> str:
+        startup = time.time() - self._last_start
+        self._record.result["startup_s"] = round(startup, 4)
+        serving = f"serving {', '.join(self.served.names)} at {self.url}"
+        return f"{startup:.2f} s after the last rank was started; {serving}"
+
+    def tested(self) -> None:
+        """Do nothing: nobody judges what was served."""
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        totals = self._metrics.totals
+        totals.started = self._frontend.started if self._frontend else 0.0
+        aborted = self._metrics.aborted
+        self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
+        self._record.result |= {"status": "SERVED", "aborted": aborted}
+        self._timeline.close()
+        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
+        return (
+            f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
+        )
+
+    # --- the end ---
+
+    def finished(self) -> int:
+        add_costs(self._record.result, self._metrics.totals, self._timeline)
+        self._record.write_result()
+        rows = served_rows(self._record.result, path_shown(self._record.path))
+        self._console.summary([*rows, ("page", self.page())])
+        return int(ExitCode.DONE)
+
+    def page(self) -> str:
+        return leave_page(self._record.path, partial(self._telemetry.write, totals=self._metrics.totals))
+
+    def failed(self) -> str:
+        totals = self._metrics.totals
+        totals.started = self._frontend.started if self._frontend else 0.0
+        self._record.result |= {
+            "samples": totals.samples,
+            "errors": totals.errors,
+            "aborted": self._metrics.aborted,
+        }
+        add_costs(self._record.result, totals, self._timeline)
+        return ""
+
+
+def _served(planned: Planned) -> Served:
+    """Return what the options and the cores' models say of what is behind the endpoint."""
+    config, models = planned.config, [model for model in planned.models if model is not None]
+    folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
+    names = tuple(
+        name.strip() for name in (config.served_model_name or model_name(config)).split(",") if name.strip()
+    )
+    if not names:
+        raise ConfigError(f"{config.named('served_model_name')}: names no model")
+    given = {
+        name: getattr(config, name) if config.given(name) else None
+        for name in ("temperature", "top_k", "top_p", "seed")
+    }
+    return Served(
+        names=names,
+        tokenizer=load_tokenizer(folder, config.apply_chat_template),
+        limits=limits_of(config, models),
+        end_ids=frozenset(id_ for model in models for id_ in getattr(model, "end_ids", ())),
+        max_output_len=config.max_output_len,
+        min_output_len=config.min_output_len,
+        gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
+        is_half=bool(config.half),
+        **given,
+    )
+
+
+def _open(
+    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+) -> tuple[ServeSession, list[str]]:
+    try:
+        session = ServeSession(planned, record, console, control)
+    except OSError as error:
+        raise unwritable(planned.config, record().path, error) from error
+    served, plan = session.served, planned.plan
+    nodes = len({rank.node for rank in plan.ranks})
+    lines = [
+        f"run directory {path_shown(record().path)}",
+        *planned.notes,
+        f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer",
+    ]
+    return session, [
+        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"
+        f" core {planned.config.core_type}, {planned.reports[0].versions['MPI']}",
+        "",
+        disagg.table(plan),
+        *(f"  {line}" for line in lines),
+    ]
+
+
+def _about(config: RunConfig) -> dict[str, object]:
+    return {"url": None, "aborted": 0}
+
+
+def _name(config: RunConfig) -> str:
+    part = f"{config.part.instance.kind}-{config.part.instance.index}" if config.part else "serve"
+    return plain_name(f"{model_name(config)}-{part}")
+
+
+SERVE = Purpose(_open, _name, _about, serves=True)
+"""An HTTP endpoint, which its clients drive."""

@@ -1,0 +1,248 @@
+"""Rank 0's view of a run once all ranks have joined: the harness, the progress, the result."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.transport import Transport
+from mpillm.config.options import run_name
+from mpillm.config.run_config import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.files import write_json
+from mpillm.loadgen.logs import advice, unsatisfied, verdict
+from mpillm.loadgen.sut import LoadGenTest
+from mpillm.report.arrivals import kept_up
+from mpillm.report.console import Console, Progress, progress_lines
+from mpillm.report.doubts import doubts
+from mpillm.report.goodput import goodput
+from mpillm.report.outputs import Outputs
+from mpillm.report.page.facts import facts_of
+from mpillm.report.page.page import leave_page
+from mpillm.report.request_log import RequestLog, read_requests
+from mpillm.report.result import add_costs, summary_rows, test_result
+from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
+from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.run_files import RunFiles
+from mpillm.report.telemetry import RunTelemetry
+from mpillm.report.timeline import Timeline
+from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.runtime.join import Planned, Prepared, has_text, prepare
+from mpillm.runtime.rank0 import Purpose
+from mpillm.submission.compliance_tests import prepare_audit
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 0.1
+_LOG_S = 10.0
+
+
+class Session:
+    """A test's objects on rank 0; created, complete, once all ranks have joined. See `rank0.RunSession`."""
+
+    def __init__(
+        self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
+    ) -> None:
+        """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
+        config, plan = prepared.planned.config, prepared.planned.plan
+        self._prepared = prepared
+        self._config = config
+        self._plan = plan
+        self._record = record
+        self._console = console
+        self._control = control
+        # LoadGen's audit.config, or ""
+        scaled = config.workload.n_samples if config.workload and config.workload.scaled else None
+        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path, scaled)
+        record.write_plan(prepared.planned.yaml, plan, prepared.planned.reports)
+        (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
+        record.result["loadgen"] = prepared.settings.to_json()
+        self._outputs: Outputs | None = None
+        if config.save_outputs or has_text(config):
+            path = record.path / "outputs.jsonl" if config.save_outputs else None
+            self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
+        self._totals = Totals()
+        self._telemetry = RunTelemetry()
+        self._timeline = Timeline((instance.index for instance in plan.instances), record.path / TIMELINE)
+        self._requests = RequestLog(record.path)
+        self._last_start = max(report.started for report in prepared.planned.reports.values())
+        self._progress_at = self._logged_at = 0.0
+
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Harness:
+        """Return the harness role; `leader`: the leader's rank."""
+        config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
+        return Harness(
+            route,
+            leader,
+            dataset,
+            Sampling(
+                config.max_output_len,
+                config.min_output_len,
+                config.temperature,
+                config.top_k,
+                config.top_p,
+                config.seed,
+            ),
+            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop),
+            self._outputs.add if self._outputs else None,
+            self._plan.instances[0].role == "ctx",
+            self._totals,
+            self._requests,
+        )
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
+        """Return None: a test has both halves."""
+
+    def poll(self) -> bool:
+        """During the test: record what the instances have computed, and draw the progress."""
+        now, totals = time.monotonic(), self._totals
+        if not totals.started or now - self._progress_at <= _PROGRESS_S:
+            return False
+        self._progress_at = now
+        self._requests.flush()
+        if totals.in_flight or not totals.samples:
+            self._telemetry.look(totals)
+        for instance in self._plan.instances:
+            if (measured := self._control.ranks[instance.leader].measured) is not None:
+                self._timeline.add(instance.index, *measured)
+        if totals.in_flight or not totals.samples:
+            computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
+            steady = bool(self._config.show_steady_state_progress)
+            forecast = self._prepared.settings.forecast
+            progress = Progress(
+                totals.samples, totals.issued, totals.tokens, elapsed, forecast.queries, forecast.seconds
+            )
+            self._console.progress(progress, computed, steady)
+            if totals.issued and now - self._logged_at > _LOG_S:
+                self._logged_at = now
+                _log.info(
+                    "%s",
+                    " ".join(line.strip() for line in progress_lines(progress, computed)),
+                )
+        return False
+
+    def lose(self, instance: int) -> float:
+        self._timeline.lose(instance)
+        return time.perf_counter() - self._totals.started if self._totals.started else 0.0
+
+    def drain(self) -> bool:
+        """Refuse to end early: a signal ends a test's run."""
+        return False
+
+    # --- after a phase of all ranks: its note for the console ---
+
+    def ready(self) -> str:
+        startup = time.time() - self._last_start
+        self._record.result["startup_s"] = round(startup, 4)
+        return f"{startup:.2f} s after the last rank was started"
+
+    def tested(self) -> None:
+        """Read LoadGen's verdict: it is known, and told, if a rank is lost before the others have
+        reported."""
+        directory = self._record.path
+        judged = verdict(directory, self._config.test_mode)
+        if judged is None:
+            raise RunError(
+                Failure(f"LoadGen's logs in {directory} are missing or incomplete: is the disk full?")
+            )
+        self._record.result["loadgen_result"] = judged
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """Take over LoadGen's verdict, and what the ranks report."""
+        if self._outputs:
+            self._outputs.close()
+        self._requests.close()
+        directory, result = self._record.path, self._record.result
+        judged = result["loadgen_result"]
+        result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
+        result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
+        result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
+        if self._config.scenario == "Server":
+            result |= self._of_server()
+        result["doubts"] = doubts(result)
+        self._timeline.close()
+        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
+        machines = {
+            self._plan.ranks[rank].node: report.machine
+            for rank, report in sorted(reports.items())
+            if report.machine
+        }
+        write_json(directory / "machines.json", machines)
+        mpi = self._prepared.planned.reports[0].versions["MPI"]
+        write_json(directory / ENVIRONMENT, describe_environment(mpi))
+        return f"{self._totals.samples} of {self._totals.issued} samples answered"
+
+    def _of_server(self) -> dict[str, Any]:
+        """Return for result.json whether the system kept up with LoadGen's queries, and met the limits."""
+        if not self._totals.samples:
+            return {}
+        asked, limits = self._record.result["loadgen"], self._config.goodput
+        rows = read_requests(self._record.path)
+        found = kept_up(rows)
+        found["latency_limits"] = bool(limits) or any(
+            asked[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
+        )
+        return found | ({"goodput": goodput(rows, limits, self._totals.lasted_s)} if limits else {})
+
+    # --- the end ---
+
+    def finished(self) -> int:
+        """After the last phase: print the summary, return the exit code."""
+        record, config = self._record, self._config
+        add_costs(record.result, self._totals, self._timeline)  # now: an instance may be lost after the test
+        record.write_result()
+        page = self.page()
+        if self._outputs and has_text(config):
+            self._console.answers(self._outputs.shown())
+        facts, _ = facts_of(RunFiles.read(record.path))
+        rows = summary_rows(record.result, config, path_shown(record.path), facts)
+        self._console.summary([*rows, ("page", page)])
+        invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
+        return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
+
+    def page(self) -> str:
+        return leave_page(
+            self._record.path,
+            partial(self._telemetry.write, totals=self._totals),
+            self._config.price_per_gpu_hour,
+        )
+
+    def failed(self) -> str:
+        """Add to the result what was counted before the failure; return LoadGen's verdict, if there is
+        one."""
+        self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
+        add_costs(self._record.result, self._totals, self._timeline)
+        if self._timeline.computed() is not None:
+            told = [
+                {"instance": i.index, "metrics": self._timeline.summary(i.index)}
+                for i in self._plan.instances
+            ]
+            self._record.result.setdefault("per_instance", told)
+        judged = self._record.result["loadgen_result"]
+        return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
+
+
+def _open(
+    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+) -> tuple[Session, list[str]]:
+    prepared = prepare(planned, lambda: record().path)
+    path = record().path
+    try:
+        session = Session(prepared, record(), console, control)
+    except OSError as error:
+        raise unwritable(planned.config, path, error) from error
+    return session, prepared.announcement(path_shown(path))
+
+
+def _about(config: RunConfig) -> dict[str, object]:
+    return {"loadgen_result": None, "scenario": config.scenario, "test_mode": config.test_mode}
+
+
+TEST = Purpose(_open, run_name, _about, serves=False)
+"""An MLPerf test, which LoadGen drives."""

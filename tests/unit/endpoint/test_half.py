@@ -1,0 +1,169 @@
+"""The HTTP thread's part of one half of disaggregated serving."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.comms.kv_socket import KvStore
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.disaggregated_params import Half, KvFormat
+from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.protocol import Served
+from mpillm.roles.half import Arrival
+
+
+def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() -> None:
+    """An id is free with a request's last row; the request's handler runs a turn of the loop later."""
+    arrivals: dict[int, Arrival] = {}
+    half = Half("generation", "it", KvFormat("any", 1), "localhost", None, arrivals, 1.0, Seal(None))
+    first, second = (Arrival(token, np.zeros(1, np.uint8)) for token in (1, 2))
+    half.opened(Answer(0, 1), first)
+    del arrivals[0]  # its instance takes it, and answers
+    half.opened(Answer(0, 1), second)
+    half.ended(Answer(0, 1), first)
+    assert arrivals == {0: second}
+    half.ended(Answer(0, 1), second)
+    assert not arrivals
+
+
+SERVED = Served(("m",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200))
+PROMPT, FIRST = np.array([5, 6, 7], np.int32), 9
+STATE = KvState("context server 0", "127.0.0.1", 1, "00" * 16, "any", request_digest(PROMPT, FIRST))
+
+
+def generation_server(seal: Seal) -> Half:
+    return Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 5.0, seal)
+
+
+def fetched(half: Half, state: object, prompt: Any = PROMPT, first: int = FIRST) -> Arrival:
+    params = {"encoded_opaque_state": state, "first_gen_tokens": [first]}
+    asked: Any = SimpleNamespace(disaggregated=params)
+    return asyncio.run(half.fetch(asked, prompt, SERVED))
+
+
+def test_a_forged_state_sends_nothing_anywhere() -> None:
+    """Neither to the address that it names, nor does the answer tell whether somebody listens there."""
+    theirs, ours = Seal("theirs"), Seal("ours")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.2)
+        state = dataclasses.replace(STATE, port=listening.getsockname()[1])
+        plain = base64.b64encode(json.dumps(dataclasses.asdict(state)).encode()).decode()
+        signature = ours.write(STATE).partition(".")[2]
+        made: list[object] = [
+            *(
+                theirs.write(state),
+                Seal(None).write(state),
+                plain,
+                f"{plain}.{signature}",
+                ours.write(state)[:-1],
+            ),
+            *("", ".", None, 7, [], "x" * 100_000, "é", "[" * 3000),
+        ]
+        for forged in made:
+            with pytest.raises(ApiError, match="MPILLM_KV_SECRET") as error:
+                fetched(generation_server(ours), forged)
+            assert error.value.status == 400
+        with pytest.raises(TimeoutError):
+            listening.accept()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"port": port} for port in (0, -1, 65_536, 1 << 70, "80", 1.5, True, None)),
+        *({"key": key} for key in ("", "00", "00" * 17, "00" * 1000, "zz" * 16, 5)),
+        *({"host": host} for host in (None, 5, ["a"], "10.0.0.1", "localhost.example.com", "0.0.0.0")),
+        {"more": 1},
+        {"server": None},
+    ],
+)
+def test_a_state_without_a_secret_is_checked(wrong: dict[str, Any]) -> None:
+    """And names this machine."""
+    text = base64.b64encode(json.dumps(dataclasses.asdict(STATE) | wrong).encode()).decode()
+    with pytest.raises(ApiError) as error:
+        Seal(None).read(f"{text}.")
+    assert error.value.status == 400
+
+
+def test_a_state_that_is_nested_deep() -> None:
+    text = base64.b64encode(b"[" * 2500).decode()
+    with pytest.raises(ApiError) as error:
+        Seal(None).read(f"{text}.")
+    assert error.value.status == 400
+
+
+def test_a_cache_is_bound_to_its_request() -> None:
+    seal = Seal("ours")
+    with contextlib.closing(KvStore("127.0.0.1", 60.0)) as store:
+        cache = np.arange(len(PROMPT), dtype=np.uint8)
+        store.open(1)
+        store.put(1, cache)
+        state = seal.write(dataclasses.replace(STATE, port=store.port, key=(store.key(1) or b"").hex()))
+        half = generation_server(seal)
+        for prompt, first in (([5, 6, 8], FIRST), ([5, 6], FIRST), (PROMPT, 8)):
+            with pytest.raises(ApiError, match="another prompt or first token"):
+                fetched(half, state, np.array(prompt, np.int32), first)
+        arrival = fetched(half, state)
+        assert arrival.first_token == FIRST and np.array_equal(arrival.cache, cache)
+
+
+def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    messages = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(5.0)
+        for port in (listening.getsockname()[1], 1):
+            half = Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 0.2, Seal(None))
+            with pytest.raises(ApiError) as error:
+                fetched(half, Seal(None).write(dataclasses.replace(STATE, port=port)))
+            messages.append((error.value.status, str(error.value)))
+        listening.accept()[0].close()
+    assert (
+        messages[0] == messages[1] == (502, "context server 0: its KV cache can't be had; our log says why")
+    )
+    assert "did not come" in caplog.text and "Connection refused" in caplog.text
+
+
+def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
+    """Also when those who asked for its caches have gone."""
+    cache = np.arange(len(PROMPT), dtype=np.uint8)
+    seal = Seal("ours")
+    half = Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 10.0, seal)
+
+    async def fetch(port: int, key: str = STATE.key) -> Arrival:
+        state = seal.write(dataclasses.replace(STATE, port=port, key=key))
+        asked: Any = SimpleNamespace(
+            disaggregated={"encoded_opaque_state": state, "first_gen_tokens": [FIRST]}
+        )
+        return await half.fetch(asked, PROMPT, SERVED)
+
+    async def test(silent: int, store: KvStore) -> None:
+        for _ in range(2):
+            waiting = [asyncio.ensure_future(fetch(silent)) for _ in range(80)]
+            await asyncio.sleep(0.2)
+            store.open(1)
+            store.put(1, cache)
+            arrival = await asyncio.wait_for(fetch(store.port, (store.key(1) or b"").hex()), 5.0)
+            assert np.array_equal(arrival.cache, cache)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            store.drop(1)
+
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=256) as listening,
+        contextlib.closing(KvStore("127.0.0.1", 60.0)) as store,
+    ):
+        asyncio.run(test(listening.getsockname()[1], store))

@@ -1,0 +1,402 @@
+"""The leader before servers that do what they are told, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, ConnectionTimeoutError
+
+from disagg.instances import Instance
+from mpillm.endpoint.admission import Guard
+from mpillm.endpoint.http_thread import bind, listen, url
+from mpillm.endpoint.leader_service import LeaderService
+from mpillm.endpoint.workers import Pool, Worker, wait_ready
+from mpillm.roles.pool import InstancePool
+from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from tests.helpers.scripted_server import (
+    DONE,
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    head,
+    plain,
+)
+
+DEADLINE_S = 120.0
+Completions = Callable[[Request], Reply]
+BODY = {"prompt": "a text", "max_tokens": 3}
+
+
+def context(request: Request, reason: str = "not_finished") -> Reply:
+    """Answer as a context server whose opaque state says what it was asked."""
+    asked = request.json
+    params = {"request_type": "context_only", "first_gen_tokens": [7], "encoded_opaque_state": "state"}
+    params["disagg_request_id"] = asked["disaggregated_params"]["disagg_request_id"]
+    made = choice([7], "t", reason) | {"prompt_token_ids": [1, 2]}
+    made["choices"][0]["disaggregated_params"] = params
+    return plain(made)
+
+
+def generation(request: Request) -> Reply:
+    if not request.json.get("stream"):
+        return plain(choice([7, 8, 9], "ttt", "length"))
+    return Reply([STREAM, chunk(event(choice([7], "t"))), chunk(event(choice([8, 9], "tt", "length"))), DONE])
+
+
+def says(reply: Reply) -> Completions:
+    return lambda request: reply
+
+
+class Led:
+    """Holds a leader, its servers, and a client."""
+
+    def __init__(self, base: str, session: ClientSession, servers: list[ScriptedServer], names: list[str]):
+        self.base, self.session, self.servers, self.names = base, session, servers, names
+
+    async def ask(self, body: Any, path: str = "/v1/completions") -> tuple[int, str]:
+        async with self.session.post(self.base + path, json=body) as response:
+            return response.status, await response.text()
+
+    async def error(self, status: int, body: Any) -> str:
+        found, text = await self.ask(body)
+        assert found == status, text
+        message: str = json.loads(text)["error"]["message"]
+        return message
+
+    def asked(self, i: int) -> list[dict[str, Any]]:
+        return self.servers[i].asked()
+
+
+@asynccontextmanager
+async def led(
+    contexts: Sequence[Completions] = (context,),
+    generations: Sequence[Completions] = (generation,),
+    router: Callable[[list[int]], InstancePool] = lambda which: InstancePool(which, "round_robin"),
+    silence_s: float = 60.0,
+    services: list[LeaderService] | None = None,
+    guard: Guard | None = None,
+    max_retries: int | None = None,
+) -> AsyncIterator[Led]:
+    async with asyncio.timeout(DEADLINE_S) if hasattr(asyncio, "timeout") else _no_deadline():
+        with ExitStack() as stack:
+            scripts = (*contexts, *generations)
+            servers = [stack.enter_context(ScriptedServer(completions)) for completions in scripts]
+            kinds = ["context"] * len(contexts) + ["generation"] * len(generations)
+            workers = [
+                Worker(Instance(i, kind, f"{kind}_servers", server.address, range(i, i + 1)))
+                for i, (kind, server) in enumerate(zip(kinds, servers, strict=True))
+            ]
+            first, second = (
+                Pool(kind, mine := [w for w in workers if w.kind == kind], router([*range(len(mine))]))
+                for kind in ("context", "generation")
+            )
+            async with ClientSession() as session:
+                assert await wait_ready(session, workers, 60.0, lambda text: None) == []
+                service = LeaderService(
+                    first, second, session, silence_s=silence_s, guard=guard, max_retries=max_retries
+                )
+                if services is not None:
+                    services.append(service)
+                bound = bind("127.0.0.1", 0)
+                runner, _ = await listen(service.app(), bound)
+                try:
+                    yield Led(
+                        url(bound).removesuffix("/v1"), session, servers, [worker.name for worker in workers]
+                    )
+                finally:
+                    await runner.cleanup()
+
+
+@asynccontextmanager
+async def _no_deadline() -> AsyncIterator[None]:
+    yield  # Python 3.10
+
+
+def test_a_request_goes_to_both_kinds() -> None:
+    async def run() -> None:
+        async with led() as it:
+            status, text = await it.ask(BODY)
+            assert (status, json.loads(text)) == (200, choice([7, 8, 9], "ttt", "length"))
+            status, text = await it.ask({**BODY, "stream": True, "stream_options": {"include_usage": True}})
+            assert status == 200 and text.endswith("data: [DONE]\n\n") and text.count("data: ") == 3
+            (first, second), (third, fourth) = it.asked(0), it.asked(1)
+            assert first["disaggregated_params"]["request_type"] == "context_only"
+            assert (second["stream"], "stream_options" in second) == (False, False)
+            assert third["prompt"] == [1, 2] and third["disaggregated_params"] == {
+                "request_type": "generation_only",
+                "first_gen_tokens": [7],
+                "encoded_opaque_state": "state",
+                "disagg_request_id": first["disaggregated_params"]["disagg_request_id"],
+            }
+            assert fourth["stream_options"] == {"include_usage": True}
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_ends_with_its_first_token() -> None:
+    async def run() -> None:
+        async with led([lambda request: context(request, "stop")]) as it:
+            status, text = await it.ask(BODY)
+            assert status == 200 and json.loads(text) == choice([7], "t", "stop")
+            status, text = await it.ask({**BODY, "stream": True})
+            assert text == f"data: {json.dumps(choice([7], 't', 'stop'))}\n\ndata: [DONE]\n\n"
+            assert it.asked(1) == []
+
+    asyncio.run(run())
+
+
+def test_metrics() -> None:
+    async def run() -> None:
+        def fails(request: Request) -> Reply:
+            return context(request) if request.json["max_tokens"] == 3 else plain({}, "500 Broken")
+
+        async with led([fails]) as it:
+            await it.ask(BODY)
+            await it.ask({**BODY, "stream": True})
+            assert (await it.ask({**BODY, "max_tokens": 4}))[0] == 500
+            it.servers[1].stop()
+            assert (await it.ask(BODY))[0] == 503
+            async with it.session.get(f"{it.base}/metrics") as response:
+                assert response.content_type == "text/plain"
+                lines = (await response.text()).splitlines()
+            told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+            def value(name: str, *labels: str) -> float:
+                every = ",".join(('server_role="leader"', *labels))
+                return float(told[f"mpillm:{name}{{{every}}}"])
+
+            assert [value("http_responses_total", f'status="{n}"') for n in (200, 500, 503)] == [2, 1, 1]
+            assert value("num_requests_running") == 0
+            counts = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+            assert [value(name) for name in counts] == [1, 2]
+            for i, (kind, n, up) in enumerate((("context", 4, 1), ("generation", 3, 0))):
+                server = f'{{server="http://{it.servers[i].address}",kind="{kind}"}}'
+                names = ("server_requests_total", "server_requests_running", "server_up")
+                assert [float(told[f"mpillm:{name}{server}"]) for name in names] == [n, 0, up]
+
+    asyncio.run(run())
+
+
+def test_errors_of_its_own_are_as_those_of_a_server() -> None:
+    async def run() -> None:
+        async with led() as it:
+            async with it.session.get(f"{it.base}/v1/completions") as response:
+                assert (response.status, response.headers["Allow"]) == (405, "POST")
+                assert "GET /v1/completions" in (await response.json())["error"]["message"]
+            status, text = await it.ask({**BODY, "user": "x" * (1 << 24)})
+            assert (status, json.loads(text)["error"]["code"]) == (413, "body_too_large")
+
+    asyncio.run(run())
+
+
+def test_routers() -> None:
+    async def run() -> None:
+        async with led([context, context]) as it:
+            for _ in range(4):
+                await it.ask(BODY)
+            assert [len(it.asked(i)) for i in (0, 1)] == [2, 2]
+
+        def by_prefix(which: list[int]) -> InstancePool:
+            return PrefixPool(which, PrefixRouting(4, 64))
+
+        async with led([context, context], router=by_prefix) as it:
+            for prompt in ([*range(20)], [*range(50, 70)]) * 4:
+                await it.ask({"prompt": prompt})
+            assert [len({tuple(body["prompt"]) for body in it.asked(i)}) for i in (0, 1)] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_host_that_does_not_answer_is_named_and_others_get_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection that is not made in time: nothing was sent, so it is no silent answer."""
+
+    async def run() -> None:
+        async with led([context, context]) as it:
+            request, unreachable = ClientSession.request, it.servers[0].address
+
+            def asks(session: ClientSession, method: str, url: str, **words: Any) -> Any:
+                if unreachable in url:
+                    raise ConnectionTimeoutError(f"Connection timeout to host {url}")
+                return request(session, method, url, **words)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(ClientSession, "request", asks)
+                for _ in range(2):
+                    service = await ClientSession.post(it.session, f"{it.base}/v1/completions", json=BODY)
+                    assert service.status == 200
+                it.servers[1].stop()
+                message = await it.error(503, BODY)
+            assert f"{it.names[0]} does not answer: no answer in time" in message
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_gone_is_named_and_others_get_its_requests() -> None:
+    async def run() -> None:
+        async with led([context, context]) as it:
+            it.servers[0].stop()
+            for _ in range(4):
+                assert (await it.ask(BODY))[0] == 200
+            it.servers[2].stop()
+            refused = "does not answer: Connection refused"
+            message = await it.error(503, BODY)
+            assert message == f"{it.names[2]} {refused}" and it.names[2].startswith(
+                "generation instance 2 at"
+            )
+            it.servers[1].stop()
+            for _ in range(2):
+                message = await it.error(503, BODY)
+            assert it.names[2] in message
+            async with it.session.get(it.base + "/health") as response:
+                assert response.status == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("max_retries", "status"), [(0, 503), (1, 503), (2, 200), (None, 200)])
+def test_as_many_other_servers_are_asked_as_the_yaml_says(max_retries: int | None, status: int) -> None:
+    async def run() -> None:
+        async with led([context] * 3, max_retries=max_retries) as it:
+            for server in it.servers[:2]:
+                server.stop()
+            assert (await it.ask(BODY))[0] == status
+
+    asyncio.run(run())
+
+
+SERVER_ERROR = plain({"error": {"message": "no room"}}, "500 Internal Server Error")
+BUSY = plain({"error": {"message": "come again"}}, "429 Too Many Requests", Retry_After=3)
+
+
+def _silence_s(kind: str, reply: Reply) -> float:
+    return 0.3 if (kind, reply.then) == ("context", "hang") else 60.0
+
+
+@pytest.mark.parametrize("kind", ["context", "generation"])
+@pytest.mark.parametrize(
+    ("reply", "status", "message"),
+    [
+        (SERVER_ERROR, 500, "^no room$"),
+        (BUSY, 429, "^come again$"),
+        (Reply([head(Content_Length=100) + b"{"], "close"), 502, "was lost while it answered"),
+        (Reply([], "close"), 502, "was lost while it answered: it closed the connection"),
+        (Reply([], "hang"), 504, r"it said nothing for 0\.3 s \(--stall_timeout\)"),
+    ],
+)
+def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str) -> None:
+    async def run() -> None:
+        def last(request: Request) -> Reply:
+            if reply.then == "hang":  # from now on servers must not be silent for long
+                for service in services:
+                    service._silence_s = 0.3
+            return context(request)
+
+        services: list[LeaderService] = []
+        if kind == "context":
+            scripts: tuple[list[Completions], list[Completions]] = [says(reply)], [generation]
+        else:
+            scripts = [last], [says(reply)]
+        async with led(*scripts, silence_s=_silence_s(kind, reply), services=services) as it:
+            found = await it.error(status, BODY)
+            name = it.names[0 if kind == "context" else 1]
+            assert found.startswith(name) == (reply not in (SERVER_ERROR, BUSY))
+            assert re.search(message, found), found
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply([head(Content_Length=4) + b"no, "]), "its answer is not a JSON object"),
+        (plain({"choices": []}), "its answer must have one choice"),
+        (
+            plain({"choices": [{"finish_reason": "not_finished", "disaggregated_params": "none"}]}),
+            "its disaggregated_params are no object",
+        ),
+    ],
+)
+def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message: str) -> None:
+    async def run() -> None:
+        async with led([says(reply)]) as it:
+            assert await it.error(502, BODY) == f"{it.names[0]}: {message}"
+
+    asyncio.run(run())
+
+
+def test_a_generation_server_that_is_lost_in_a_stream() -> None:
+    async def run() -> None:
+        cut = Reply([STREAM, chunk(event(choice([7], "t")))], "close")
+        async with led(generations=[says(cut)]) as it:
+            status, text = await it.ask({**BODY, "stream": True})
+            *_, last, end = text.split("\n\n")
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert (status, end) == (200, "")
+            assert error["message"].startswith(f"{it.names[1]} was lost while it answered")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body must be an object; it is an array"),
+        ({"disaggregated_params": {"request_type": "context_only"}}, "only the leader sets them"),
+        ({**BODY, "stream_options": 5}, "stream_options 5: expected an object"),
+        ({**BODY, "stream_options": {"include_usage": 5}}, "include_usage 5: expected true or false"),
+        ({**BODY, "stream": "yes"}, 'stream "yes": expected true or false'),
+    ],
+)
+def test_bodies_that_are_refused(body: Any, message: str) -> None:
+    """No server is asked: it would keep a KV cache that nobody fetches."""
+
+    async def run() -> None:
+        async with led() as it:
+            assert message in await it.error(400, body)
+            assert it.asked(0) == []
+
+    asyncio.run(run())
+
+
+def test_servers_that_are_not_ready_in_time_are_known() -> None:
+    async def run() -> None:
+        with ScriptedServer(others={"/health": says(plain({}, "503 Service Unavailable"))}) as server:
+            late = Worker(Instance(3, "context", "context_servers", server.address, range(1)))
+            async with ClientSession() as session:
+                assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
+            assert late.gone == "its health check says 503"
+
+    asyncio.run(run())
+
+
+def test_the_key_is_asked_for_before_a_body_is_read() -> None:
+    async def run() -> None:
+        async with led(guard=Guard("sesame", 1000)) as it:
+            for path, status in (
+                *(("/health", 200), ("/metrics", 200), ("/version", 200)),
+                *(("/v1/models", 401), ("/v1/completions", 401), ("/nowhere", 401)),
+            ):
+                async with it.session.get(it.base + path) as response:
+                    assert response.status == status, path
+            host, port = it.base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+            headers = {"Authorization": "Bearer sesame"}
+            async with it.session.post(it.base + "/v1/completions", json=BODY, headers=headers) as response:
+                assert response.status == 200
+
+    asyncio.run(run())

@@ -1,0 +1,117 @@
+"""Any body is understood, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpillm.comms.messages import REQUEST, RequestFlag
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.protocol import Served, encode, read
+
+SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), max_output_len=9)
+NUMBERS = st.integers(-3, 70) | st.integers() | st.floats()
+TEXTS = st.text(st.characters(), max_size=9)  # lone surrogates, too
+LEAVES = st.none() | st.booleans() | NUMBERS | TEXTS
+JSON = st.recursive(
+    LEAVES, lambda one: st.lists(one, max_size=3) | st.dictionaries(TEXTS, one, max_size=3), max_leaves=6
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS | JSON}), max_size=3)
+NAMES = (
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+    ),
+    *(
+        "stream",
+        "stream_options",
+        "ignore_eos",
+        "return_token_ids",
+        "n",
+        "logprobs",
+        "echo",
+        "model",
+        "user",
+        "tools",
+    ),
+)
+PROMPTS = TEXTS | st.lists(st.integers(-1, 256), max_size=5) | st.lists(TEXTS, max_size=3)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": PROMPTS | JSON,
+        "messages": MESSAGES | JSON,
+        **{name: NUMBERS | st.booleans() | JSON for name in NAMES},
+    },
+)
+
+
+@settings(max_examples=300)
+@given(body=BODIES | JSON, chat=st.booleans())
+def test_any_body(body: Any, chat: bool) -> None:
+    """A body that is understood fits a row of REQUEST; one that is refused gets a reason in JSON."""
+    try:
+        asked = read(json.dumps(body).encode(), chat, SERVED)
+        prompts = encode(asked, SERVED)
+    except ApiError as error:
+        said = json.loads(json.dumps(error.body()).encode())["error"]
+        assert error.status in (400, 404) and said["message"] and said["type"]
+        return
+    rows = np.zeros(1, REQUEST)
+    for name, value in asked.row.items():
+        rows[name] = value
+    (row,) = rows
+    assert row["temperature"] == 0 or 0.0099 < row["temperature"] <= 100
+    assert 0 < row["top_p"] <= 1
+    for prompt, wanted in prompts:
+        assert len(prompt) > 0 and wanted > 0 and len(prompt) + wanted <= 64
+        assert all(0 <= token < 256 for token in prompt)
+
+
+@given(data=st.binary(max_size=40))
+def test_any_bytes(data: bytes) -> None:
+    with pytest.raises(ApiError) as error:
+        read(data, False, SERVED)
+    assert error.value.status == 400
+
+
+def test_what_is_asked_for_reaches_the_row() -> None:
+    body = {
+        "prompt": "x",
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "seed": -1,
+        "ignore_eos": True,
+        "stream": True,
+        "max_tokens": 5,
+    }
+    asked = read(json.dumps(body).encode(), False, SERVED)
+    flags = RequestFlag(int(asked.row["flags"]))
+    assert flags == RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP | RequestFlag.STREAM
+    row = asked.row
+    assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0.5, 7, 0.25, 0xFFFFFFFF)
+    plain = read(b'{"prompt": "x"}', False, SERVED)
+    assert (
+        plain.row["flags"] == 0
+        and plain.row["temperature"] == 1
+        and [(prompt.tolist(), wanted) for prompt, wanted in encode(plain, SERVED)] == [([ord("x")], 16)]
+    )
+    assert encode(read(b'{"messages": [{"role": "user", "content": "x"}]}', True, SERVED), SERVED)[0][1] == 9
+    own = Served(("m",), ByteTokenizer(), Limits(256, 64), temperature=0.0, seed=3, top_k=4, top_p=0.5)
+    row = read(b'{"prompt": "x"}', False, own).row
+    assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0, 4, 0.5, 3)

@@ -1,0 +1,306 @@
+"""The state machine of a run's end, with a control, a watch and a process that only note what is done."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from disagg.errors import ConfigError
+from mpillm.comms.control import Limits, Stopped
+from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received
+from mpillm.errors import ExitCode, Failure, Interrupted, RunError
+from mpillm.fields import DEADLINES
+from mpillm.runtime import ending
+from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, State, failures_of
+
+BROKEN = (Failure("broken", 2, "trace"),)
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+class World:
+    """Stands for one rank's surroundings; `events` has what happened, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+        self.events: list[str] = []
+        self.states: list[State] = []
+        self.messages: list[Received] = []  # for the watch's transport
+        # what telling rank 0, or stopping all, comes to
+        self.stopped: Stopped | None = Stopped(ExitCode.NOT_READY, True)
+        self.rank0_lost = ""
+        self.dead: list[int] = []
+        watch = SimpleNamespace(
+            phase="load",
+            enter=lambda *_: None,
+            quiet=self.note("quiet"),
+            note=lambda text: self.events.append(f"note {text}"),
+        )
+        transport = SimpleNamespace(rank=rank)
+        control: Any = SimpleNamespace(
+            transport=transport, watch=watch, limits=Limits(DEADLINES), gone_on_without=[],
+            sees_rank0=True, rank0=Rank0At("here", 1, "", None),
+            rank0_ended=lambda: False,
+            rank0_lost=lambda: self.rank0_lost, rank0_beat=self.note("beat"),
+            fail=lambda failure: self.did("told rank 0", self.stopped), say_bye=self.note("bye"),
+        )  # fmt: skip
+        of_all = SimpleNamespace(
+            ranks=range(3),
+            phase="load",
+            dead=lambda: self.dead,
+            may_go_on=False,
+            kill_lost=self.note("kill lost"),
+            losses=lambda ranks: tuple(Failure("lost", rank, code=5) for rank in ranks),
+            settle=lambda failures: failures,
+            stop_all=lambda code: self.did("stop all", self.stopped),
+        )
+        rank0: Any = SimpleNamespace(
+            control=of_all,
+            failed=lambda failures, code: self.did(f"told {failures[0].cause}", None),
+        )
+        beats: Any = SimpleNamespace(
+            take=self.take,
+            send=lambda dest, tag, buffer: self.events.append(f"{Tag(tag).name} to {dest}"),
+            acknowledge_losses=lambda: None,
+        )
+        roles: Any = [SimpleNamespace(stop=self.note("role stops"))]
+        self.ending: Ending = (
+            Rank0Ending(control, beats, roles, rank0) if rank == 0 else RankEnding(control, beats, roles)
+        )
+        mpi = SimpleNamespace(
+            Exception=MPI.Exception,
+            Finalize=self.note("finalize"),
+            COMM_WORLD=SimpleNamespace(Abort=self.abort),
+        )
+        monkeypatch.setattr(ending, "MPI", mpi)
+        monkeypatch.setattr(
+            ending,
+            "os",
+            SimpleNamespace(_exit=self.exit, kill=lambda pid, number: self.events.append(f"kill {pid}")),
+        )
+        names = {
+            name: getattr(signal, name)
+            for name in ("SIG_IGN", "SIG_DFL", "SIGALRM", "SIGKILL", "ITIMER_REAL")
+        }
+        monkeypatch.setattr(
+            ending, "signal", SimpleNamespace(signal=lambda *_: None, setitimer=lambda *_: None, **names)
+        )
+        monkeypatch.setattr(
+            ending, "tell_exit_code", lambda code: self.events.append(f"launcher {int(code)}")
+        )
+        monkeypatch.setattr(logging, "shutdown", lambda: None)
+        monkeypatch.setattr(time, "sleep", lambda seconds: self.events.append("wait"))
+
+    def note(self, event: str) -> Any:
+        return lambda *_: self.did(event, None)
+
+    def did(self, event: str, value: Any) -> Any:
+        self.events.append(event)
+        self.states.append(self.ending.state)
+        return value
+
+    def take(self, source: int, tag: Tag, tries: int) -> Received | None:
+        for received in self.messages:
+            if (received.source, received.tag) == (source, tag):
+                self.messages.remove(received)
+                return received
+        return None
+
+    def exit(self, code: int) -> None:
+        self.events.append(f"exit {int(code)}")
+        raise Ended
+
+    def abort(self, code: int) -> None:
+        self.events.append(f"abort {int(code)}")
+        raise Ended
+
+    def ended(self, call: Any, *arguments: Any) -> list[str]:
+        """Return the events of a call that ends the process."""
+        with pytest.raises(Ended):
+            call(*arguments)
+        return self.events
+
+
+def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 2)
+    assert world.ended(world.ending.fail, BROKEN) == [
+        "told rank 0",
+        "role stops",
+        "bye",
+        "quiet",
+        "finalize",
+        "exit 3",
+    ]
+    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
+
+
+def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 2)
+    assert world.ended(world.ending.stop, Stopped(4, finalize=False)) == [
+        "role stops",
+        "bye",
+        "quiet",
+        "exit 4",
+    ]
+
+
+def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 0)
+    events = ["launcher 3", "told broken", "stop all", "role stops", "quiet", "finalize", "exit 3"]
+    assert world.ended(world.ending.fail, BROKEN) == events
+    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
+
+
+def test_rank_0_aborts_when_a_rank_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 0)
+    world.stopped = None
+    assert world.ended(world.ending.fail, BROKEN) == ["launcher 3", "told broken", "stop all", "abort 3"]
+
+
+def test_without_rank_0_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, events in (
+        (2, ["quiet", "exit 5"]),
+        (
+            1,
+            [
+                "note rank 0 (harness) on here, pid 1, was lost in phase 'load': silent",
+                "kill 1",
+                "quiet",
+                "exit 5",
+            ],
+        ),
+    ):
+        world = World(monkeypatch, rank)
+        world.rank0_lost = "silent"
+        assert world.ended(world.ending.fail, BROKEN) == events
+        world = World(monkeypatch, rank)
+        world.rank0_lost = "silent"
+        assert world.ending.end_stuck() == ExitCode.INSTANCE_LOST
+        assert world.events == events[:-2]
+
+
+@pytest.mark.parametrize(("rank", "launcher"), [(0, ["launcher 0"]), (2, [])])
+def test_a_run_that_ends_well(monkeypatch: pytest.MonkeyPatch, rank: int, launcher: list[str]) -> None:
+    world = World(monkeypatch, rank)
+    comms: Any = SimpleNamespace(free=world.note("free"))
+    assert world.ending.finish(0, comms) == 0
+    assert world.events == [*launcher, "free", "quiet", "finalize"]
+    assert world.ending.state is State.LEAVING
+
+
+def test_a_rank_lost_after_the_last_phase_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI has said so before, or does while communicators are freed; nobody waits for the lost one."""
+    world = World(monkeypatch, 0)
+    assert world.ended(world.ending.finish, 0, None) == ["launcher 0", "kill lost", "quiet", "exit 0"]
+    world = World(monkeypatch, 2)
+
+    def free() -> None:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    assert world.ended(world.ending.finish, 4, SimpleNamespace(free=free)) == ["quiet", "exit 4"]
+
+
+def test_a_stuck_rank_ends_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 2)
+    assert world.ending.end_stuck() is None and world.ending.state is State.RUNNING
+    beat = Received(0, Tag.BEAT, BEAT.write(Beat("load", 0.0, "")))
+    world.messages += [beat, beat, Received(0, Tag.STOP, STOP.write(Stop(4, True)))]
+    assert world.ending.end_stuck() == 4
+    assert world.events == ["beat", "beat", "BYE to 0"]
+
+
+def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 0)
+    assert world.ending.end_stuck() is None
+    world.dead = [1]
+    assert world.ending.end_stuck() == 5
+    assert world.events == ["launcher 5", "told lost", "STOP to 2"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Messages are the main thread's as well: it reads a STOP."""
+    world = World(monkeypatch, rank)
+    world.dead, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
+    world.messages.append(Received(0, Tag.STOP, STOP.write(Stop(4, True))))
+    assert world.ending.end_stuck() is None
+    assert world.events == [] and len(world.messages) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Nothing is reported twice; the main thread gives the watch time to end the process."""
+    for call in ("fail", "finish", "stop"):
+        world = World(monkeypatch, rank)
+        world.dead = [1]
+        world.messages.append(Received(0, Tag.STOP, STOP.write(Stop(5, True))))
+        assert world.ending.end_stuck() == 5
+        world.events.clear()
+        arguments = {"fail": (BROKEN,), "finish": (0, None), "stop": (Stopped(5, True),)}[call]
+        assert world.ended(getattr(world.ending, call), *arguments) == ["wait", "exit 5"]
+
+
+def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 0)
+    assert world.ended(world.ending.abort, "stuck") == ["launcher 3", "told stuck", "abort 3"]
+    world = World(monkeypatch, 0)
+    world.stopped = None
+    world.ended(world.ending.fail, (Failure("broken", code=143),))
+    world.events.clear()
+    assert world.ended(world.ending.abort, "stuck") == ["note stuck", "abort 143"]
+    world = World(monkeypatch, 2)
+    assert world.ended(world.ending.abort, "stuck") == [
+        "note stuck\nand rank 0 has not ended the run",
+        "abort 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "expected"),
+    [
+        (Interrupted("Ctrl-C", 2), 0, Failure("interrupted (Ctrl-C)", None, code=130, interrupted=True)),
+        (Interrupted("SIGTERM", 15), 3, Failure("interrupted (SIGTERM)", 3, interrupted=True)),
+        (ConfigError("--x: wrong"), 0, Failure("--x: wrong", None, code=ExitCode.USAGE)),
+        (ConfigError("--x: wrong"), 3, Failure("--x: wrong", 3, code=ExitCode.USAGE)),
+        (RunError(*BROKEN), 3, BROKEN[0]),
+        (
+            MPI.Exception(MPI.ERR_OTHER),
+            3,
+            Failure(f"MPI: {MPI.Exception(MPI.ERR_OTHER)}", 3, code=ExitCode.INSTANCE_LOST),
+        ),
+        (OSError(28, "No space left on device", "/f"), 3, Failure("/f: No space left on device", 3)),
+    ],
+)
+def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure) -> None:
+    assert failures_of(error, rank, "load", None) == (expected,)
+
+
+def test_a_file_that_may_not_be_read_is_a_wrong_option_until_all_have_joined() -> None:
+    error = PermissionError(13, "Permission denied", "/f")
+    assert failures_of(error, 0, "join", None) == (
+        Failure("/f: Permission denied", None, code=ExitCode.USAGE),
+    )
+    assert failures_of(error, 0, "load", None) == (Failure("/f: Permission denied", 0),)
+    (unknown,) = failures_of(ZeroDivisionError("x"), 3, "test", None)
+    assert (unknown.cause, unknown.rank, unknown.code) == ("ZeroDivisionError: x", 3, None)
+    assert unknown.traceback.endswith("ZeroDivisionError: x\n")
+
+
+def test_what_cannot_be_explained_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For "Too many open files" even looking at the machine fails."""
+
+    def explain(cause: str) -> tuple[str, ...]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("mpillm.doctor.alone.explain", explain)
+    world = World(monkeypatch, 0)
+    assert world.ended(world.ending.fail, BROKEN)[:3] == ["launcher 3", "told broken", "stop all"]

@@ -1,0 +1,251 @@
+"""From what ranks say when they join to a run that can be loaded; and what rank 0 makes of it.
+
+Without MPI.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.comms.control import Limits, RankControl
+from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received
+from mpillm.config.options import parse_run, parse_serve
+from mpillm.config.run_config import RunConfig
+from mpillm.errors import ExitCode, Failure
+from mpillm.fields import DEADLINES
+from mpillm.phases import PHASES, Phase
+from mpillm.report.console import Console
+from mpillm.runtime.join import plan_run, prepare
+from mpillm.runtime.rank0 import Rank0
+from mpillm.runtime.session import TEST
+from tests.helpers.configured import DUMMY
+
+
+def joined(config: RunConfig | None, n: int = 3, **of_rank_1: Any) -> dict[int, JoinReport]:
+    """Return the reports of `n` ranks that were started alike, except for `of_rank_1`."""
+    alike = JoinReport(
+        "node", 100, 5.0, {"mpillm": "1.0", "MPI": "Some MPI 1"}, "", config.digest() if config else ""
+    )
+    reports = {rank: alike._replace(pid=100 + rank, started=5.0 + rank) for rank in range(n)}
+    return reports | {1: reports[1]._replace(**of_rank_1)}
+
+
+def nowhere() -> Path:
+    raise AssertionError("no run directory is needed")
+
+
+def test_a_run_is_planned_and_prepared() -> None:
+    config = parse_run(
+        [
+            *DUMMY,
+            "--dataset",
+            "synthetic",
+            "--num_samples",
+            "70",
+            "--scenarios",
+            "Server",
+            "--server_target_qps",
+            "9",
+        ]
+    )
+    planned = plan_run(config, joined(config, host="other"))
+    assert [rank.node for rank in planned.plan.ranks] == ["node", "other", "node"]
+    assert [(core.instance, core.rank) for core in planned.cores] == [(0, 1), (1, 2)]
+    assert planned.gpus == {}
+    prepared = prepare(planned, nowhere)
+    assert len(prepared.dataset) == 70
+    assert prepared.settings.to_json()["target_qps"] == 9
+    lines = prepared.announcement("build/here")
+    assert lines[0].startswith("mpillm ") and lines[0].endswith(
+        "ranks: 3, nodes: 2, aggregated, core dummy, Some MPI 1"
+    )
+    assert "  run directory build/here" in lines
+    assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
+
+
+def test_errors_of_a_command_line_are_reported_once() -> None:
+    wrong = {
+        rank: report._replace(usage_error="--x: no such option") for rank, report in joined(None).items()
+    }
+    with pytest.raises(ConfigError) as error:
+        plan_run(None, wrong)
+    assert str(error.value) == "--x: no such option"
+    config = parse_run([*DUMMY])
+    with pytest.raises(ConfigError) as error:
+        plan_run(config, joined(config, usage_error="--x: no such option"))
+    assert str(error.value) == "rank 1: --x: no such option"
+
+
+def test_ranks_must_be_alike() -> None:
+    config, other = parse_run([*DUMMY]), parse_run([*DUMMY, "--max_output_len", "7"])
+    with pytest.raises(ConfigError, match="rank 1 runs MPI Another 2, rank 0 Some MPI 1"):
+        plan_run(config, joined(config, versions={"mpillm": "1.0", "MPI": "Another 2"}))
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 1 was started with another configuration than rank 0: rank 1: --max_output_len is"
+        r" 7 there",
+    ):
+        plan_run(config, joined(config, digest=other.digest(), values=other.values))
+
+
+def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
+    guesses = ["--speculative_config", "decoding_type:NGram,max_draft_len:4", "--device", "cpu"]
+    tiny = ["--model_path", "tiny-llama", "--load_format", "dummy"]
+    config = parse_run([*tiny, *guesses])
+    (core,) = plan_run(config, joined(config, 2)).cores
+    assert core.speculative_config == {"decoding_type": "NGram", "max_draft_len": 4}
+    named = "--speculative_config: MLPerf's rules forbid speculative decoding for llama2-70b: they allow it"
+    for options, why in (
+        (["--benchmarks", "llama2-70b", "--model_scale", "tiny"], named),
+        (
+            ["--benchmarks", "deepseek-r1-interactive", "--model_scale", "tiny"],
+            "--speculative_config: MLPerf's rules allow deepseek-r1-interactive speculative decoding with the"
+            " head of deepseek-ai/DeepSeek-R1",
+        ),
+    ):
+        config = parse_run([*options, *guesses])
+        with pytest.raises(ConfigError) as error:
+            plan_run(config, joined(config, 2))
+        assert str(error.value).startswith(why) and "speculative_config" in error.value.about
+
+
+def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
+    tuned = ["--enable_max_num_tokens_tuning", "true", "--device", "cpu"]
+    torch = ["--model_path", "tiny-llama", "--load_format", "dummy"]
+    config = parse_run([*torch, *tuned, "--enable_chunked_context", "true"])
+    (core,) = plan_run(config, joined(config, 2)).cores
+    assert core.enable_max_num_tokens_tuning
+    named = "--enable_max_num_tokens_tuning"
+    config = parse_run([*torch, *tuned])
+    with pytest.raises(ConfigError, match=f"^{named} has no effect without --enable_chunked_context true$"):
+        plan_run(config, joined(config, 2))
+
+
+def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
+    """The default of `serve` is told in the plan, an option that was given is an error."""
+    why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"
+    config = parse_serve([*DUMMY])
+    planned = plan_run(config, joined(config), serves=True)
+    assert not planned.outlives_losses
+    assert f"a lost instance ends this server: {why}" in planned.notes
+    for parse in (parse_run, parse_serve):
+        config = parse([*DUMMY, "--on_instance_loss", "continue"])
+        with pytest.raises(ConfigError) as error:
+            plan_run(config, joined(config), serves=parse is parse_serve)
+        assert str(error.value) == f"--on_instance_loss continue: {why}"
+    config = parse_serve([*DUMMY])
+    able = joined(config)
+    able = {
+        r: report._replace(versions={"mpillm": "1.0", "MPI": "Open MPI v5.0.11"})
+        for r, report in able.items()
+    }
+    planned = plan_run(config, able, serves=True)
+    assert planned.outlives_losses and not planned.notes
+
+
+def test_a_bad_data_set_is_found_before_a_directory_is_made(tmp_path: Path) -> None:
+    config = parse_run([*DUMMY, "--dataset_path", str(tmp_path / "none.jsonl")])
+    planned = plan_run(config, joined(config))
+    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+        prepare(planned, nowhere)
+
+
+class Loopback:
+    """Is a transport of rank 0 that only notes what is sent."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.handlers: dict[Tag, Any] = {}
+        self.sent: list[tuple[int, Tag, Any]] = []
+
+    def send(self, dest: int, tag: Tag, buffer: Any) -> None:
+        self.sent.append((dest, tag, buffer))
+
+
+class Run:
+    """Is rank 0 of a run in `directory`, with ranks that arrive when the test says so."""
+
+    def __init__(self, directory: Path, *words: str) -> None:
+        self.directory = directory
+        self.config = parse_run(
+            [*DUMMY, "--dataset", "synthetic", "--num_samples", "70", "--log_dir", str(directory), *words]
+        )
+        self.transport: Any = Loopback()
+        control = RankControl(self.transport, SimpleNamespace(phase="join"), Limits(DEADLINES))  # type: ignore[arg-type]
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), TEST)
+
+    def arrive(self, phase: Phase, reports: dict[int, Any]) -> list[Any]:
+        """Return what the ranks are released with."""
+        self.transport.sent.clear()
+        for rank, report in reports.items():
+            assert self.transport.sent == []
+            self.transport.handlers[Tag.ARRIVED](
+                Received(rank, Tag.ARRIVED, ARRIVED.write(Arrived(phase, report)))
+            )
+        assert [(dest, tag) for dest, tag, _ in self.transport.sent] == [
+            (rank, Tag.RELEASE) for rank in range(3)
+        ]
+        return [RELEASE.read(buffer) for _, _, buffer in self.transport.sent]
+
+    def result(self) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        return made
+
+
+def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    assert run.rank0.session is None
+    released = run.arrive("join", joined(run.config))
+    assert run.rank0.session is not None
+    (setup,) = {(r.phase, r.value.log_dir, r.value.rank0) for r in released}
+    assert setup == ("join", str(tmp_path / "run"), Rank0At("node", 100, "", None))
+    assert isinstance(released[0].value, Setup) and len(released[0].value.plan.ranks) == 3
+    assert {"plan.json", "config.json", "ranks.json", "disagg.yaml", "user.conf"} <= {
+        path.name for path in run.directory.iterdir()
+    }
+    assert run.rank0.control.ranks[1].describe() == "rank 1 (executor, instance 0), node, pid 101"
+    assert run.arrive("load", dict.fromkeys(range(3)))[0] == ("load", None)
+    assert run.out.getvalue().count("all ranks agree") == 1
+
+
+def test_a_failure_is_reported_and_written(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.arrive("join", joined(run.config))
+    run.rank0.failed((Failure("broken", 2, "trace"),), ExitCode.NOT_READY)
+    result = run.result()
+    assert (result["status"], result["phase"], result["exit_code"]) == ("FAILED", "load", ExitCode.NOT_READY)
+    assert result["failures"] == [{"rank": 2, "cause": "broken", "traceback": "trace"}]
+    assert (result["samples"], result["mode"], result["world_size"], list(result["phases_s"])) == (
+        0,
+        "aggregated",
+        3,
+        ["join"],
+    )
+    error = run.err.getvalue()
+    assert "phase 'load'" in error and "broken" in error and "rank_0002.log" in error
+
+
+def test_a_wrong_option_leaves_no_directory(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "--scenarios", "Server")  # without a rate
+    with pytest.raises(ConfigError, match="--server_target_qps"):
+        run.arrive("join", joined(run.config))
+    run.rank0.failed((Failure("…", code=ExitCode.USAGE),), ExitCode.USAGE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_phases_have_deadlines_and_methods() -> None:
+    from mpillm.roles.role import Role
+
+    assert tuple(DEADLINES) == PHASES
+    assert all(hasattr(Role, phase) for phase in PHASES[1:])

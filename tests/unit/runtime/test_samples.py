@@ -1,0 +1,162 @@
+"""Which data set the options of a run mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError, about
+from mpillm import workloads
+from mpillm.config.options import parse_run
+from mpillm.data.dataset import Dataset
+from mpillm.runtime.choose_samples import load_samples
+from tests.helpers.configured import DUMMY
+from tests.helpers.data_frames import write_frame
+
+
+class Model(NamedTuple):
+    vocab_size: int = 512
+    max_seq_len: int = 4096
+    max_prompt_len: int | None = None
+
+
+def load(tmp_path: Path, *words: object, models: tuple[Any, ...] = (Model(),)) -> Dataset:
+    dataset, _ = load_samples(parse_run([str(word) for word in words]), models, lambda: tmp_path / "run")
+    return dataset
+
+
+def arrays(folder: Path, token: int = 7, n: int = 3) -> Path:
+    np.save(folder / "input_ids_padded.npy", np.full((n, 4), token, np.int32))
+    np.save(folder / "input_lens.npy", np.full(n, 4))
+    return folder
+
+
+TINY = ("--benchmarks", "mixtral-8x7b", "--model_scale", "tiny")
+
+
+def test_a_tiny_workload_gets_its_data_set_once(tmp_path: Path) -> None:
+    tiny = workloads.get("mixtral-8x7b", "tiny")
+    assert len(load(tmp_path, *TINY)) == tiny.n_samples
+    config = parse_run(list(TINY))
+    load_samples(config, [Model()], lambda: tmp_path / "run")
+    assert config.dataset_path == str(tmp_path / "run" / "dataset")
+    assert config.source("dataset_path") == "workload mixtral-8x7b (tiny)" and not config.given(
+        "dataset_path"
+    )
+
+
+def test_a_persons_own(tmp_path: Path) -> None:
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"input_tokens": [1, 2]}\n')
+    for more in (TINY, DUMMY):
+        assert load(tmp_path, *more, "--dataset_path", lines).tokens.tolist() == [1, 2]
+        assert load(tmp_path, *more, "--dataset_path", arrays(tmp_path)).tokens.tolist() == [7] * 12
+    write_frame(tmp_path / "any.pkl", {"tok_input": [[1, 2], [3]]})
+    assert load(tmp_path, *DUMMY, "--dataset_path", tmp_path / "any.pkl").tokens.tolist() == [1, 2, 3]
+    assert not (tmp_path / "run").exists()
+
+
+def test_synthetic_and_builtin(tmp_path: Path) -> None:
+    assert (
+        load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5, "--input_mean", 8).name
+        == "synthetic"
+    )
+    assert load(tmp_path, *DUMMY).name == "prompts.jsonl"
+
+
+def test_the_narrowest_model_counts(tmp_path: Path) -> None:
+    """A context and a generation instance may have different limits. A core without a model has none."""
+    path = ("--dataset_path", arrays(tmp_path), "--max_output_len", 4)
+    wide = Model(10**6, 10**6)
+    assert len(load(tmp_path, *DUMMY, *path, models=(wide, Model(8, 8, 4), None))) == 3
+    for narrow, message in (
+        (Model(vocab_size=7), "sample 0 has token 7; the model's are 0 to 6"),
+        (Model(max_seq_len=7), "does not fit max_seq_len 7"),
+        (Model(max_prompt_len=3), "does not fit --max_num_tokens 3 without `--enable_chunked_context true`"),
+    ):
+        for models in ((narrow, wide), (None, wide, narrow)):
+            with pytest.raises(ConfigError) as error:
+                load(tmp_path, *DUMMY, *path, models=models)
+            assert message in str(error.value) and "input_ids_padded.npy" in str(error.value)
+
+
+def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
+    """They must be the run's, unless the run wants none: by `use_stop_tokens` of a generation config, or by
+    empty stop words."""
+    arrays(tmp_path)
+    np.save(tmp_path / "stop_ids_padded.npy", np.array([[13, 13], [2, 2], [13, 13]], np.int32))
+    data = (*DUMMY, "--dataset_path", tmp_path, "--end_ids", 2)
+    with pytest.raises(
+        ConfigError, match=r"sample 0 has stop word \[13, 13\]; those of this run \(--stop_words\) are: none"
+    ):
+        load(tmp_path, *data)
+    ignores_stop = load(tmp_path, *data, "--stop_words", "[[13, 13]]").ignores_stop
+    assert ignores_stop is not None and ignores_stop.tolist() == [False, True, False]
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"generation_config": {"use_stop_tokens": false}}')
+    for none in (("--stop_words", "[]"), ("--llm_gen_config_path", generation)):
+        assert load(tmp_path, *data, *none).ignores_stop is None
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        ("dataset_path: nowhere.jsonl", "dataset_path", "nowhere.jsonl"),
+        ("max_output_len: 5000", "max_output_len", "5000"),
+    ],
+)
+def test_what_does_not_fit_names_the_file_that_set_it(
+    tmp_path: Path, text: str, option: str, value: str
+) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text(f"core_type: dummy\n{text}\n")
+    config = parse_run(["--config_file", str(yaml)])
+    with pytest.raises(ConfigError) as error:
+        load_samples(config, (Model(),), lambda: tmp_path)
+    assert value in str(error.value)
+    assert config.explain(error.value) == f"{error.value}\n{option} is set by {yaml}:2"
+    config = parse_run(["--core_type", "dummy", *f"--{text}".replace(":", "").split()])
+    assert config.explain(error.value) == str(error.value), "the user has the command line before them"
+
+
+def test_only_the_options_that_an_error_is_about_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other options that its text mentions are not."""
+    monkeypatch.chdir(tmp_path)
+    Path("d.yaml").write_text("executors: {max_batch_size: 3}")
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("core_type: dummy\nmodel_path: runs/a\ndisagg_config: d.yaml\n")
+    config = parse_run(["--config_file", str(yaml)])
+    assert (
+        config.explain(ConfigError("runs/a: --core_type dummy, model_path runs/a: no"))
+        == "runs/a: --core_type dummy, model_path runs/a: no"
+    )
+    with pytest.raises(ConfigError) as error, about("max_batch_size", "seed"), about("model_path"):
+        raise ConfigError("no", about=["model_path"])
+    assert error.value.about == ("model_path", "max_batch_size", "seed")
+    assert config.explain(error.value).splitlines() == [
+        "no",
+        f"model_path is set by {yaml}:2",
+        "max_batch_size is set by d.yaml: executors.max_batch_size",
+    ]
+
+
+def test_end_tokens_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--end_ids 2,512 \(command line\): tiny-mixtral knows 512 tokens"):
+        load(tmp_path, *TINY, "--end_ids", "2,512")
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_a_full_workload_says_which_data_set_it_lacks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    workload = workloads.get(name)
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(201_088),))
+    for word in (workload.dataset_path, "input_ids_padded.npy", "input_lens.npy", workload.frame_file):
+        assert word in str(error.value)
