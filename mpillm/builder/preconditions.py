@@ -62,7 +62,8 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
     TensorRT-LLM notices late.
     """
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
-    kv_heads, experts = config.get("num_key_value_heads", heads), config.get("num_local_experts")
+    kv_heads = config.get("num_key_value_heads", heads)
+    experts = config.get("num_local_experts", config.get("num_experts"))
     tp, pp, ep = layout.tp_size, layout.pp_size, layout.ep_size
     wrong = ""
     if isinstance(heads, int) and heads % tp:

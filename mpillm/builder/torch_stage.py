@@ -59,7 +59,7 @@ def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> An
     from mpillm.engine.model.model_config import load_model_config
 
     config = load_model_config(str(model))
-    limits = Limits(config.vocab_size, max_seq_len=config.longest_sequence)
+    limits = Limits(config.vocab_size, max_seq_len=config.max_position_embeddings)
     dataset = load_dataset(None, load_tokenizer(model), limits)
     prompts = [dataset.sample(i).tolist() for i in range(min(n_prompts, len(dataset)))]
     return kv_scales(model, prompts, len(os.sched_getaffinity(0)), say)

@@ -63,7 +63,13 @@ def kv_scales(
     with torch.inference_mode():
         for i, prompt in enumerate(prompts):
             attention = _Seen(
-                [Span(0, 0, len(prompt))], {0: blocks}, part.cache, part.n_heads, model.rotations, part.dtype
+                [Span(0, 0, len(prompt))],
+                {0: blocks},
+                part.cache,
+                part.n_heads,
+                model.rotations,
+                part.dtype,
+                kinds=model.kinds,
             )
             attention.largest = largest
             model.forward(model.embed(torch.tensor(prompt)), attention, torch.tensor([len(prompt) - 1]))

@@ -66,8 +66,9 @@ class CpuLayers:
         kept = () if part.model.features is None else part.model.features.layers
         layers = []
         for i, layer in enumerate(part.model.layers):
-            if not isinstance(layer.mlp, Mlp) or layer.qkv_bias is not None or layer.qk_norms is not None:
+            if not layer.is_plain:
                 return None
+            assert isinstance(layer.mlp, Mlp)
             linears = [_linear(linear) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
             if None in linears:
                 return None

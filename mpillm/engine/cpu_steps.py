@@ -44,6 +44,7 @@ class CpuSteps:
             part.model.rotations,
             part.dtype,
             self._kernels,
+            part.model.kinds,
         )
         x = (
             part.model.embed(torch.tensor(step.tokens))

@@ -169,7 +169,7 @@ class GpuSteps:
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
         model = self._part.model
         x: Tensor = self.kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
-        return self._part.groups.all_reduce(x)
+        return model.scale_embedded(self._part.groups.all_reduce(x))
 
     def _attention(
         self, slots: Tensor, positions: Tensor, n_decode: int, contexts: Contexts | None
@@ -184,6 +184,7 @@ class GpuSteps:
             positions,
             n_decode,
             contexts,
+            self._part.model.kinds,
         )
 
     def _tell_blocks(self, spans: list[Span]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ import pytest
 from mpillm.engine.model.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
 from tests.helpers.families import make_family
-from tests.helpers.support import DONE, USAGE, Starter, make_samples
+from tests.helpers.support import DONE, Starter
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 N_PROMPTS, NEW_TOKENS = 12, 24
 GUESSES = ["--speculative_config", "decoding_type:NGram,max_draft_len:3"]
-NAMES = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # the others have tests of their own
+# Those of the presets have tests in `test_parallel` and `test_oracle`.
+NAMES = [name for name in FAMILIES if name not in ("LlamaForCausalLM", "MixtralForCausalLM")]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -28,15 +30,16 @@ def family(
     """Yield a model's folder, and prompts with transformers' answers."""
     folder = tmp_path_factory.mktemp(request.param)
     model = make_family(request.param, folder / "model")
+    yield folder / "model", make_answers(model, folder)
+
+
+def make_answers(model: Any, folder: Path) -> Answers:
+    """Return prompts, longer than windows and shorter, and transformers' answers."""
     lengths = np.random.default_rng(5).integers(1, 60, N_PROMPTS).tolist()
     prompts = [np.random.default_rng(i).integers(3, 318, n).tolist() for i, n in enumerate(lengths)]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(f'{{"input_tokens": {prompt}}}\n' for prompt in prompts))
-    yield folder / "model", (dataset, oracle(model, prompts, NEW_TOKENS))
-
-
-def test_there_is_a_test_for_every_family() -> None:
-    assert {*NAMES, "LlamaForCausalLM", "MixtralForCausalLM"} == set(FAMILIES)
+    return dataset, oracle(model, prompts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +82,19 @@ def test_an_engine_holds_biases_and_norms(one: Starter, family: tuple[Path, Answ
     check(one, model, 2, answers, *layout(tp=2), "--engine_dir", engine, n_new=NEW_TOKENS)
 
 
-def test_a_window_limits_sequences(one: Starter, tmp_path: Path) -> None:
-    """Within it tokens are transformers'; beyond it a run is refused before anything is loaded."""
-    make_family("MistralForCausalLM", tmp_path / "model", sliding_window=64)
-    samples = tmp_path / "prompts.jsonl"
-    make_samples(samples, [8, 8])
-    common = ("--model_path", tmp_path / "model", "--dataset_path", samples, "--max_output_len", 4)
-    ended = one.run(2, *common, "--max_seq_len", 65, core="torch").must(USAGE)
-    assert "max_seq_len 65: " in ended.message and "allows 1 to 64, its sliding_window" in ended.message
-    one.run(2, *common, core="torch", log_dir=tmp_path / "short").must(DONE)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].experts is not None])
+def test_experts_on_their_ranks(one: Starter, tmp_path: Path, name: str) -> None:
+    """All on one of two ranks, or each expert on two of four; weights that do not add up to 1, too."""
+    more = {"norm_topk_prob": False} if name == "Qwen3MoeForCausalLM" else {}
+    answers = make_answers(make_family(name, tmp_path / "model", **more), tmp_path)
+    for tp, ep in ((2, 2), (4, 2)):
+        check(
+            one,
+            tmp_path / "model",
+            tp,
+            answers,
+            *(*layout(tp=tp, ep=ep), *VARIANTS["scarce"]),
+            n_new=NEW_TOKENS,
+            name=f"tp{tp}ep{ep}",
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from typing import get_args
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
+from mpillm.engine.model.families import Activation  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.staging import Staging  # noqa: E402
@@ -58,10 +60,12 @@ def test_between_the_products(dtype: torch.dtype) -> None:
         ) < limit(dtype)
         assert torch.equal(x, x2)
         gate_up = torch.randn(n, 2 * width, device=DEVICE).to(dtype)
-        assert error(kernels.silu_mul(gate_up), plain.silu_mul(gate_up.clone())) < limit(dtype)
+        for activation in get_args(Activation):
+            found = kernels.gated(4 * gate_up, activation=activation)
+            assert error(found, plain.gated(4 * gate_up, activation=activation)) < limit(dtype)
         for in_fp8, floats in (
             (kernels.add_norm(x, delta, weight, 1e-5, True), kernels.add_norm(x2, delta, weight, 1e-5)),
-            (kernels.silu_mul(gate_up, True), kernels.silu_mul(gate_up)),
+            (kernels.gated(gate_up, True), kernels.gated(gate_up)),
         ):
             assert isinstance(in_fp8, Rounded) and isinstance(floats, torch.Tensor)
             wanted = fp8_kernels.quantize_rows(floats)
@@ -102,8 +106,8 @@ def test_products_without_their_scales(dtype: torch.dtype) -> None:
             kernels.add_norm(x, product, weight, 1e-5), plain.add_norm(x2, whole, weight, 1e-5),
         )  # fmt: skip
         assert error(found, wanted) < limit(dtype) and error(x, x2) < limit(dtype)
-        assert error(kernels.silu_mul(product), plain.silu_mul(whole.clone())) < limit(dtype)
-        rows, rows_too = kernels.silu_mul(product, True), kernels.silu_mul(whole, True)
+        assert error(kernels.gated(product), plain.gated(whole.clone())) < limit(dtype)
+        rows, rows_too = kernels.gated(product, True), kernels.gated(whole, True)
         assert isinstance(rows, Rounded) and isinstance(rows_too, Rounded)
         assert error(rows.scales, rows_too.scales) < limit(dtype)
     heads, kv_heads, d, size, n = 6, 2, 64, 16, 5
@@ -175,7 +179,7 @@ def test_few_rows_with_what_follows(quantization: str) -> None:
             x, residual = torch.randn(n, n_in, device=DEVICE).to(dtype), torch.randn(n, n_out, device=DEVICE)
             product = x.float() @ floats.T
             assert error(few(x), product) < limit(dtype)
-            assert error(few(x, activated=True), plain.silu_mul(product.clone())) < limit(dtype)
+            assert error(few(x, activated=True), plain.gated(product.clone())) < limit(dtype)
             sums = [few(x, residual=residual.to(dtype, copy=True)) for _ in range(3)]
             assert error(sums[0], residual + product) < limit(dtype)
             assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
@@ -208,16 +212,27 @@ def test_kernels_that_start_early_wait_for_each_other(n: int) -> None:
     assert torch.equal(launched, expected) and torch.equal(replayed, expected)
 
 
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (21, False), (0, True), (128, True)])
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "d", "size"),
     [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)],
 )
-def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
-    """Attention is right for contexts of many lengths, scattered blocks, NaN where no row may look, and
-    caches of every type."""
+def test_attention(
+    heads: int,
+    kv_heads: int,
+    d: int,
+    size: int,
+    dtype: torch.dtype,
+    held: str,
+    window: int,
+    has_sinks: bool,
+) -> None:
+    """Attention is right for contexts of many lengths, scattered blocks, NaN where no row may look, caches of
+    every type, windows and sinks."""
     torch.manual_seed(heads)
+    kind = window, torch.randn(heads, device=DEVICE) * 3 if has_sinks else None
     held_dtype = dtype if held == "as computed" else torch_dtype(held)
     # the largest are cut off
     scales = torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.002 if held == "fp8" else None
@@ -261,8 +276,10 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
         for which in range(n - few + 1):
             rows = slice(which, which + few)
             arguments = table, slots[rows], positions[rows]
-            kernels.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, out[rows], heads)
-            plain.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, wanted[rows], heads)
+            for module, to in ((kernels, out), (plain, wanted)):
+                module.decode_attention(
+                    qkv[rows], ours[0], ours[1], scales, *arguments, to[rows], heads, *kind
+                )
             assert error(out[rows], wanted[rows]) < limit(dtype)
     # Rows may be of one sequence: its last token, and guesses.
     counts = [length % 3 + 1 for length in lengths]
@@ -271,7 +288,9 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
     qkv = torch.randn(len(positions), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
     out, wanted = torch.full((2, len(positions), heads * d), torch.nan, device=DEVICE).to(dtype)
     for module, to in ((kernels, out), (plain, wanted)):
-        module.decode_attention(qkv, theirs[0], theirs[1], scales, table, row_slots, positions, to, heads)
+        module.decode_attention(
+            qkv, theirs[0], theirs[1], scales, table, row_slots, positions, to, heads, *kind
+        )
     assert error(out, wanted) < limit(dtype)
 
     some = [2, 3, 17, 40, 64, 5, 33]
@@ -312,7 +331,7 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
                 to.fill_(torch.nan)
                 module.context_attention(
                     qkv, keys_of, ours[0], ours[1], scales, table, torch.tensor(tiles, device=DEVICE), to,
-                    heads, any(n_cached) and not copied,
+                    heads, any(n_cached) and not copied, *kind,
                 )  # fmt: skip
             assert not copied or torch.equal(*copied_to)
             assert error(out, wanted) < limit(dtype)
@@ -391,10 +410,16 @@ SIZES += [] if INTERPRETED else [(48, 512, 256), (150, 512, 256), (300, 512, 256
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("n_experts", "n_chosen", "experts"),
-    [(8, 2, range(8)), (8, 2, range(4, 6)), (5, 3, range(2)), (2, 2, range(1))],
+    ("n_experts", "n_chosen", "experts", "normed"),
+    [
+        (8, 2, range(8), True),
+        (8, 2, range(4, 6), False),
+        (5, 3, range(2), True),
+        (2, 2, range(1), True),
+        (128, 4, range(64, 128), False),
+    ],
 )
-def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dtype) -> None:
+def test_experts(n_experts: int, n_chosen: int, experts: range, normed: bool, dtype: torch.dtype) -> None:
     """Products are right for any number of rows, with an expert that no row chooses, and with all or no rows
     on one rank."""
     torch.manual_seed(n_experts)
@@ -403,7 +428,7 @@ def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dty
         for unpopular in (None, experts.start):
             if unpopular is not None:
                 scores[:, unpopular] = -20
-            found, wanted = (m.route(scores, n_chosen, experts) for m in (kernels, plain))
+            found, wanted = (m.route(scores, n_chosen, experts, normed) for m in (kernels, plain))
             assert torch.equal(found.ends.long(), wanted.ends.long())
             by_size = (choice.weights.float().sort(1).values for choice in (found, wanted))
             torch.testing.assert_close(*by_size, atol=limit(dtype), rtol=0)
@@ -412,10 +437,11 @@ def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dty
                 torch.randn(len(experts), *shape, device=DEVICE).to(dtype) / 8
                 for shape in ((inner, width), (width, inner))
             )
-            out = kernels.combine(
-                grouped_product(grouped_product(x, up, None, found), down, None, found), found.weights
-            )
-            expected = plain.combine(by_expert(by_expert(x, up, wanted), down, wanted), wanted.weights)
+            up_bias, down_bias = (torch.randn(w.shape[:2], device=DEVICE).to(dtype) for w in (up, down))
+            hidden = grouped_product(x, up, None, found, up_bias)
+            out = kernels.combine(grouped_product(hidden, down, None, found, down_bias), found.weights)
+            hidden = by_expert(x, up, wanted, up_bias)
+            expected = plain.combine(by_expert(hidden, down, wanted, down_bias), wanted.weights)
             assert out.shape == x.shape
             assert torch.equal(out.any(1), expected.any(1))  # zeros where all chosen experts are other ranks'
             assert not expected.any() or error(out, expected) < 2 * limit(dtype)
@@ -445,7 +471,12 @@ def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range)
         assert torch.equal(grouped_product(x, weights, scales, choice)[mine], rounded_there[mine])
 
 
-def by_expert(x: torch.Tensor, weights: torch.Tensor, choice: Choice) -> torch.Tensor:
+def by_expert(
+    x: torch.Tensor, weights: torch.Tensor, choice: Choice, biases: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return what `GroupedLinear` does on a CPU."""
-    linear = GroupedLinear([Linear(weight.cpu().float()) for weight in weights])
+    linear = GroupedLinear(
+        [Linear(weight.cpu().float()) for weight in weights],
+        None if biases is None else list(biases.cpu().float()),
+    )
     return linear(x.cpu().float(), Choice(*(part.cpu() for part in choice))).to(x)

@@ -19,13 +19,26 @@ SHAPE: dict[str, Any] = {
 }
 
 
+# What each family has besides: windows shorter than prompts, and its own parts.
+MORE: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 12},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    "Qwen3MoeForCausalLM": {
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+}
+
+
 def make_family(name: str, folder: Path, **more: Any) -> Any:
     """Write a tiny random model of a family, and return transformers' model."""
     import torch
     import transformers
 
     model_class = getattr(transformers, name)
-    config = model_class.config_class(**SHAPE, **more)
+    config = model_class.config_class(**{**SHAPE, **MORE.get(name, {}), **more})
     torch.manual_seed(3)
     model = model_class(config).eval()
     with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count

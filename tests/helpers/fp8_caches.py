@@ -24,7 +24,7 @@ def with_scales(folder: Path, scales: dict[str, torch.Tensor], **scheme: Any) ->
         metadata={"format": "pt"},
     )
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantization_config("none", 0, "fp8")
+    config["quantization_config"] = quantization_config("none", None, "fp8")
     config["quantization_config"]["kv_cache_scheme"] |= scheme
     (folder / "config.json").write_text(json.dumps(config))
     return folder

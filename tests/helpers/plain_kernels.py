@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import rounded, widened
-from mpillm.engine.model.ops import add_norm, combine, route, scaled, silu_mul
+from mpillm.engine.model.ops import add_norm, combine, gated, route, scaled
 
 __all__ = [
     "add_norm",
@@ -16,10 +16,10 @@ __all__ = [
     "copied_rows",
     "decode_attention",
     "embed",
+    "gated",
     "rotate_store",
     "route",
     "scaled",
-    "silu_mul",
 ]
 
 
@@ -58,17 +58,28 @@ def rotate_store(
     return qkv if out is None else out.copy_(qkv)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend with q [rows, heads, head_dim] to float32 [tokens, kv_heads, head_dim]."""
     n, d = int(positions.max()) + 1, q.shape[2]
     keys, values = (
         x.transpose(0, 1)[:, :n].repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (keys, values)
     )
     scores = torch.einsum("rhd,htd->rht", q.float(), keys) / d**0.5
-    hidden = torch.arange(n, device=q.device) > positions[:, None]
-    return torch.einsum(
-        "rht,htd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values
-    ).flatten(1)
+    token = torch.arange(n, device=q.device)
+    hidden = token > positions[:, None]
+    if window:
+        hidden |= token <= positions[:, None] - window
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None].expand(len(q), -1, 1)], dim=2)
+    return torch.einsum("rht,htd->rhd", scores.softmax(-1)[:, :, :n], values).flatten(1)
 
 
 def _in_blocks(
@@ -93,10 +104,12 @@ def decode_attention(
     positions: Tensor,
     out: Tensor,
     n_heads: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
     for i, (slot, position) in enumerate(zip(slots.tolist(), positions, strict=True)):
         held = _in_blocks(keys, values, scales, table[slot], int(position) + 1)
-        out[i] = _attend(qkv[i : i + 1, :n_heads], *held, position[None])[0].to(out.dtype)
+        out[i] = _attend(qkv[i : i + 1, :n_heads], *held, position[None], window, sinks)[0].to(out.dtype)
 
 
 def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
@@ -131,6 +144,8 @@ def context_attention(
     out: Tensor,
     n_heads: int,
     cached: bool,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
     k = keys.shape[1]
     rows = qkv[:, n_heads:] if copied is None else copied
@@ -143,4 +158,5 @@ def context_attention(
         held = _in_blocks(keys, values, scales, table[slot], n_cached)
         some, others = (torch.cat(parts) for parts in zip(held, own, strict=True))
         positions = torch.arange(position, position + n, device=qkv.device)
-        out[row : row + n] = _attend(qkv[row : row + n, :n_heads], some, others, positions).to(out.dtype)
+        q = qkv[row : row + n, :n_heads]
+        out[row : row + n] = _attend(q, some, others, positions, window, sinks).to(out.dtype)

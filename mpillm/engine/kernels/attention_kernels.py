@@ -22,7 +22,9 @@ from torch import Tensor
 from mpillm.engine.kernels.early_starts import after_previous, can_start_early
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
-_LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+# What no score is below: where a row sees none of a tile, nothing is subtracted from infinity.
+_LOWEST = tl.constexpr(-1.0e30)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
 # For contexts, measured on an H200: query rows of a program, over all heads that share a KV head; keys that
 # it takes at a time; its warps; pipeline stages.
@@ -79,12 +81,15 @@ def _widened_pairs(both):
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "sums", "bests"])
 def _decode(
-    qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, arrived, n_per_slot, scale,
+    qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, arrived, sinks, n_per_slot,
+    scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
+
+    With WINDOW only to the last ones. With SINKS a head's total has its sink's share, too.
 
     The last program of a row to finish joins the shares, always in the same order.
 
@@ -96,13 +101,16 @@ def _decode(
     G: tl.constexpr = H // K
     member, d, pair = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     position = tl.load(positions + row).to(tl.int32)
-    n_tiles, n_shares = tl.cdiv(position + 1, TILE), SPLITS
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
+    n_tiles, n_shares = tl.cdiv(position + 1 - begin, TILE), SPLITS
     if SPLITS > _SHORT_SPLITS:
         n_shares = tl.minimum(SPLITS, tl.maximum(_SHORT_SPLITS, n_tiles // _TILES_OF_A_SHARE))
         if split >= n_shares:
             return
     share = tl.cdiv(n_tiles, n_shares) * TILE
-    first = split * share
+    first = begin + split * share
     last = tl.minimum(first + share, position + 1)
     query = head * G + member
     real_query = (member < G)[None, :] & (d < D)[:, None]
@@ -121,6 +129,8 @@ def _decode(
     for start in range(first, last, TILE):
         token = start + tl.arange(0, TILE)
         real = token < last
+        if WINDOW > 0:
+            real = real & (token > position - WINDOW)
         block = tl.load(block_row + token // SIZE, mask=real, other=0).to(tl.int64)
         cell = ((block * K + head) * SIZE + token % SIZE) * D
         at, inside = cell[:, None] + d[None, :], real[:, None] & (d < D)[None, :]
@@ -180,6 +190,12 @@ def _decode(
                 inside = there[:, None] & (d < D)[None, :]
                 part = tl.load(parts + joined[:, None] * D + d[None, :], mask=inside, other=0.0)
                 result += part * weight[:, None]
+    if SINKS:
+        sink = tl.load(sinks + query, mask=real_member, other=0.0) * _LOG2_E
+        highest = tl.maximum(best, sink)
+        shrink = tl.exp2(best - highest)
+        total = total * shrink + tl.exp2(sink - highest)
+        result *= shrink[:, None]
     tl.store(
         out + at[:, None] * D + d[None, :],
         (result / total[:, None]).to(out.dtype.element_ty),
@@ -197,10 +213,12 @@ def decode_attention(
     positions: Tensor,
     out: Tensor,
     n_heads: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend with one new token per row: out [n, heads * head_dim].
 
-    The other arguments are those of `step_kernels.rotate_store`.
+    `window`, `sinks`: see `LayerKind`. The other arguments are those of `step_kernels.rotate_store`.
     """
     n, _, d = qkv.shape
     k, size = keys.shape[1:3]
@@ -219,9 +237,10 @@ def decode_attention(
     arrived = out if splits == 1 else _arrived(qkv.device)
     _decode[(k, n, splits)](
         qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums,
-        bests, arrived, table.stride(0), _LOG2_E / math.sqrt(d),
+        bests, arrived, out if sinks is None else sinks, table.stride(0), _LOG2_E.value / math.sqrt(d),
         H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
-        SCALED=scales is not None, EARLY=splits >= _EARLY_SPLITS and can_start_early(qkv.device),
+        SCALED=scales is not None, WINDOW=window, SINKS=sinks is not None,
+        EARLY=splits >= _EARLY_SPLITS and can_start_early(qkv.device),
         num_warps=n_warps, num_stages=n_stages,
         **registers,
     )  # fmt: skip
@@ -303,10 +322,10 @@ def copied_rows(
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _context(
-    qkv, own_rows, keys, values, scales, table, tiles, out, n_per_slot, scale,
+    qkv, own_rows, keys, values, scales, table, tiles, out, sinks, n_per_slot, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr,
-    CACHED: tl.constexpr, SCALED: tl.constexpr,
+    CACHED: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tiles + tl.program_id(1) * 6
     G: tl.constexpr = H // K
@@ -317,10 +336,15 @@ def _context(
     query, token = head * G + member % G, member // G
     real = (token < n)[:, None] & (d < D)[None, :]
     q = tl.load(qkv + (((row + token) * (H + 2 * K) + query) * D)[:, None] + d[None, :], mask=real, other=0.0)
-    best = tl.full([ROWS], -float("inf"), tl.float32)
+    best = tl.full([ROWS], _LOWEST if WINDOW > 0 else -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, BLOCK_D], tl.float32)
     value_scale = 1.0
+    begin = 0  # of the tokens that any query sees
+    # Padding rows see something, too, or they would divide by zero.
+    own_position = position + tl.minimum(token, n - 1)
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0)
     if SCALED:
         scale *= tl.load(scales + head)
         value_scale = tl.load(scales + K + head)
@@ -329,34 +353,46 @@ def _context(
         if SCALED:
             wide_q = _operand(q)
         block_row = table + slot * n_per_slot
-        for start in range(0, n_cached, TILE):
+        for start in range(begin // TILE * TILE, n_cached, TILE):
             held = start + step < n_cached
             block = tl.load(block_row + (start + step) // SIZE, mask=held, other=0).to(tl.int64)
             cell = (((block * K + head) * SIZE + (start + step) % SIZE) * D)[:, None] + d[None, :]
             inside = held[:, None] & (d < D)[None, :]
             key = tl.load(keys + cell, mask=inside, other=0.0).to(wide_q.dtype)
             value = tl.load(values + cell, mask=inside, other=0.0).to(wide_q.dtype)
-            best, total, result = _take_in(
-                best, total, result, wide_q, key, value, held[None, :], scale, True
-            )
+            seen = held[None, :]
+            if WINDOW > 0:
+                seen = seen & ((start + step)[None, :] > own_position[:, None] - WINDOW)
+            best, total, result = _take_in(best, total, result, wide_q, key, value, seen, scale, True)
     # What is in rows: first the tiles that every query sees.
     own = position - n_cached
     first = own_rows + tl.load(tile + 5) * W + (FIRST + head) * D
     where, inside = step[:, None] * W + d[None, :], (step >= 0)[:, None] & (d < D)[None, :]
     n_full = own // TILE * TILE
-    for _ in range(0, n_full, TILE):
+    if WINDOW > 0:  # of which no tile is known to be seen by every query
+        n_full = tl.maximum(begin - n_cached, 0) // TILE * TILE
+        first += n_full.to(tl.int64) * W
+    for _ in range(0, 0 if WINDOW > 0 else n_full, TILE):
         key = tl.load(first + where, mask=inside, other=0.0)
         value = tl.load(first + K * D + where, mask=inside, other=0.0)
         best, total, result = _take_in(best, total, result, q, key, value, inside, scale, False)
         first += TILE * W
-    limit = own + tl.minimum(token, n - 1)  # padding rows see something, or they would divide by zero
+    limit = own_position - n_cached
     for start in range(n_full, own + n, TILE):
         inside = (start + step < own + n)[:, None] & (d < D)[None, :]
         key = tl.load(first + where, mask=inside, other=0.0)
         value = tl.load(first + K * D + where, mask=inside, other=0.0)
         seen = (start + step)[None, :] <= limit[:, None]
+        if WINDOW > 0:
+            seen = seen & ((start + step)[None, :] > limit[:, None] - WINDOW)
         best, total, result = _take_in(best, total, result, q, key, value, seen, scale, True)
         first += TILE * W
+    if SINKS:
+        sink = tl.load(sinks + query) * _LOG2_E
+        highest = tl.maximum(best, sink)
+        shrink = tl.exp2(best - highest)
+        total = total * shrink + tl.exp2(sink - highest)
+        result *= shrink[:, None]
     at = ((row + token) * H + query)[:, None] * D + d[None, :]
     tl.store(out + at, (result * value_scale / total[:, None]).to(out.dtype.element_ty), mask=real)
 
@@ -377,6 +413,8 @@ def context_attention(
     out: Tensor,
     n_heads: int,
     cached: bool,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend with several new tokens per sequence, causally, to them and to everything before.
 
@@ -392,9 +430,11 @@ def context_attention(
     rows, tile, n_warps, n_stages = _CONTEXT[qkv.dtype]
     _context[(n_kv, len(tiles))](
         qkv, qkv if copied is None else copied, keys, values, out if scales is None else scales, table, tiles,
-        out, table.stride(0), _LOG2_E / math.sqrt(d), H=n_heads, K=n_kv, D=d, SIZE=size,
+        out, out if sinks is None else sinks, table.stride(0), _LOG2_E.value / math.sqrt(d),
+        H=n_heads, K=n_kv, D=d, SIZE=size,
         ROWS=max(rows, next_power_of_2(n_heads // n_kv)), BLOCK_D=max(16, next_power_of_2(d)),
         TILE=tile, HEADS=n_heads + 2 * n_kv if copied is None else 2 * n_kv,
         FIRST=n_heads if copied is None else 0, CACHED=cached, SCALED=scales is not None,
+        WINDOW=window, SINKS=sinks is not None,
         num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip

@@ -104,10 +104,12 @@ void rotate_store(number *qkv, const float *rotations, const int64_t *slots, num
     }
 }
 
-/* TILE heads of a query attend to `tokens` tokens in `blocks` of a KV head; scores: [TILE, stride]. */
+/* TILE heads of a query attend to the tokens [begin, tokens) in `blocks` of a KV head; scores: [TILE, stride].
+
+   sinks: of the heads, scores that take their share and add nothing; or NULL. */
 static void attend_tile(const number *q, number *out, const number *keys, const number *values,
-                        const int64_t *blocks, int64_t tokens, int64_t kv_heads, int64_t size, float *scores,
-                        int64_t stride)
+                        const int64_t *blocks, int64_t begin, int64_t tokens, int64_t kv_heads, int64_t size,
+                        float *scores, int64_t stride, const float *sinks)
 {
     floats query[TILE][VECTORS], sums[TILE][VECTORS];
     float scale = 1 / sqrtf(D);
@@ -116,10 +118,10 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
             query[h][c] = load(q + h * D + c * LANES) * scale;
             sums[h][c] = (floats){0};
         }
-    for (int64_t first = 0; first < tokens; first += size) {
-        const number *key = keys + blocks[first / size] * kv_heads * size * D;
-        int64_t end = first + size < tokens ? first + size : tokens;
-        for (int64_t t = first; t < end; t++, key += D) {
+    for (int64_t first = begin / size * size; first < tokens; first += size) {
+        int64_t start = first < begin ? begin : first, end = first + size < tokens ? first + size : tokens;
+        const number *key = keys + (blocks[first / size] * kv_heads * size + start - first) * D;
+        for (int64_t t = start; t < end; t++, key += D) {
             floats products[TILE];
 #pragma GCC unroll 64
             for (int c = 0; c < VECTORS; c++) {
@@ -134,21 +136,26 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
     }
     float shares[TILE];
     for (int h = 0; h < TILE; h++) {
-        float *score = scores + h * stride, most = -INFINITY, all = 0;
+        float *score = scores + h * stride, most = sinks ? sinks[h] : -INFINITY, all = 0;
         for (int64_t t = tokens; t % LANES; t++) /* so that no loop has a rest */
             score[t] = -INFINITY;
-        int64_t n = (tokens + LANES - 1) / LANES * LANES;
+        int64_t from = begin / LANES * LANES, n = (tokens + LANES - 1) / LANES * LANES;
+        for (int64_t t = from; t < begin; t++)
+            score[t] = -INFINITY;
 #pragma omp simd reduction(max : most)
-        for (int64_t t = 0; t < n; t++)
+        for (int64_t t = from; t < n; t++)
             most = score[t] > most ? score[t] : most;
 #pragma omp simd reduction(+ : all)
-        for (int64_t t = 0; t < n; t++)
+        for (int64_t t = from; t < n; t++)
             all += score[t] = exponential(score[t] - most);
+        if (sinks)
+            all += exponential(sinks[h] - most);
         shares[h] = 1 / all;
     }
-    for (int64_t first = 0; first < tokens; first += size) {
-        const number *value = values + blocks[first / size] * kv_heads * size * D;
-        int64_t n = first + size < tokens ? size : tokens - first;
+    for (int64_t first = begin / size * size; first < tokens; first += size) {
+        int64_t start = first < begin ? begin : first, end = first + size < tokens ? first + size : tokens;
+        const number *value = values + (blocks[first / size] * kv_heads * size + start - first) * D;
+        int64_t n = end - start;
         for (int c = 0; c < VECTORS; c += PIECE) {
             floats held[TILE][PIECE];
             for (int h = 0; h < TILE; h++)
@@ -159,7 +166,7 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
                 for (int h = 0; h < TILE; h++)
 #pragma GCC unroll 4
                     for (int v = 0; v < PIECE; v++)
-                        held[h][v] += scores[h * stride + first + t] * load(value + t * D + (c + v) * LANES);
+                        held[h][v] += scores[h * stride + start + t] * load(value + t * D + (c + v) * LANES);
             for (int h = 0; h < TILE; h++)
                 for (int v = 0; v < PIECE; v++)
                     sums[h][c + v] = held[h][v];
@@ -172,10 +179,11 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
 
 /* Attention of rows of qkv, as `rotate_store` leaves it, to a cache; out: [rows, heads * D].
 
-   rows: [n, 3], each a row, where its sequence's blocks begin in `tables`, and how many tokens it sees, at
-   most `longest`. */
+   rows: [n, 4], each a row, where its sequence's blocks begin in `tables`, and the first token that it sees
+   and the one behind the last, at most `longest`. sinks: of all heads, as in `attend_tile`. */
 void attend(const number *qkv, number *out, const number *keys, const number *values, const int64_t *rows,
-            const int64_t *tables, int64_t n, int64_t kv_heads, int64_t size, int64_t longest)
+            const int64_t *tables, const float *sinks, int64_t n, int64_t kv_heads, int64_t size,
+            int64_t longest)
 {
     int64_t heads = kv_heads * GROUP, tiles = kv_heads * PARTS;
     int64_t stride = (longest + LANES - 1) / LANES * LANES;
@@ -186,11 +194,12 @@ void attend(const number *qkv, number *out, const number *keys, const number *va
             abort();
 #pragma omp for schedule(dynamic, 8)
         for (int64_t i = 0; i < n * tiles; i++) {
-            const int64_t *row = rows + i / tiles * 3;
+            const int64_t *row = rows + i / tiles * 4;
             int64_t head = i % tiles * TILE, kv_head = i % tiles / PARTS;
             attend_tile(qkv + (row[0] * (heads + 2 * kv_heads) + head) * D,
                         out + (row[0] * heads + head) * D, keys + kv_head * size * D,
-                        values + kv_head * size * D, tables + row[1], row[2], kv_heads, size, scores, stride);
+                        values + kv_head * size * D, tables + row[1], row[2], row[3], kv_heads, size, scores,
+                        stride, sinks ? sinks + head : NULL);
         }
         free(scores);
     }

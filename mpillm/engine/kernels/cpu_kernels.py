@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.c_library import address, c_library
 from mpillm.engine.model import ops
+from mpillm.engine.model.families import Activation
 from mpillm.engine.model.ops import Choice, Partial, Unscaled
 
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -24,7 +25,7 @@ _ARGUMENTS = {
     "add_norm": [*[_POINTER] * 4, *[_INT] * 2, ctypes.c_float],
     "silu_mul": [*[_POINTER] * 2, *[_INT] * 2],
     "rotate_store": [*[_POINTER] * 5, *[_INT] * 4],
-    "attend": [*[_POINTER] * 6, *[_INT] * 4],
+    "attend": [*[_POINTER] * 7, *[_INT] * 4],
 }
 
 
@@ -58,8 +59,12 @@ class CpuKernels:
         self._add_norm(address(x), added, address(weight), address(out), *x.shape, eps)
         return out
 
-    def silu_mul(self, gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor:
-        """As `ops.silu_mul`."""
+    def gated(
+        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+    ) -> Tensor:
+        """As `ops.gated`."""
+        if activation != "silu":
+            return ops.gated(gate_up, rounds, activation)
         assert not rounds
         gate_up = ops.scaled(gate_up)
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
@@ -70,9 +75,9 @@ class CpuKernels:
         """As `ops.scaled`."""
         return ops.scaled(product)
 
-    def route(self, scores: Tensor, n_chosen: int, experts: range) -> Choice:
+    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
         """As `ops.route`."""
-        return ops.route(scores, n_chosen, experts)
+        return ops.route(scores, n_chosen, experts, normed)
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """As `ops.combine`."""
@@ -100,14 +105,16 @@ class CpuKernels:
         rows: Tensor,
         tables: Tensor,
         longest: int,
+        sinks: Tensor | None = None,
     ) -> None:
         """Write to `out` what some rows attend to in the cache.
 
-        rows: int64 [n, 3], each a row, where its sequence's blocks begin in `tables` (int64), and how many
-        tokens it sees, at most `longest`.
+        rows: int64 [n, 4], each a row, where its sequence's blocks begin in `tables` (int64), and the first
+        token that it sees and the one behind the last, at most `longest`. sinks: see `LayerKind`.
         """
         arrays = map(address, (qkv, out, keys, values, rows, tables))
-        self._attend(*arrays, len(rows), *keys.shape[1:3], longest)
+        added = None if sinks is None else address(sinks)
+        self._attend(*arrays, added, len(rows), *keys.shape[1:3], longest)
 
 
 @functools.cache

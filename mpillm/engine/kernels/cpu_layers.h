@@ -47,7 +47,7 @@ void run_layers(const layer *layers, int64_t n_layers, const attention *step, nu
                        hidden * sizeof(number));
         multiply(&now->qkv, normed, qkv, n);
         rotate_store(qkv, step->rotations, step->slots, now->keys, now->values, n, heads, kv_heads, size);
-        attend(qkv, attended, now->keys, now->values, step->rows, step->tables, step->n_rows, kv_heads, size,
+        attend(qkv, attended, now->keys, now->values, step->rows, step->tables, NULL, step->n_rows, kv_heads, size,
                step->longest);
         if (now == layers + n_layers - 1)
             return;

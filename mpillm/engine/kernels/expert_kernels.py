@@ -34,7 +34,7 @@ def _chosen(scores, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexp
 @triton.jit(do_not_specialize=["n"])
 def _route(
     scores, weights, order, ends, n, n_experts, first, n_mine,
-    CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NORMED: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, BLOCK)
     mine = (expert >= first) & (expert < first + n_mine)
@@ -56,7 +56,9 @@ def _route(
             scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")
         ).to(tl.float32)
         chosen = tl.where(real, _chosen(score, CHOSEN, ROWS, BLOCK), 0)
-        likely = tl.where(chosen == 1, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
+        likely = tl.exp(score - tl.max(score, 1)[:, None])
+        if NORMED:
+            likely = tl.where(chosen == 1, likely, 0.0)
         weight = likely / tl.sum(likely, 1)[:, None]
         pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - chosen
         tl.store(weights + pair, tl.where(mine[None, :], weight, 0.0), mask=chosen == 1)
@@ -65,7 +67,7 @@ def _route(
         place += tl.sum(here, 0)
 
 
-def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
+def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
     """As `ops.route`; weights float32, `order` and `ends` int32, `order` undefined after the last end."""
     n, n_experts = scores.shape
     weights = torch.empty(n, n_chosen, dtype=torch.float32, device=scores.device)
@@ -73,7 +75,7 @@ def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
     ends = torch.empty(len(experts), dtype=torch.int32, device=scores.device)
     _route[(1,)](
         scores, weights, order, ends, n, n_experts, experts.start, len(experts),
-        CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, next_power_of_2(n))),
+        NORMED=normed, CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, next_power_of_2(n))),
         BLOCK=next_power_of_2(n_experts),
     )  # fmt: skip
     return Choice(weights, order, ends)
@@ -82,8 +84,8 @@ def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
 @Kernel
 @triton.jit
 def _grouped_product(
-    out, x, row_scales, weights, scales, order, ends, n_experts, n_out, n_in,
-    SCALED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    out, x, row_scales, weights, scales, biases, order, ends, n_experts, n_out, n_in,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -113,6 +115,8 @@ def _grouped_product(
     if SCALED:
         total *= tl.load(scales + output, mask=column < n_out, other=0.0)[:, None]
         total *= tl.load(row_scales + row, mask=real, other=0.0)[None, :]
+    if BIASED:
+        total += tl.load(biases + output, mask=column < n_out, other=0.0).to(tl.float32)[:, None]
     tl.store(
         out + pair[None, :] * n_out + column[:, None],
         total.to(out.dtype.element_ty),
@@ -137,8 +141,16 @@ def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, i
     return (128, 256, 64 * deeper, 8, 3) if rows <= 128 else (256, 128, 64 * deeper, 8, 3)
 
 
-def grouped_product(x: Tensor | Rounded, weights: Tensor, scales: Tensor | None, choice: Choice) -> Tensor:
+def grouped_product(
+    x: Tensor | Rounded,
+    weights: Tensor,
+    scales: Tensor | None,
+    choice: Choice,
+    biases: Tensor | None = None,
+) -> Tensor:
     """As `linear.GroupedLinear`: weights [experts, out, in]; undefined rows for other ranks' experts.
+
+    biases [experts, out] are added.
 
     With scales (float32 [experts, out]) weights are float8_e4m3fn, and so are x's rows or will be.
     """
@@ -155,8 +167,9 @@ def grouped_product(x: Tensor | Rounded, weights: Tensor, scales: Tensor | None,
     n_tiles = (n_pairs - n_chosen) // rows + n_chosen  # when each expert has one row more than whole tiles
     out = torch.empty(n_pairs, n_out, dtype=dtype, device=weights.device)
     _grouped_product[(n_tiles, cdiv(n_out, columns))](
-        out, numbers, row_scales, weights, scales_there, choice.order, choice.ends, n_experts, n_out, n_in,
-        SCALED=scales is not None, SHARE=choice.pairs_per_row(numbers),
+        out, numbers, row_scales, weights, scales_there, out if biases is None else biases, choice.order,
+        choice.ends, n_experts, n_out, n_in,
+        SCALED=scales is not None, BIASED=biases is not None, SHARE=choice.pairs_per_row(numbers),
         BLOCK=next_power_of_2(n_experts),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip

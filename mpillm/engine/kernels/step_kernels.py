@@ -28,9 +28,11 @@ from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_roun
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
-from mpillm.engine.model.ops import Partial, Rounded, Unscaled
+from mpillm.engine.model.families import Activation
+from mpillm.engine.model.ops import CLAMP, SWISH, Partial, Rounded, Unscaled
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
+_CLAMP, _SWISH = tl.constexpr(CLAMP), tl.constexpr(SWISH)
 
 
 @Kernel
@@ -118,46 +120,60 @@ def add_norm(
 
 
 @triton.jit
-def _activated(gate_up, row_scales, scales, row, width, column, UNSCALED: tl.constexpr):
+def _activated(gate_up, row_scales, scales, row, width, column, UNSCALED: tl.constexpr, KIND: tl.constexpr):
     real = column < width
     gate = load_scaled(gate_up, row_scales, scales, row, 2 * width, column, real, UNSCALED)
     up = load_scaled(gate_up, row_scales, scales, row, 2 * width, width + column, real, UNSCALED)
-    return (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty)
+    if KIND == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
+        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif KIND == "clamped_swiglu":
+        gate, up = tl.minimum(gate, _CLAMP), tl.minimum(tl.maximum(up, -_CLAMP), _CLAMP)
+        value = gate * tl.sigmoid(gate * _SWISH) * (up + 1.0)
+    else:
+        value = gate * tl.sigmoid(gate) * up
+    return value.to(gate_up.dtype.element_ty)
 
 
 @Kernel
 @triton.jit
-def _silu_mul(out, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(
+    out, gate_up, row_scales, column_scales, width,
+    UNSCALED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED)
+    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED, KIND)
     tl.store(out + row * width + column, value, mask=column < width)
 
 
 @Kernel
 @triton.jit
-def _silu_mul_rounded(
-    out, scales, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gated_rounded(
+    out, scales, gate_up, row_scales, column_scales, width,
+    UNSCALED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED).to(tl.float32)
+    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED, KIND).to(tl.float32)
     store_rounded(out, scales, row, width, column, value, _LARGEST)
 
 
-def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor | Rounded:
-    """As `ops.silu_mul`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
+def gated(
+    gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+) -> Tensor | Rounded:
+    """As `ops.gated`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
     parts, unscaled = parts_of(gate_up)
     n, width = len(parts.numbers), parts.numbers.shape[1] // 2
     if rounds:
         rounded, block = new_rounded(n, width, parts.numbers), next_power_of_2(width)
         n_warps = min(32, max(1, block // 512))
-        _silu_mul_rounded[(n,)](
-            rounded.numbers, rounded.scales, *parts, width, UNSCALED=unscaled, BLOCK=block, num_warps=n_warps
-        )
+        _gated_rounded[(n,)](
+            rounded.numbers, rounded.scales, *parts, width,
+            UNSCALED=unscaled, KIND=activation, BLOCK=block, num_warps=n_warps,
+        )  # fmt: skip
         return rounded
     out = parts.numbers.new_empty(n, width)
-    _silu_mul[(n, cdiv(width, 1024))](out, *parts, width, UNSCALED=unscaled, BLOCK=1024)
+    _gated[(n, cdiv(width, 1024))](out, *parts, width, UNSCALED=unscaled, KIND=activation, BLOCK=1024)
     return out
 
 

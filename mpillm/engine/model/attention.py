@@ -9,7 +9,7 @@ behind them), and one by one when a part of the context is in the cache already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import KVCache, rounded, widened
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.decode_attention import DecodePlan, Pool
+from mpillm.engine.model.layer_kind import PLAIN, LayerKind
 from mpillm.engine.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
@@ -29,6 +30,7 @@ _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed togethe
 # the time of PyTorch's attention, 512 0.6 to 0.95, 1,024 0.8 to 1.4 (two cores of an AMD EPYC with AVX-512);
 # with AVX2 64 a half, 512 0.7 to 0.9, 1,024 1.03 to 1.15.
 _MOST_BY_ROW = 512
+_MOST_SCORES = 1 << 24  # in memory at once
 
 
 class _Rows(NamedTuple):
@@ -61,7 +63,7 @@ class _Together:
 
 @dataclass(frozen=True)
 class _Behind:
-    """A context after cached tokens: rows [start, end) of the step attend to `n_tokens` tokens in `blocks`.
+    """Rows [start, end) of the step attend to `n_tokens` tokens in `blocks`.
 
     `mask`: [rows, n_tokens].
     """
@@ -71,6 +73,14 @@ class _Behind:
     blocks: Tensor
     n_tokens: int
     mask: Tensor
+
+
+class _Plan(NamedTuple):
+    """How layers with one window attend."""
+
+    rows: _Rows | None
+    decode: DecodePlan | None
+    contexts: list[_Together | _Behind]
 
 
 class StepAttention:
@@ -85,11 +95,12 @@ class StepAttention:
         rotations: Tensor,
         dtype: torch.dtype,
         kernels: CpuKernels | None = None,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> None:
         """`spans` in the order of the step's rows, those with one new token first; `tables`: slot -> blocks.
 
         `rotations`: complex64 [positions, head_dim / 2]. `dtype` is that of queries, keys and values; the
-        cache may have another, if there are no `kernels`.
+        cache may have another, if there are no `kernels`. `kinds`: of the layers; None: all are `PLAIN`.
         """
         self._tables = tables
         self._cache = cache
@@ -97,17 +108,11 @@ class StepAttention:
         self._n_heads = n_heads
         self._n_kv_heads, self._size, self._head_dim = cache.keys.shape[2:]
         ends = itertools.accumulate(span.n_new for span in spans)
-        placed = [(span, end - span.n_new) for span, end in zip(spans, ends, strict=True)]
+        self._placed = [(span, end - span.n_new) for span, end in zip(spans, ends, strict=True)]
         self._kernels = kernels
-        by_row: list[tuple[Span, int]] = []
-        contexts: list[tuple[Span, int]] = []
-        for span, row in placed:
-            is_short = kernels is not None and span.n_cached + span.n_new <= _MOST_BY_ROW
-            (by_row if span.decodes or is_short else contexts).append((span, row))
-        self._rows = self._plan_rows(by_row) if by_row and kernels is not None else None
-        decodes = bool(by_row) and kernels is None
-        self._decode = DecodePlan.of(by_row, tables, cache, n_heads, dtype) if decodes else None
-        self._contexts = self._plan_contexts(contexts)
+        self._kinds = kinds
+        self._longest = max(span.n_cached + span.n_new for span in spans)
+        self._plans: dict[tuple[int, bool], _Plan] = {}  # by window, and whether there are sinks
         positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
         blocks = np.concatenate(
             [
@@ -115,44 +120,77 @@ class StepAttention:
                 for span in spans
             ]
         )
-        self._rotations = rotations[torch.from_numpy(positions)][:, None]
+        self._positions, self._table = torch.from_numpy(positions), rotations
+        self._rotations: dict[int, Tensor] = {}  # of the rows, by where those of their layers begin
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
         self._places = torch.from_numpy(blocks * self._size + positions % self._size)
 
     @property
     def by_row(self) -> ByRow | None:
         """The step for one call of all layers, if it has no rows for PyTorch."""
-        if self._kernels is None or self._rows is None or self._contexts:
+        plan = self._plan(PLAIN)
+        if self._kernels is None or plan.rows is None or plan.contexts:
             return None
-        return ByRow(self._rotations, self._places, *self._rows)
+        return ByRow(self._turns(PLAIN), self._places, *plan.rows)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """As `transformer.Attention`."""
-        h = self._n_heads
+        h, kind = self._n_heads, PLAIN if self._kinds is None else self._kinds[layer]
+        plan, rotations = self._plan(kind), self._turns(kind)
         pools = self._pools(layer)
         out = qkv.new_empty(len(qkv), h * self._head_dim)
         if self._kernels is not None:
             held = pools[0].held, pools[1].held
-            self._kernels.rotate_store(qkv, self._rotations, self._places, *held)
-            if self._rows is not None:
-                rows, blocks, longest = self._rows
-                self._kernels.attend(qkv, out, *held, rows, blocks, longest)
+            self._kernels.rotate_store(qkv, rotations, self._places, *held)
+            if plan.rows is not None:
+                rows, blocks, longest = plan.rows
+                self._kernels.attend(qkv, out, *held, rows, blocks, longest, kind.sinks)
         else:
-            self._rotate_and_store(qkv, pools)
-        if self._decode is not None:
-            self._decode.attend(qkv[:, :h], out, *pools)
-        for context in self._contexts:
+            self._rotate_and_store(qkv, rotations, pools)
+        if plan.decode is not None:
+            plan.decode.attend(qkv[:, :h], out, *pools, sinks=kind.sinks)
+        for context in plan.contexts:
             if isinstance(context, _Together):
                 out[context.real] = self._attend_together(context, qkv)
             else:
                 out[context.start : context.end] = self._attend_behind(
-                    context, qkv[context.start : context.end, :h], *pools
+                    context, qkv[context.start : context.end, :h], *pools, sinks=kind.sinks
                 )
         return out
 
-    def _rotate_and_store(self, qkv: Tensor, pools: tuple[Pool, Pool]) -> None:
+    def _plan(self, kind: LayerKind) -> _Plan:
+        """Return the plan of a layer, made for the first of its kind."""
+        window = kind.window if kind.window < self._longest else 0  # the step's sequences are within it
+        key = window, kind.sinks is not None
+        if key not in self._plans:
+            self._plans[key] = self._planned(*key)
+        return self._plans[key]
+
+    def _planned(self, window: int, sinks: bool) -> _Plan:
+        kernels = self._kernels
+        by_row: list[tuple[Span, int]] = []
+        contexts: list[tuple[Span, int]] = []
+        for span, row in self._placed:
+            # PyTorch's attention has neither windows nor sinks.
+            is_short = window or sinks or span.n_cached + span.n_new <= _MOST_BY_ROW
+            takes_rows = span.decodes or (kernels is not None and is_short)
+            (by_row if takes_rows else contexts).append((span, row))
+        rows = self._plan_rows(by_row, window) if by_row and kernels is not None else None
+        decode = None
+        if by_row and kernels is None:
+            decode = DecodePlan.of(by_row, self._tables, self._cache, self._n_heads, self._dtype, window)
+        return _Plan(rows, decode, self._plan_contexts(contexts, window, sinks))
+
+    def _turns(self, kind: LayerKind) -> Tensor:
+        """Return the rows' rotations in a layer: complex64 [rows, 1, head_dim / 2]."""
+        first = kind.first_rotation
+        if first not in self._rotations:
+            self._rotations[first] = self._table[self._positions + first][:, None]
+        return self._rotations[first]
+
+    def _rotate_and_store(self, qkv: Tensor, rotations: Tensor, pools: tuple[Pool, Pool]) -> None:
         h, k = self._n_heads, self._n_kv_heads
-        _rotate(qkv[:, : h + k], self._rotations)
+        _rotate(qkv[:, : h + k], rotations)
         for new, (held, scales) in zip((qkv[:, h : h + k], qkv[:, h + k :]), pools, strict=True):
             numbers = rounded(new, held.dtype, scales)
             held[self._slots[0], :, self._slots[1]] = numbers
@@ -172,31 +210,38 @@ class StepAttention:
         n_blocks = self._cache.blocks_for(span.n_cached + span.n_new)
         return np.array(self._tables[span.slot][:n_blocks], np.int64)
 
-    def _plan_rows(self, placed: list[tuple[Span, int]]) -> _Rows:
+    def _plan_rows(self, placed: list[tuple[Span, int]], window: int) -> _Rows:
         """`placed`: spans, each with its first row."""
         blocks = [self._blocks_of(span) for span, _ in placed]
         starts = itertools.accumulate((len(some) for some in blocks), initial=0)
         rows = np.concatenate(
             [
-                np.array([(row + i, start, span.n_cached + i + 1) for i in range(span.n_new)], np.int64)
+                np.array([(row + i, start, 0, span.n_cached + i + 1) for i in range(span.n_new)], np.int64)
                 for (span, row), start in zip(placed, starts, strict=False)
             ]
         )
+        if window:
+            rows[:, 2] = np.maximum(rows[:, 3] - window, 0)
         tables = torch.from_numpy(np.concatenate(blocks))
-        return _Rows(torch.from_numpy(rows), tables, int(rows[:, 2].max()))
+        return _Rows(torch.from_numpy(rows), tables, int(rows[:, 3].max()))
 
     # --- several new tokens ---
 
-    def _plan_contexts(self, placed: list[tuple[Span, int]]) -> list[_Together | _Behind]:
+    def _plan_contexts(
+        self, placed: list[tuple[Span, int]], window: int, sinks: bool
+    ) -> list[_Together | _Behind]:
         """`placed`: spans, each with its first row."""
         plans: list[_Together | _Behind] = []
         fresh: list[tuple[int, int]] = []  # tokens, first row
         for span, row in placed:
-            if span.n_cached == 0:
+            if span.n_cached == 0 and not (window or sinks):
                 fresh.append((span.n_new, row))
             else:
                 n = span.n_cached + span.n_new
-                visible = torch.arange(n) <= torch.arange(span.n_cached, n)[:, None]
+                token, position = torch.arange(n), torch.arange(span.n_cached, n)[:, None]
+                visible = token <= position
+                if window:
+                    visible &= token > position - window
                 plans.append(
                     _Behind(row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible)
                 )
@@ -225,16 +270,36 @@ class StepAttention:
         )
         return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.kept)
 
-    def _attend_behind(self, plan: _Behind, q: Tensor, *pools: Pool) -> Tensor:
+    def _attend_behind(self, plan: _Behind, q: Tensor, *pools: Pool, sinks: Tensor | None = None) -> Tensor:
         seen = (widened(held.index_select(0, plan.blocks), q.dtype, scales) for held, scales in pools)
         keys, values = (
             x.transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens]
             for x in seen
         )
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys, values, attn_mask=plan.mask, enable_gqa=True
-        )
+        queries = q.transpose(0, 1)[None]
+        if sinks is not None:
+            return _with_sinks(queries, keys, values, plan.mask, sinks)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=plan.mask, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    """Attend with q [1, heads, rows, head_dim] as `mask` [rows, tokens] says: [rows, heads * head_dim].
+
+    A sink is one more token, whose key and value are zero and whose score is in the mask.
+    """
+    keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
+    h, n = q.shape[1], mask.shape[1]
+    pieces, at_once = [], max(1, _MOST_SCORES // (h * n))
+    for first in range(0, len(mask), at_once):
+        some, seen = q[:, :, first : first + at_once], mask[first : first + at_once]
+        scores = q.new_zeros(h, len(seen), n + 1)
+        scores[:, :, :n].masked_fill_(~seen, -torch.inf)
+        scores[:, :, n] = sinks[:, None]
+        pieces.append(
+            F.scaled_dot_product_attention(some, keys, values, attn_mask=scores[None], enable_gqa=True)
+        )
+    return torch.cat(pieces, dim=2)[0].transpose(0, 1).reshape(len(mask), -1)
 
 
 def _rotate(x: Tensor, rotations: Tensor) -> None:

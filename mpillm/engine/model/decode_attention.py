@@ -54,7 +54,7 @@ class DecodePlan:
     blocks: Tensor | None  # the N blocks to read; None: the first N, in place
     n_blocks: int
     owner: Tensor  # [N] sequence of each block
-    mask: Tensor  # [N * K, 1 or H / K, tokens_per_block]: 0, or -inf after the end of a sequence
+    mask: Tensor  # [N * K, 1 or H / K, tokens_per_block]: 0, or -inf where a row does not see a token
     to_rows: Tensor  # [B * H * M] from blocks' scores to sequences' scores
     to_blocks: Tensor  # [N * H] and back
     members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
@@ -69,8 +69,12 @@ class DecodePlan:
         cache: KVCache,
         n_heads: int,
         dtype: torch.dtype,
+        window: int = 0,
     ) -> DecodePlan:
-        """`placed`: spans, each with its first row in the step. `tables`, `dtype`: see `StepAttention`."""
+        """`placed`: spans, each with its first row in the step. `tables`, `dtype`: see `StepAttention`.
+
+        `window`: see `LayerKind`.
+        """
         spans = [span for span, _ in placed]
         n_kv_heads, size = cache.keys.shape[2:4]
         n, n_rows = len(spans), max(span.n_new for span in spans)
@@ -105,7 +109,11 @@ class DecodePlan:
         mask = np.zeros((n_blocks, n_rows, size), np.float32)
         mask[NULL_BLOCK] = -np.inf
         places = column[:, None] * size + np.arange(size)
-        mask[members] = np.where(places[:, None] < visible[sequence][:, :, None], 0, -np.inf)
+        ends = visible[sequence][:, :, None]
+        sees = places[:, None] < ends
+        if window:
+            sees &= places[:, None] >= ends - window
+        mask[members] = np.where(sees, 0, -np.inf)
         if n_rows > 1:  # one for each of a KV head's query heads
             mask = np.repeat(mask, n_heads // n_kv_heads, axis=1)
         heads = np.arange(h)
@@ -124,8 +132,11 @@ class DecodePlan:
             rows=_rows(np.array([row for _, row in placed]), last, n_rows) if n_rows > 1 else None,
         )
 
-    def attend(self, q: Tensor, out: Tensor, *pools: Pool) -> None:
-        """Write to `out` [rows, heads * head_dim] what the rows of `q` [rows, heads, head_dim] attend to."""
+    def attend(self, q: Tensor, out: Tensor, *pools: Pool, sinks: Tensor | None = None) -> None:
+        """Write to `out` [rows, heads * head_dim] what the rows of `q` [rows, heads, head_dim] attend to.
+
+        `sinks`: see `LayerKind`.
+        """
         h, d = q.shape[1:]
         k, size = pools[0].held.shape[1:3]
         keys, values = (
@@ -143,7 +154,13 @@ class DecodePlan:
             q = q.reshape(n, h, d)
         queries = q.index_select(0, self.owner).view(self.n_blocks * k, h // k, d)
         scores = torch.baddbmm(self.mask, queries, keys.transpose(1, 2), alpha=d**-0.5)
-        weights = scores.view(-1, size).index_select(0, self.to_rows).view(n * h, -1).softmax(-1)
+        weights = scores.view(-1, size).index_select(0, self.to_rows).view(n * h, -1)
+        if sinks is None:
+            weights = weights.softmax(-1)
+        else:  # heads by KV head, row, head
+            each = sinks.view(k, 1, -1).expand(k, h // len(sinks), -1).reshape(1, h).expand(n, h)
+            weights = torch.cat([weights, each.reshape(-1, 1).to(weights.dtype)], dim=1).softmax(-1)
+            weights = weights[:, :-1].contiguous()
         weights = weights.view(-1, size).index_select(0, self.to_blocks).view(self.n_blocks * k, h // k, size)
         parts = torch.bmm(weights, values).view(self.n_blocks, h * d)
         # The sum of each sequence's parts.

@@ -1,30 +1,74 @@
 """The model families of the torch core: what each has besides Llama's layer, by its name in `config.json`.
 
 Everything else is Llama's (`transformer`): RMS norms, rotary embeddings of pairs, grouped heads, SwiGLU, or a
-mixture of it where `config.json` has experts. A new family of these parts is one line of `FAMILIES`.
+mixture of it. A new family of these parts is one entry of `FAMILIES`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+Raw = Mapping[str, Any]  # what `config.json` says, with the family's defaults
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # of `ops.gated`
+
+
+class Experts(NamedTuple):
+    """The names of a mixture in a layer, and what of `config.json` is its own."""
+
+    prefix: str = "mlp"
+    router: str = "gate"
+    gate_up: str = "gate_up_proj"  # of `layout.FUSED`
+    down: str = "down_proj"
+    inner_size: str = "intermediate_size"  # config.json's name
+    biases: bool = False  # the router and each expert's products have one
+    packed: bool = False  # a layer's experts are a tensor in a checkpoint (see `packed_experts`)
 
 
 class Family(NamedTuple):
     """How a family differs from Llama."""
 
+    defaults: Raw = MappingProxyType({})  # of fields that config.json may leave out, as transformers has them
+    # Fields that may have no other value (None: be left out), besides those of every family.
+    fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     qkv_bias: bool = False  # q, k and v are products with a bias
+    o_bias: bool = False
     qk_norm: bool = False  # each head of q and k has an RMS norm, before the rotation
-    # Tokens see the last `sliding_window` only, unless config.json says that they don't: runs longer than
-    # that are refused.
-    may_slide: bool = False
-    has_experts: bool = False  # Mixtral's mixture, with its names
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    # Which layers see the last `sliding_window` tokens only, unless config.json has `layer_types`.
+    slides: Callable[[int, Raw], bool] | None = None
+    local_rope: bool = False  # these layers have a rotary base of their own
+    sinks: bool = False  # each head has a score that takes its share of attention, and adds nothing
+    experts: Experts | None = None
+    activation: Activation = "silu"
+    norms_after: bool = False  # what attention and feed-forward add is normed, too
+    norms_add_one: bool = False  # a norm's weight is stored less 1
+    scales_embedding: bool = False  # by the square root of hidden_size
 
+
+def _all_layers(layer: int, raw: Raw) -> bool:
+    return True
+
+
+def _upper_layers(layer: int, raw: Raw) -> bool:
+    return layer >= int(raw["max_window_layers"])
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(may_slide=True),
-    "MixtralForCausalLM": Family(may_slide=True, has_experts=True),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, may_slide=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, may_slide=True, head_dim=128),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, slides=_all_layers),
+    "MixtralForCausalLM": Family(
+        slides=_all_layers, experts=Experts("block_sparse_moe", gate_up="w13", down="w2")
+    ),
+    "Qwen2ForCausalLM": Family(defaults=_QWEN_WINDOW, qkv_bias=True, slides=_upper_layers),
+    "Qwen3ForCausalLM": Family(defaults=_QWEN_WINDOW | {"head_dim": 128}, qk_norm=True, slides=_upper_layers),
+    "Qwen3MoeForCausalLM": Family(
+        defaults=_QWEN_WINDOW | {"norm_topk_prob": False},
+        fixed={"mlp_only_layers": ([], None), "decoder_sparse_step": (1, None)},
+        qk_norm=True,
+        slides=_all_layers,
+        experts=Experts(inner_size="moe_intermediate_size"),
+    ),
 }

@@ -145,7 +145,7 @@ class Fp8Linear(Linear):
 class GroupedLinear:
     """The products of a mixture: each pair of row and expert (see `Choice`) with the expert's weights."""
 
-    def __init__(self, linears: list[Linear]) -> None:
+    def __init__(self, linears: list[Linear], biases: list[Tensor] | None = None) -> None:
         """Take this rank's experts, all of one shape.
 
         On a GPU one kernel computes, and the host never reads the choice.
@@ -153,6 +153,7 @@ class GroupedLinear:
         first = linears[0]
         self.in_features, self.out_features = first.in_features, first.out_features
         self._linears = linears
+        self.biases = None if biases is None else torch.stack(biases)  # [experts, out]
         self._stacked: Tensor | None = None
         self._scales: Tensor | None = None  # float32 [experts, out], of fp8 weights
         if first._weight.device.type != "cpu":
@@ -183,13 +184,14 @@ class GroupedLinear:
         if self._stacked is not None:
             from mpillm.engine.kernels.expert_kernels import grouped_product
 
-            return grouped_product(x, self._stacked, self._scales, choice)
+            return grouped_product(x, self._stacked, self._scales, choice, self.biases)
         assert isinstance(x, Tensor)
         out, start = x.new_zeros(len(choice.order), self.out_features), 0
-        for linear, end in zip(self._linears, choice.ends.tolist(), strict=True):
+        for i, (linear, end) in enumerate(zip(self._linears, choice.ends.tolist(), strict=True)):
             if end > start:
                 pairs = choice.order[start:end]
-                out[pairs] = linear(x[pairs // choice.pairs_per_row(x)])
+                product = linear(x[pairs // choice.pairs_per_row(x)])
+                out[pairs] = product if self.biases is None else product + self.biases[i]
             start = end
         return out
 

@@ -15,12 +15,20 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
-from mpillm.engine.model.families import FAMILIES, Family
+from mpillm.engine.model.families import FAMILIES, Family, Raw
+from mpillm.engine.parallel.layout import FUSED
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.files import read_object
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
+# Fields of config.json that may have these values only, None where they may be left out.
+_FIXED: Raw = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "partial_rotary_factor": (1, None),
+}
 # As safetensors names them
 CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
@@ -29,11 +37,15 @@ CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "flo
 class RopeScaling:
     """How rotary frequencies are scaled for contexts longer than the model was first trained for."""
 
-    kind: str = "default"  # default, linear or llama3
+    kind: str = "default"  # default, linear, llama3 or yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of queries and keys
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,22 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     family: Family = FAMILIES["LlamaForCausalLM"]
-    sliding_window: int | None = None  # tokens that a token sees; None: all
+    windows: tuple[int, ...] = ()  # tokens that a token sees, by layer (0: all); empty: all in all layers
+    local_rope_theta: float | None = None  # of layers with a window, if it is not `rope_theta`
+    query_scalar: float | None = None  # scores are divided by its square root; None: head_dim
     n_experts: int = 0  # 0: dense
     n_experts_per_token: int = 0
+    norms_choice: bool = True  # the weights of a row's experts add up to 1
     quantization: str = "none"  # of the checkpoint: none, int8 or fp8
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that is computed right: attention here sees all of them."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+    def window(self, layer: int) -> int:
+        """Return how many tokens a token of the layer sees, itself included; 0: all."""
+        return self.windows[layer] if self.windows else 0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have."""
-        h, d = self.hidden_size, self.head_dim
+        h = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab_size, h),
             "model.norm.weight": (h,),
@@ -75,35 +89,42 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, h)
         for i in range(self.n_layers):
-            shapes |= {
-                f"model.layers.{i}.input_layernorm.weight": (h,),
-                f"model.layers.{i}.self_attn.q_proj.weight": (self.n_heads * d, h),
-                f"model.layers.{i}.self_attn.k_proj.weight": (self.n_kv_heads * d, h),
-                f"model.layers.{i}.self_attn.v_proj.weight": (self.n_kv_heads * d, h),
-                f"model.layers.{i}.self_attn.o_proj.weight": (h, self.n_heads * d),
-                f"model.layers.{i}.post_attention_layernorm.weight": (h,),
-            }
-            if self.family.qkv_bias:
-                heads = {"q": self.n_heads, "k": self.n_kv_heads, "v": self.n_kv_heads}
-                shapes |= {
-                    f"model.layers.{i}.self_attn.{name}_proj.bias": (n * d,) for name, n in heads.items()
-                }
-            if self.family.qk_norm:
-                shapes |= {f"model.layers.{i}.self_attn.{name}_norm.weight": (d,) for name in ("q", "k")}
-            mlp = ("gate_proj", "up_proj", "down_proj")
-            parts = [(f"model.layers.{i}.mlp", mlp)]
-            if self.n_experts:
-                shapes[f"model.layers.{i}.block_sparse_moe.gate.weight"] = (self.n_experts, h)
-                parts = [
-                    (f"model.layers.{i}.block_sparse_moe.experts.{e}", ("w1", "w3", "w2"))
-                    for e in range(self.n_experts)
-                ]
-            for prefix, (gate, up, down) in parts:
-                shapes[f"{prefix}.{gate}.weight"] = shapes[f"{prefix}.{up}.weight"] = (
-                    self.intermediate_size,
-                    h,
-                )
-                shapes[f"{prefix}.{down}.weight"] = (h, self.intermediate_size)
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self._of_layer().items()}
+        return shapes
+
+    def _of_layer(self) -> dict[str, tuple[int, ...]]:
+        h, d, inner, family = self.hidden_size, self.head_dim, self.intermediate_size, self.family
+        q, kv = self.n_heads * d, self.n_kv_heads * d
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (h,),
+            "self_attn.q_proj.weight": (q, h),
+            "self_attn.k_proj.weight": (kv, h),
+            "self_attn.v_proj.weight": (kv, h),
+            "self_attn.o_proj.weight": (h, q),
+            "post_attention_layernorm.weight": (h,),
+        }
+        if family.norms_after:
+            shapes |= {f"{name}_feedforward_layernorm.weight": (h,) for name in ("pre", "post")}
+        if family.qkv_bias:
+            shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in (("q", q), ("k", kv), ("v", kv))}
+        if family.o_bias:
+            shapes["self_attn.o_proj.bias"] = (h,)
+        if family.qk_norm:
+            shapes |= {f"self_attn.{name}_norm.weight": (d,) for name in ("q", "k")}
+        if family.sinks:
+            shapes["self_attn.sinks.weight"] = (self.n_heads,)
+        parts, gate_up, down, biases = ["mlp"], "gate_up_proj", "down_proj", False
+        if (experts := family.experts) is not None:
+            gate_up, down, biases = experts.gate_up, experts.down, experts.biases
+            parts = [f"{experts.prefix}.experts.{e}" for e in range(self.n_experts)]
+            shapes[f"{experts.prefix}.{experts.router}.weight"] = (self.n_experts, h)
+            if biases:
+                shapes[f"{experts.prefix}.{experts.router}.bias"] = (self.n_experts,)
+        for prefix in parts:
+            for name, shape in (*((name, (inner, h)) for name in FUSED[gate_up]), (down, (h, inner))):
+                shapes[f"{prefix}.{name}.weight"] = shape
+                if biases:
+                    shapes[f"{prefix}.{name}.bias"] = shape[:1]
         return shapes
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
@@ -164,13 +185,13 @@ def check_architecture(raw: dict[str, Any], source: Path) -> None:
         )
 
 
-def _architecture(raw: dict[str, Any]) -> str:
+def _architecture(raw: Raw) -> str:
     return str((raw.get("architectures") or [raw.get("model_type")])[0])
 
 
-def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
-    def number(name: str, default: float | None = None, where: dict[str, Any] = raw) -> float:
-        value = where.get(name)
+def parse_model(raw: Raw, source: Path) -> ModelConfig:
+    def number(name: str, default: float | None = None, where: Raw | None = None) -> float:
+        value = (raw if where is None else where).get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
@@ -182,48 +203,51 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
             raise ConfigError(f"{source}: {name} is {value}; must be an integer")
         return value
 
-    for name, allowed in (
-        ("attention_bias", (False, None)),
-        ("mlp_bias", (False, None)),
-        ("hidden_act", ("silu", None)),
-        ("partial_rotary_factor", (1, None)),
-    ):
-        if raw.get(name) not in allowed:
-            raise ConfigError(f"{source}: {name} {json.dumps(raw[name])} is not supported by the torch core")
-    family = FAMILIES.get(_architecture(raw), Family())  # which the caller has checked
-    window: int | None = None
-    if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False:
-        if not family.may_slide:
+    name = _architecture(raw)
+    family = FAMILIES.get(name, Family())  # which the caller has checked
+    raw = {**family.defaults, **raw}
+    for field, allowed in {**_FIXED, **family.fixed}.items():
+        if raw.get(field) not in allowed:
             raise ConfigError(
-                f"{source}: sliding_window {json.dumps(raw['sliding_window'])} is not supported by the torch"
-                f" core for {_architecture(raw)}"
+                f"{source}: {field} {json.dumps(raw.get(field))} is not supported by the torch core"
             )
-        window = integer("sliding_window")
     hidden, heads = integer("hidden_size"), integer("num_attention_heads")
     kv_heads = integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if raw.get("head_dim") is None and family.head_dim is None and hidden % heads:
+    if raw.get("head_dim") is None and hidden % heads:
         raise ConfigError(
             f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
             " and there is no head_dim"
         )
-    head_dim = integer("head_dim", family.head_dim or hidden // heads)
+    head_dim = integer("head_dim", hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in CHECKPOINT_DTYPES.values():
         raise ConfigError(f"{source}: dtype {dtype} is not one of {', '.join(CHECKPOINT_DTYPES.values())}")
+    n_layers = integer("num_hidden_layers")
+    slides = _sliding_layers(raw, n_layers, family, source)
     # transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    local_theta: float | None = None
+    if family.local_rope:
+        local = rope.get("sliding_attention") or {}
+        _check_plain(local, source)
+        rope = rope.get("full_attention", rope)
+        local_theta = float(number("rope_theta" if local else "rope_local_base_freq", None, local or raw))
     theta = number("rope_theta", 10000.0, rope if "rope_theta" in rope else raw)
     quantization, kv_quantization = parse_quantization(raw, source)
+    n_experts = raw.get("num_local_experts", raw.get("num_experts"))
+    if (n_experts is not None) != (family.experts is not None):
+        said = "has" if n_experts is not None else "has no"
+        raise ConfigError(f"{source}: {name} {said} num_local_experts")
     experts: dict[str, int] = {}
-    if "num_local_experts" in raw:
+    if n_experts is not None:
         experts = {
-            "n_experts": integer("num_local_experts"),
+            "n_experts": integer("num_local_experts" if "num_local_experts" in raw else "num_experts"),
             "n_experts_per_token": integer("num_experts_per_tok", 2),
         }
         if experts["n_experts_per_token"] > experts["n_experts"]:
@@ -231,14 +255,14 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
                 f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"
                 f" of {experts['n_experts']} experts"
             )
-    if bool(experts) != family.has_experts:
-        said = "has" if experts else "has no"
-        raise ConfigError(f"{source}: {_architecture(raw)} {said} num_local_experts")
+    scaled = "query_pre_attn_scalar" in family.defaults
     return ModelConfig(
         vocab_size=integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer("intermediate_size"),
-        n_layers=integer("num_hidden_layers"),
+        intermediate_size=integer(
+            family.experts.inner_size if family.experts is not None else "intermediate_size"
+        ),
+        n_layers=n_layers,
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -249,31 +273,92 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=dtype,
         family=family,
-        sliding_window=window,
+        windows=tuple(integer("sliding_window") if slides[i] else 0 for i in range(n_layers))
+        if any(slides)
+        else (),
+        local_rope_theta=local_theta,
+        query_scalar=float(number("query_pre_attn_scalar")) if scaled else None,
         quantization=quantization,
         kv_quantization=kv_quantization,
+        norms_choice=bool(raw.get("norm_topk_prob", True)),
         **experts,
     )
 
 
-def _rope_scaling(rope: dict[str, Any], source: Path) -> RopeScaling:
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    names = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }.get(kind)
-    if names is None:
+def _sliding_layers(raw: Raw, n_layers: int, family: Family, source: Path) -> list[bool]:
+    """Return for each layer whether its tokens see the last `sliding_window` only."""
+    if raw.get("sliding_window") is None or raw.get("use_sliding_window") is False:
+        return [False] * n_layers
+    if family.slides is None:
         raise ConfigError(
-            f"{source}: rope type {kind} is not supported by the torch core;"
-            " supported: default, linear, llama3"
+            f"{source}: sliding_window {json.dumps(raw['sliding_window'])} is not supported by the torch"
+            f" core for {_architecture(raw)}"
+        )
+    if (types := raw.get("layer_types")) is None:
+        return [family.slides(i, raw) for i in range(n_layers)]
+    known = "full_attention", "sliding_attention"
+    if not isinstance(types, list) or len(types) != n_layers or any(kind not in known for kind in types):
+        raise ConfigError(
+            f"{source}: layer_types {json.dumps(types)}: must name {' or '.join(known)}"
+            f" for each of {n_layers} layers"
+        )
+    return [kind == "sliding_attention" for kind in types]
+
+
+_ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # fields that a type needs, and may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "attention_factor")),
+}
+
+
+def _rope_scaling(rope: Raw, source: Path) -> RopeScaling:
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in _ROPES:
+        raise ConfigError(
+            f"{source}: rope type {kind} is not supported by the torch core; supported: {', '.join(_ROPES)}"
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
             f"{source}: partial_rotary_factor {rope['partial_rotary_factor']}"
             " is not supported by the torch core"
         )
-    missing = [name for name in names if not isinstance(rope.get(name), (int, float))]
+    needed, others = _ROPES[kind]
+    missing = [name for name in needed if not _is_number(rope.get(name))]
     if missing:
         raise ConfigError(f"{source}: rope type {kind} needs {', '.join(missing)}")
-    return RopeScaling(kind, **{name: rope[name] for name in names})
+    given = {name: rope[name] for name in (*needed, *others) if rope.get(name) is not None}
+    for name, value in given.items():
+        if not _is_number(value) or not 0 < value < math.inf:
+            raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
+    if kind != "yarn":
+        return RopeScaling(kind, **given)
+    if "attention_factor" not in given:
+        # As the paper has it; DeepSeek's models weigh it against another one.
+        more, all_ = (rope.get(name) for name in ("mscale", "mscale_all_dim"))
+        given["attention_factor"] = _yarn_scale(given["factor"], 1)
+        if more and all_:
+            given["attention_factor"] = _yarn_scale(given["factor"], more) / _yarn_scale(
+                given["factor"], all_
+            )
+    return RopeScaling(kind, **given, truncate=bool(rope.get("truncate", True)))
+
+
+def _yarn_scale(factor: float, by: float) -> float:
+    return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_plain(rope: Raw, source: Path) -> None:
+    """Refuse a scaled rope where layers with a window have one of their own."""
+    if (kind := _rope_scaling(rope, source).kind) != "default":
+        raise ConfigError(
+            f"{source}: rope type {kind} of sliding_attention is not supported by the torch core"
+        )

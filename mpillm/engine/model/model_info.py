@@ -303,14 +303,12 @@ def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: i
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
     wanted = config.max_seq_len
-    if wanted is not None and not 1 <= wanted <= model.longest_sequence:
-        slides = model.longest_sequence < model.max_position_embeddings
+    if wanted is not None and not 1 <= wanted <= model.max_position_embeddings:
         raise ConfigError(
-            f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.longest_sequence}"
-            + (", its sliding_window: the torch core attends to whole sequences" if slides else ""),
+            f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}",
             about=["max_seq_len"],
         )
-    longest = wanted or model.longest_sequence
+    longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
     held_by_one = -(-longest // block) * block
     if config.kv_cache_tokens is None and gpu_room is None:

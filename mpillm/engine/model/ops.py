@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from mpillm.engine.model.families import Activation
     from mpillm.engine.parallel.shared_rows import SharedRows
 
 
@@ -59,13 +60,21 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor:
-    """Return silu(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
+CLAMP, SWISH = 7.0, 1.702  # of clamped_swiglu: the largest value, and what the sigmoid's input is times
+
+
+def gated(gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
 
     gate_up may be changed. `rounds` as in `add_norm`.
     """
     assert not rounds
     gate, up = scaled(gate_up).chunk(2, dim=-1)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(gate * SWISH) * (up + 1)
     return F.silu(gate, inplace=True) * up
 
 
@@ -84,13 +93,15 @@ class Choice(NamedTuple):
         return self.weights.shape[1] if len(x) == len(self.weights) else 1
 
 
-def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
+def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
     """Choose the `n_chosen` best experts of each row of scores [rows, all experts], weighted by softmax.
 
-    `experts`: this rank's.
+    `experts`: this rank's. `normed`: a row's weights add up to 1.
     """
     weights, chosen = scores.float().softmax(-1).topk(n_chosen, dim=-1)
-    weights = (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+    if normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(scores.dtype)
     mine = (chosen >= experts.start) & (chosen < experts.stop)
     group = torch.where(mine, chosen - experts.start, len(experts)).flatten()
     ends = torch.bincount(group, minlength=len(experts) + 1).cumsum(0)[:-1]

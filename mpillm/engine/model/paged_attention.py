@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.context_plan import ContextPlan
+from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.ops import Unscaled
 
 
@@ -39,6 +41,7 @@ class PagedAttention:
     positions: Tensor
     n_decode: int
     contexts: Contexts | None
+    kinds: Sequence[LayerKind]  # of the layers
 
     def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
         turned = self.store(layer, qkv)
@@ -48,26 +51,36 @@ class PagedAttention:
 
     def store(self, layer: int, qkv: Tensor | Unscaled, out: Tensor | None = None) -> Tensor:
         """See `step_kernels.rotate_store`."""
+        rotations = self.rotations
+        if first := self.kinds[layer].first_rotation:
+            rotations = rotations[first:]
         turned: Tensor = self.kernels.rotate_store(
-            qkv, *self._held(layer), self.rotations, self.table, self.slots, self.positions, self.n_heads, out
+            qkv, *self._held(layer), rotations, self.table, self.slots, self.positions, self.n_heads, out
         )
         return turned
 
     def attend(self, layer: int, turned: Tensor, out: Tensor) -> None:
         """Attend with what `store` returned: out [rows, heads * head_dim]."""
-        held, n = self._held(layer), self.n_decode
+        held, n, kind = self._held(layer), self.n_decode, self.kinds[layer]
         if n:
             rows = self.table, self.slots[:n], self.positions[:n]
-            self.kernels.decode_attention(turned[:n], *held, *rows, out[:n], self.n_heads)
+            self.kernels.decode_attention(
+                turned[:n], *held, *rows, out[:n], self.n_heads, kind.window, kind.sinks
+            )
         if self.contexts is not None:
-            self._attend_with_contexts(self.contexts, turned, held, out)
+            self._attend_with_contexts(self.contexts, turned, held, out, kind)
 
     def _held(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
         cache = self.cache
         return cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
 
     def _attend_with_contexts(
-        self, contexts: Contexts, qkv: Tensor, held: tuple[Tensor, Tensor, Tensor | None], out: Tensor
+        self,
+        contexts: Contexts,
+        qkv: Tensor,
+        held: tuple[Tensor, Tensor, Tensor | None],
+        out: Tensor,
+        kind: LayerKind,
     ) -> None:
         keys, values, _ = held
         plan, copied = contexts.plan, None
@@ -82,5 +95,7 @@ class PagedAttention:
         ):
             if len(tiles):
                 self.kernels.context_attention(
-                    qkv, rows, *held, self.table, tiles, out, self.n_heads, reads_blocks
+                    *(qkv, rows, *held, self.table, tiles, out, self.n_heads, reads_blocks),
+                    kind.window,
+                    kind.sinks,
                 )

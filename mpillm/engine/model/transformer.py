@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.model import ops
+from mpillm.engine.model.families import Activation, Experts
 from mpillm.engine.model.features import Features
+from mpillm.engine.model.layer_kind import PLAIN, LayerKind
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
 from mpillm.engine.model.ops import Choice, Partial, Rounded, Unscaled
@@ -57,11 +59,13 @@ class Ops(Protocol):
         rounds: bool = False,
     ) -> Any: ...
 
-    def silu_mul(self, gate_up: Tensor | Unscaled, rounds: bool = False) -> Any: ...
+    def gated(
+        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+    ) -> Any: ...
 
     def scaled(self, product: Tensor | Unscaled) -> Tensor: ...
 
-    def route(self, scores: Tensor, n_chosen: int, experts: range) -> Choice: ...
+    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
 
@@ -71,6 +75,7 @@ class Mlp:
 
     def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
         self._ops = ops
+        self.activation = weights.config.family.activation
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
 
@@ -79,13 +84,14 @@ class Mlp:
     ) -> Tensor | Unscaled | None:
         """Compute. With `residual` it may add the result there, and return None."""
         n_rows = len(x.numbers if isinstance(x, Rounded) else x)
-        if adapters is None and (few := self.gate_up.few(n_rows)) is not None:
+        few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
+        if adapters is None and few is not None:
             hidden = few(x, activated=True)
         else:
             gate_up = self.gate_up.unscaled(x)
             if adapters is not None:
                 adapters.add(layer, "gate_up", x, gate_up)
-            hidden = self._ops.silu_mul(gate_up, self.down.rounds(n_rows))
+            hidden = self._ops.gated(gate_up, self.down.rounds(n_rows), self.activation)
         if residual is not None and (few := self.down.few(n_rows)) is not None:
             few(hidden, residual=residual)
             return None
@@ -102,30 +108,47 @@ class Mlp:
 class Mixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
 
-    def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
+    def __init__(self, weights: Weights, layer: str, names: Experts, experts: range, ops: Ops) -> None:
+        """`layer`: the prefix of its tensors; `experts`: this rank's."""
         self._ops = ops
         self._experts = experts
         self._n_chosen = weights.config.n_experts_per_token
+        self._normed = weights.config.norms_choice
+        self._activation = weights.config.family.activation
         # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
         # for the choice: on a GPU, in steps that are no CUDA graphs.
         self.one_by_one_above = math.inf
-        self.router = Linear(weights.get(f"{prefix}.gate"))
-        self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
-        self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
+        router = f"{layer}.{names.prefix}.{names.router}"
+        self.router = Linear(weights.get(router))
+        self._router_bias = weights.bias(router) if names.biases else None
+        self.gate_up, self.down = (
+            GroupedLinear(
+                [weights.linear(name) for name in each],
+                [weights.bias(name) for name in each] if names.biases else None,
+            )
+            for each in (
+                [f"{layer}.{names.prefix}.experts.{i}.{part}" for i in experts]
+                for part in (names.gate_up, names.down)
+            )
+        )
 
     def __call__(
         self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """Compute; no adapter changes experts, and the result is never added to `residual`."""
-        choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
+        scores = self.router(x)
+        if self._router_bias is not None:
+            scores = scores + self._router_bias
+        choice = self._ops.route(scores, self._n_chosen, self._experts, self._normed)
         if len(x) > self.one_by_one_above:
             down = self._one_by_one(x, choice)
         else:
-            down = self.down(self._ops.silu_mul(self.gate_up(x, choice), self.down.rounds), choice)
+            hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
+            down = self.down(hidden, choice)
         return self._ops.combine(down, choice.weights)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
-        """As `gate_up`, `silu_mul` and `down` on a GPU, with dense products of one expert after the other."""
+        """As `gate_up`, `gated` and `down` on a GPU, with dense products of one expert after the other."""
         from mpillm.engine.kernels.fp8_kernels import quantize_rows
 
         numbers = quantize_rows(x) if self.gate_up.rounds else x
@@ -134,10 +157,14 @@ class Mixture:
             if end > start:
                 pairs = choice.order[start:end].long()
                 gate_up = self.gate_up.of(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
-                hidden = self._ops.silu_mul(gate_up, self.down.rounds)
-                out[pairs] = self.down.of(expert)(hidden)
+                gate_up = self._biased(gate_up, self.gate_up.biases, expert)
+                hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
+                out[pairs] = self._biased(self.down.of(expert)(hidden), self.down.biases, expert)
             start = end
         return out
+
+    def _biased(self, product: Any, biases: Tensor | None, expert: int) -> Any:
+        return product if biases is None else self._ops.scaled(product).add_(biases[expert])
 
     def rounds(self, n_rows: int) -> bool:
         """Always False (see `Linear.rounds`): the router needs floats."""
@@ -152,22 +179,41 @@ def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
 
 
 class Layer:
-    def __init__(self, weights: Weights, index: int, experts: range, ops: Ops) -> None:
+    def __init__(self, weights: Weights, index: int, experts: range, max_seq_len: int, ops: Ops) -> None:
         prefix = f"model.layers.{index}"
         self.input_norm = weights.get(f"{prefix}.input_layernorm")
         self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
-        family, attention = weights.config.family, f"{prefix}.self_attn"
+        config, attention = weights.config, f"{prefix}.self_attn"
+        family = config.family
         self.qkv_bias = weights.bias(f"{attention}.qkv_proj") if family.qkv_bias else None
         self.qk_norms: tuple[Tensor, Tensor] | None = None  # of a head of q, and of k
         if family.qk_norm:
             self.qk_norms = weights.get(f"{attention}.q_norm"), weights.get(f"{attention}.k_norm")
         self.o = weights.linear(f"{prefix}.self_attn.o_proj")
-        self.post_norm = weights.get(f"{prefix}.post_attention_layernorm")
+        self.o_bias = weights.bias(f"{attention}.o_proj") if family.o_bias else None
+        post_norm = weights.get(f"{prefix}.post_attention_layernorm")
+        self.norms_after: tuple[Tensor, Tensor] | None = None  # of what attention and feed-forward add
+        self.post_norm = post_norm  # of the feed-forward's input
+        if family.norms_after:
+            self.norms_after = post_norm, weights.get(f"{prefix}.post_feedforward_layernorm")
+            self.post_norm = weights.get(f"{prefix}.pre_feedforward_layernorm")
+        self.kind = LayerKind(
+            config.window(index),
+            max_seq_len if config.window(index) and config.local_rope_theta is not None else 0,
+            weights.get(f"{attention}.sinks").float() if family.sinks else None,
+        )
         self.mlp: Mlp | Mixture
-        if weights.config.n_experts:
-            self.mlp = Mixture(weights, f"{prefix}.block_sparse_moe", experts, ops)
+        if family.experts is not None:
+            self.mlp = Mixture(weights, prefix, family.experts, experts, ops)
         else:
             self.mlp = Mlp(weights, ops, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is in it but Llama's norms, products, attention and SwiGLU."""
+        added = self.qkv_bias, self.qk_norms, self.o_bias, self.norms_after
+        is_silu = isinstance(self.mlp, Mlp) and self.mlp.activation == "silu"
+        return is_silu and self.kind == PLAIN and all(part is None for part in added)
 
 
 class Llama:
@@ -188,7 +234,8 @@ class Llama:
         self._ops = ops
         self._n_q, self._n_kv = layout.n_heads(config), _length(layout.kv_heads(config))
         self._n_heads = self._n_q + 2 * self._n_kv
-        self.layers = [Layer(weights, i, layout.experts(config), ops) for i in layout.layers(config)]
+        experts = layout.experts(config)
+        self.layers = [Layer(weights, i, experts, max_seq_len, ops) for i in layout.layers(config)]
         self.lm_head: Linear | None = None
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
             self.embedding = weights.get("model.embed_tokens")
@@ -198,6 +245,7 @@ class Llama:
         self.features: Features | None = None  # to keep, of each step
         self.vocabulary = layout.vocabulary(config)
         self.rotations = _rotations(config, max_seq_len).to(weights.device)
+        self.kinds = [layer.kind for layer in self.layers]
 
     def read_choices_above(self, n_rows: int) -> None:
         """Let the host wait for the choice of experts in steps of more rows, which no CUDA graph may have."""
@@ -208,10 +256,17 @@ class Llama:
     def embed(self, tokens: Tensor) -> Tensor:
         """Return rows of the embedding for `tokens` (int64)."""
         if self._groups.layout.tp_size == 1:
-            return self.embedding.index_select(0, tokens)
+            return self.scale_embedded(self.embedding.index_select(0, tokens))
         mine = (tokens >= self.vocabulary.start) & (tokens < self.vocabulary.stop)
         x = self.embedding.index_select(0, torch.where(mine, tokens - self.vocabulary.start, 0))
-        return self._groups.all_reduce(x.mul_(mine[:, None]))
+        return self.scale_embedded(self._groups.all_reduce(x.mul_(mine[:, None])))
+
+    def scale_embedded(self, x: Tensor) -> Tensor:
+        """Return rows of the embedding as the layers take them; x may be changed."""
+        if not self.config.family.scales_embedding:
+            return x
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as in transformers
+        return x.mul_(scale.item())
 
     def forward(
         self,
@@ -301,8 +356,9 @@ class Llama:
     ) -> Tensor | Unscaled | Partial | None:
         """Run the rest of a layer after attention: return what is still to be added to x, if anything is."""
         layer, eps = self.layers[i], self.config.rms_norm_eps
-        # What a product may be added to at once: a part of a sum and what an adapter changes are not.
-        residual = x if self._groups.layout.tp_size == 1 and adapters is None else None
+        # What a product may be added to at once: a part of a sum and what is changed before are not.
+        is_whole = self._groups.layout.tp_size == 1 and adapters is None
+        residual = x if is_whole and layer.norms_after is None else None
         part: Tensor | Unscaled | None = None
         if residual is not None and (few := layer.o.few(len(x))) is not None:
             few(attended, residual=residual)
@@ -310,8 +366,15 @@ class Llama:
             part = layer.o.unscaled(attended)
         if adapters is not None:
             adapters.add(i, "o", attended, part)
-        normed = self._ops.add_norm(x, self._sum(part), layer.post_norm, eps, layer.mlp.rounds(len(x)))
-        return self._sum(layer.mlp(normed, i, adapters, residual))
+        if layer.o_bias is not None:
+            if part is None:
+                x.add_(layer.o_bias)
+            else:
+                part = self._ops.scaled(part).add_(layer.o_bias)
+        delta = self._sum(part, None if layer.norms_after is None else layer.norms_after[0])
+        normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
+        added = layer.mlp(normed, i, adapters, residual)
+        return self._sum(added, None if layer.norms_after is None else layer.norms_after[1])
 
     def _chosen(self, x: Tensor, rows: Tensor, n_computed: int) -> Tensor:
         """Return `rows` of the residual x, of which each rank may have its own only."""
@@ -325,12 +388,19 @@ class Llama:
             return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
         return qkv.view(-1, self._n_heads, self.config.head_dim)
 
-    def _sum(self, product: Tensor | Unscaled | None) -> Tensor | Unscaled | Partial | None:
+    def _sum(
+        self, product: Tensor | Unscaled | None, norm: Tensor | None = None
+    ) -> Tensor | Unscaled | Partial | None:
         """Sum over the TP group, whose ranks have scales of their own. None has been added to the residual.
 
         A rank that is alone leaves the scales to the next operation, one that shares rows with the others
-        also the sum.
+        also the sum. With `norm` the sum is normed.
         """
+        if norm is not None:
+            assert product is not None
+            whole = self._groups.all_reduce(self._ops.scaled(product))
+            normed: Tensor = self._ops.add_norm(whole, None, norm, self.config.rms_norm_eps)
+            return normed
         if product is None or self._groups.layout.tp_size == 1:
             return product
         if (shared := self._groups.shared_rows) is not None:
@@ -348,13 +418,24 @@ def _length(part: slice) -> int:
 
 
 def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
-    """Return exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2]."""
-    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    angles = torch.outer(torch.arange(max_seq_len).float(), _scaled(frequencies, config.rope_scaling))
-    return torch.polar(torch.ones_like(angles), angles)
+    """Return exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2].
+
+    Where layers with a window have a base of their own, theirs come behind: [2 * max_seq_len, head_dim / 2].
+    """
+    plain = _of_rope(config.rope_theta, config.rope_scaling, config.head_dim, max_seq_len)
+    if config.local_rope_theta is None:
+        return plain
+    return torch.cat([plain, _of_rope(config.local_rope_theta, RopeScaling(), config.head_dim, max_seq_len)])
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _of_rope(theta: float, scaling: RopeScaling, head_dim: int, n: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    frequencies = _scaled(1.0 / theta**exponents, scaling, theta)
+    angles = torch.outer(torch.arange(n).float(), frequencies)
+    return torch.polar(torch.full_like(angles, scaling.attention_factor), angles)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     if scaling.kind == "llama3":
         # Low frequencies are divided by the factor, high ones kept, those between blended.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -362,4 +443,19 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
             (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         ).clamp(0, 1)
         return frequencies * (keep + (1 - keep) / scaling.factor)
+    if scaling.kind == "yarn":
+        # As llama3, with the blend even over the pairs' numbers (Peng et al., YaRN, 2023).
+        n, length = len(frequencies), scaling.original_max_position_embeddings
+
+        def pair(turns: float) -> float:
+            """Return which pair, from 0 to n, turns so often over the original length."""
+            return n * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * n - 1)
+        blend = (torch.arange(n).float() - low) / (high - low if high != low else 0.001)
+        keep = 1 - blend.clamp(0, 1)
+        return frequencies / scaling.factor * (1 - keep) + frequencies * keep
     return frequencies / scaling.factor

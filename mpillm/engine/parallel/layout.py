@@ -71,7 +71,17 @@ class Layout:
 
     def part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
         """Return this rank's rows and columns of one of its parameters (`tensors`), by Hugging Face name."""
+        rows, columns = self._matrix_part(name, config)
+        return (rows, ALL) if name.endswith(".bias") else (rows, columns)
+
+    def _matrix_part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
         d = config.head_dim
+        if ".experts." in name:
+            inner = share(
+                config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size
+            )
+        else:
+            inner = share(config.intermediate_size, self.tp_rank, self.tp_size)
         match name.split(".")[-2]:
             case "embed_tokens" | "lm_head":
                 return self.vocabulary(config), ALL
@@ -82,19 +92,21 @@ class Layout:
                 return slice(heads.start * d, heads.stop * d), ALL
             case "o_proj":
                 return ALL, share(config.n_heads * d, self.tp_rank, self.tp_size)
-            case "gate_proj" | "up_proj":
-                return share(config.intermediate_size, self.tp_rank, self.tp_size), ALL
-            case "down_proj":
-                return ALL, share(config.intermediate_size, self.tp_rank, self.tp_size)
-            case "w1" | "w3":
-                return self._expert_part(config), ALL
-            case "w2":
-                return ALL, self._expert_part(config)
+            case "gate_proj" | "up_proj" | "w1" | "w3":
+                return inner, ALL
+            case "down_proj" | "w2":
+                return ALL, inner
+            case "sinks":
+                return share(config.n_heads, self.tp_rank, self.tp_size), ALL
             case _:  # norms and routers
                 return ALL, ALL
 
-    def _expert_part(self, config: ModelConfig) -> slice:
-        return share(config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size)
+    def adds_bias(self, name: str) -> bool:
+        """Return whether this rank adds a projection's bias: of ranks that add up their parts, one does."""
+        last = name.split(".")[-2]
+        if last not in ("o_proj", "down_proj", "w2"):
+            return True
+        return (self.tp_rank // self.ep_size if ".experts." in name else self.tp_rank) == 0
 
     def tensors(self, config: ModelConfig) -> list[str]:
         """Return the names of the parameters that this rank holds a part of."""

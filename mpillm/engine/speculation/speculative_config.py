@@ -82,7 +82,7 @@ def draft_config(config: CoreConfig) -> CoreConfig | None:
         return None
     longest = config.max_seq_len
     if longest is not None:
-        longest = min(longest, load_model_config(how.speculative_model).longest_sequence)
+        longest = min(longest, load_model_config(how.speculative_model).max_position_embeddings)
     return replace(
         config,
         role="executor",

@@ -63,7 +63,7 @@ def gpu_needs(
         * 2
         * max(1, model.n_kv_heads // config.tp_size)
         * model.head_dim
-        * most_copied(config.max_seq_len or model.longest_sequence)
+        * most_copied(config.max_seq_len or model.max_position_embeddings)
     )
     return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
 

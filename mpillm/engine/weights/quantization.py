@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from mpillm.engine.model.families import Experts
 
 ALGORITHMS = ("int8", "fp8")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
@@ -39,8 +40,12 @@ def check_algorithm(source: str, algorithm: str, allowed: tuple[str, ...]) -> No
         )
 
 
-def quantization_config(algorithm: str, n_experts: int, kv_algorithm: str = "none") -> dict[str, Any]:
+def quantization_config(
+    algorithm: str, experts: Experts | None, kv_algorithm: str = "none"
+) -> dict[str, Any]:
     """Return `config.json`'s entry for `algorithm` and the cache's `kv_algorithm`: none (the model's) or fp8.
+
+    `experts`: the model's, whose router stays as it is.
 
     fp8 multiplies 8-bit weights with activations that are quantised token by token at run time
     (llm-compressor's FP8_DYNAMIC); int8 quantises only weights.
@@ -69,7 +74,7 @@ def quantization_config(algorithm: str, n_experts: int, kv_algorithm: str = "non
         **common,
         "format": _FORMATS[algorithm],
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(["re:.*block_sparse_moe[.]gate$"] if n_experts else [])],
+        "ignore": ["lm_head", *([f"re:.*{experts.prefix}[.]{experts.router}$"] if experts else [])],
     }
 
 

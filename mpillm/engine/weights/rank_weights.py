@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -84,11 +85,18 @@ class Shards(Weights):
 
     def bias(self, name: str) -> Tensor:
         prefix, _, last = name.rpartition(".")
-        return torch.cat([self._vector(f"{prefix}.{part}.bias") for part in FUSED.get(last, (last,))])
+        names = [f"{prefix}.{part}.bias" for part in FUSED.get(last, (last,))]
+        bias = torch.cat([self._vector(name) for name in names])
+        return bias if self._layout.adds_bias(names[0]) else torch.zeros_like(bias)
 
     def _vector(self, name: str) -> Tensor:
         """Return the part of a parameter that is never quantised; that of q and k in `model`'s order."""
-        part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
+        part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device)
+        if name.endswith("norm.weight") and self.config.family.norms_add_one:
+            part = part.float() + 1
+        if name.endswith("q_norm.weight") and (scalar := self.config.query_scalar) is not None:
+            part = part.float() * math.sqrt(self.config.head_dim / scalar)
+        part = part.to(self.dtype)
         if name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
             return rotary_order(part[:, None], self.config.head_dim)[:, 0].contiguous()
         return part

@@ -262,7 +262,7 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
 
     for name, place in (
         ("embed", 1),
-        ("silu_mul", 0),
+        ("gated", 0),
         ("rotate_store", 0),
         ("decode_attention", 0),
         ("context_attention", 0),

@@ -176,14 +176,49 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "GPT2LMHeadModel is not supported by the torch core; supported: Llama",
         ),
-        ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 of 2 experts"),
+        ({"num_local_experts": 2}, "LlamaForCausalLM has num_local_experts"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
+            "num_experts_per_tok 3 of 2 experts",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [1]},
+            r"mlp_only_layers \[1\] is not supported",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "decoder_sparse_step": 2},
+            "decoder_sparse_step 2 is not supported",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
+            "moe_intermediate_size is null; must be a positive number",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["chunked"] * 6},
+            "layer_types .* must name full_attention or sliding_attention for each of 6 layers",
+        ),
         ({"architectures": None, "model_type": "qwen2"}, "qwen2 is not supported"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"mlp_bias": True}, "mlp_bias true"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"sliding_window": 128}, "sliding_window 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope type yarn needs original_max_position_embeddings",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 64,
+                    "beta_fast": -1,
+                }
+            },
+            "beta_fast is -1; must be a positive number",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope type linear needs factor"),
         ({"rope_theta": 0}, "rope_theta is 0; must be a positive number"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, 'rope_theta is "1e4"; must be a positive number'),

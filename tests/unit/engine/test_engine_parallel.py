@@ -98,7 +98,9 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
 
     def contribution(layout: Layout, x: torch.Tensor) -> torch.Tensor:
         shards = Shards(source, config, layout, torch.float32)
-        return Mixture(shards, "model.layers.0.block_sparse_moe", layout.experts(config), ops)(x)
+        names = config.family.experts
+        assert names is not None
+        return Mixture(shards, "model.layers.0", names, layout.experts(config), ops)(x)
 
     for n in (0, 1, 40):
         x = torch.randn(n, config.hidden_size)

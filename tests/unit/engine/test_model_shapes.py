@@ -31,6 +31,9 @@ def test_a_checkpoint_in_several_files(
     assert answer(make_core(tmp_path), make_batch(prompts[:6])) == expected[:6]
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 500.0}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -47,6 +50,18 @@ def test_a_checkpoint_in_several_files(
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             },
+        },
+        {"rope_parameters": {**YARN, "factor": 8.0, "original_max_position_embeddings": 64}},
+        {
+            "rope_parameters": {
+                **YARN,
+                "factor": 40.0,
+                "original_max_position_embeddings": 16,
+                "beta_slow": 0.3,
+                "truncate": False,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            }
         },
     ],
     ids=lambda change: next(reversed(change)),
