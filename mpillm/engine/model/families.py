@@ -10,6 +10,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+# Projections with the same input are one matrix in the engine, with their outputs concatenated.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+}
 Raw = Mapping[str, Any]  # what `config.json` says, with the family's defaults
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # of `ops.gated`
 
@@ -19,7 +25,7 @@ class Experts(NamedTuple):
 
     prefix: str = "mlp"
     router: str = "gate"
-    gate_up: str = "gate_up_proj"  # of `layout.FUSED`
+    gate_up: str = "gate_up_proj"  # of `FUSED`
     down: str = "down_proj"
     inner_size: str = "intermediate_size"  # config.json's name
     biases: bool = False  # the router and each expert's products have one

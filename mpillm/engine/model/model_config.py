@@ -15,8 +15,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
-from mpillm.engine.model.families import FAMILIES, Family, Raw
-from mpillm.engine.parallel.layout import FUSED
+from mpillm.engine.model.families import FAMILIES, FUSED, Family, Raw
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.files import read_object
 

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
 ALL = slice(None)
-# Projections with the same input are one matrix in the engine, with their outputs concatenated.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-}
 
 
 def share(n: int, rank: int, size: int) -> slice:

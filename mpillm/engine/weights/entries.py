@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.engine.dtypes import N_BYTES, STORED
-from mpillm.engine.parallel.layout import FUSED
+from mpillm.engine.model.families import FUSED
 
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.engine.dtypes import torch_dtype
+from mpillm.engine.model.families import FUSED
 from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.parallel.layout import FUSED, Layout
+from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.engine_folder import EngineFolder
 from mpillm.engine.weights.entries import held_kv_scales, kv_scale_names, scale_name
