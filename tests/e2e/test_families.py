@@ -11,7 +11,7 @@ import pytest
 
 from mpillm.engine.model.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
-from tests.helpers.families import make_family
+from tests.helpers.families import make_family, pack_experts
 from tests.helpers.support import DONE, Starter
 
 pytest.importorskip("torch")
@@ -98,3 +98,14 @@ def test_experts_on_their_ranks(one: Starter, tmp_path: Path, name: str) -> None
             n_new=NEW_TOKENS,
             name=f"tp{tp}ep{ep}",
         )
+
+
+def test_experts_in_mxfp4(one: Starter, tmp_path: Path) -> None:
+    """Packed experts of four bits: on one rank, halves of each on two, and each on one of two."""
+    model = make_family("GptOssForCausalLM", tmp_path / "model", intermediate_size=64)
+    pack_experts(model, tmp_path / "model")
+    answers = make_answers(model, tmp_path)
+    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
+    for tp, ep in ((1, 1), (2, 1), (2, 2)):
+        more = layout(tp=tp, ep=ep)
+        check(one, tmp_path / "model", tp, answers, *more, n_new=NEW_TOKENS, name=f"tp{tp}ep{ep}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ MORE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
+    "GptOssForCausalLM": {
+        "sliding_window": 12,
+        "num_local_experts": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
+    "Gemma3ForCausalLM": {"sliding_window": 12, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
 }
 
 
@@ -42,10 +55,36 @@ def make_family(name: str, folder: Path, **more: Any) -> Any:
     torch.manual_seed(3)
     model = model_class(config).eval()
     with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj_bias"):  # a clamped activation has to clamp
+                parameter.add_(5 * torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                parameter.copy_(2 * torch.randn_like(parameter))
+            elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(2.0)
     model.save_pretrained(folder)
     return model
+
+
+def pack_experts(model: Any, folder: Path) -> None:
+    """Give a gpt-oss model other experts, in MXFP4, and write its folder anew with them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = torch.Generator().manual_seed(7)
+    tensors = load_file(folder / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        n, n_in, n_out = tensors.pop(name).shape
+        blocks = torch.randint(256, (n, n_out, n_in // 32, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(121, 125, (n, n_out, n_in // 32), dtype=torch.uint8, generator=random)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        wide = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        parameters[name].data.copy_(wide)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -18,6 +18,7 @@ FUSED = {
 }
 Raw = Mapping[str, Any]  # what `config.json` says, with the family's defaults
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # of `ops.gated`
+CLAMP, SWISH = 7.0, 1.702  # of clamped_swiglu: the largest value, and what the sigmoid's input is times
 
 
 class Experts(NamedTuple):
@@ -60,6 +61,14 @@ def _upper_layers(layer: int, raw: Raw) -> bool:
     return layer >= int(raw["max_window_layers"])
 
 
+def _even_layers(layer: int, raw: Raw) -> bool:
+    return layer % 2 == 0
+
+
+def _all_but_each(layer: int, raw: Raw) -> bool:
+    return (layer + 1) % int(raw["sliding_window_pattern"]) != 0
+
+
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES = {
@@ -76,5 +85,56 @@ FAMILIES = {
         qk_norm=True,
         slides=_all_layers,
         experts=Experts(inner_size="moe_intermediate_size"),
+    ),
+    "GptOssForCausalLM": Family(
+        defaults={
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+        fixed={
+            "attention_bias": (True, None),
+            "swiglu_alpha": (SWISH, None),
+            "swiglu_limit": (CLAMP, None),
+        },
+        qkv_bias=True,
+        o_bias=True,
+        slides=_even_layers,
+        sinks=True,
+        experts=Experts(router="router", biases=True, packed=True),
+        activation="clamped_swiglu",
+    ),
+    "Gemma3ForCausalLM": Family(
+        defaults={
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        fixed={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        qk_norm=True,
+        slides=_all_but_each,
+        local_rope=True,
+        activation="gelu_tanh",
+        norms_after=True,
+        norms_add_one=True,
+        scales_embedding=True,
     ),
 }

@@ -16,7 +16,7 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
 from mpillm.engine.model.families import FAMILIES, FUSED, Family, Raw
-from mpillm.engine.weights.quantization import parse_quantization
+from mpillm.engine.weights.quantization import Stored, parse_quantization
 from mpillm.files import read_object
 
 PRESETS = Path(__file__).parent / "presets"
@@ -73,6 +73,7 @@ class ModelConfig:
     norms_choice: bool = True  # the weights of a row's experts add up to 1
     quantization: str = "none"  # of the checkpoint: none, int8 or fp8
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
+    stored: Stored = "rows"  # what the checkpoint's scales are of
 
     def window(self, layer: int) -> int:
         """Return how many tokens a token of the layer sees, itself included; 0: all."""
@@ -236,9 +237,9 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         local = rope.get("sliding_attention") or {}
         _check_plain(local, source)
         rope = rope.get("full_attention", rope)
-        local_theta = float(number("rope_theta" if local else "rope_local_base_freq", None, local or raw))
+        local_theta = float(number("rope_theta", number("rope_local_base_freq"), local))
     theta = number("rope_theta", 10000.0, rope if "rope_theta" in rope else raw)
-    quantization, kv_quantization = parse_quantization(raw, source)
+    quantized = parse_quantization(raw, source, family.experts)
     n_experts = raw.get("num_local_experts", raw.get("num_experts"))
     if (n_experts is not None) != (family.experts is not None):
         said = "has" if n_experts is not None else "has no"
@@ -277,8 +278,9 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         else (),
         local_rope_theta=local_theta,
         query_scalar=float(number("query_pre_attn_scalar")) if scaled else None,
-        quantization=quantization,
-        kv_quantization=kv_quantization,
+        quantization=quantized.weights,
+        kv_quantization=quantized.kv_cache,
+        stored=quantized.stored,
         norms_choice=bool(raw.get("norm_topk_prob", True)),
         **experts,
     )

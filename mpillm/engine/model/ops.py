@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpillm.engine.model.families import CLAMP, SWISH, Activation
+
 if TYPE_CHECKING:
-    from mpillm.engine.model.families import Activation
     from mpillm.engine.parallel.shared_rows import SharedRows
 
 
@@ -58,9 +59,6 @@ def add_norm(
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of x times weight, over the last dimension."""
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-CLAMP, SWISH = 7.0, 1.702  # of clamped_swiglu: the largest value, and what the sigmoid's input is times
 
 
 def gated(gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu") -> Tensor:

@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
-from mpillm.engine.weights.entries import ITEM_BYTES, Entry, kv_scale_alias, kv_scale_names, stored
+from mpillm.engine.weights.entries import (
+    ITEM_BYTES,
+    Entry,
+    checkpoint_name,
+    kv_scale_alias,
+    kv_scale_names,
+    stored,
+)
 from mpillm.engine.weights.memory import shown
+from mpillm.engine.weights.packed_experts import is_packed, packed_entries
 from mpillm.engine.weights.quantization import RECORD
 from mpillm.files import read_object, replace_folder
 
@@ -200,7 +208,9 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
     expected: dict[str, Entry] = {}
     for name, shape in model.tensors().items():
-        expected |= stored(name, shape, model.dtype, model.quantization)
+        if not is_packed(name, model):
+            expected |= stored(checkpoint_name(name), shape, model.dtype, model.quantization)
+    expected |= packed_entries(model)
     if model.kv_quantization != "none":
         for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
             if name not in found and kv_scale_alias(name) in found:

@@ -45,6 +45,11 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
+def checkpoint_name(name: str) -> str:
+    """Return a checkpoint's name of a parameter: only sinks are no `….weight` there."""
+    return name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
+
+
 def kv_scale_names(layer: int) -> tuple[str, str]:
     """Return a checkpoint's names of the scales of a layer's cached keys and values."""
     return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"

@@ -15,16 +15,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from disagg.errors import ConfigError, nearest
-from mpillm.engine.model.families import Experts
+from mpillm.engine.model.families import Experts, Raw
 
 ALGORITHMS = ("int8", "fp8")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
 _TYPES = {"int": "int8", "float": "fp8"}
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
+
+
+# What a scale in a checkpoint is of: a matrix's row, or 32 numbers of four bits (see `packed_experts`).
+Stored = Literal["rows", "mxfp4"]
 
 
 def held(quantization: str, on_gpu: bool) -> str:
@@ -78,14 +82,24 @@ def quantization_config(
     }
 
 
-def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
-    """Return the algorithms of weights and KV cache in `quantization_config`, "none" for none.
+class Quantized(NamedTuple):
+    """What is quantised in a checkpoint."""
+
+    weights: str = "none"  # or int8 or fp8: what the engine computes with
+    kv_cache: str = "none"  # or fp8
+    stored: Stored = "rows"
+
+
+def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quantized:
+    """Return what `quantization_config` says. `experts`: the family's.
 
     Raises ConfigError if we cannot run it.
     """
     config = raw.get("quantization_config")
     if config is None:
-        return "none", "none"
+        return Quantized()
+    if isinstance(config, dict) and config.get("quant_method") == "mxfp4" and experts and experts.packed:
+        return Quantized(stored="mxfp4")
 
     def refuse(what: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
@@ -106,7 +120,7 @@ def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
         _check("kv_cache_scheme.", scheme, "float", ("tensor", "attn_head"), refuse)
         kv_algorithm = "fp8"
     if groups == {} and kv_algorithm != "none":
-        return "none", kv_algorithm
+        return Quantized("none", kv_algorithm)
     if (
         not isinstance(groups, dict)
         or len(groups) != 1
@@ -125,7 +139,7 @@ def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
     _check("weights.", weights, weights["type"], ("channel",), refuse)
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
-    return _TYPES[weights["type"]], kv_algorithm
+    return Quantized(_TYPES[weights["type"]], kv_algorithm)
 
 
 def _check(

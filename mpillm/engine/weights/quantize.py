@@ -94,6 +94,10 @@ def quantize(
         )
     if model.kv_quantization != "none" and kv_scales:
         raise ConfigError(f"{source}: it has scales for the KV cache already")
+    if model.family.experts is not None and model.family.experts.packed and algo != "none":
+        raise ConfigError(
+            f"{source}: its experts are one tensor in each layer, which only --quantization of a run rounds"
+        )
     if source.resolve() == target.resolve():
         raise ConfigError(f"{target}: holds the model to quantise; write to another folder")
     files = sorted(set(checkpoint_files(source, model).values()))

@@ -17,7 +17,8 @@ from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
-from mpillm.engine.weights.entries import kv_scale_alias
+from mpillm.engine.weights.entries import checkpoint_name, kv_scale_alias
+from mpillm.engine.weights.packed_experts import PackedExperts, is_packed
 
 
 class WeightSource(Protocol):
@@ -36,8 +37,18 @@ class Checkpoint:
         """Read headers only; ConfigError as `check_model`."""
         self._file_of = checkpoint_files(folder, config)
         self._open: dict[Path, Any] = {}
+        self._config = config
+        self._experts = PackedExperts(config, self._of_expert)
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        if is_packed(name, self._config):
+            return self._experts.get(name, rows, columns)
+        return self._read(checkpoint_name(name), rows, columns)
+
+    def _of_expert(self, name: str, expert: int) -> Tensor:
+        return self._read(name, slice(expert, expert + 1), ALL)[0]
+
+    def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         file = self._file_of[name]
         try:
             if file not in self._open:
