@@ -404,10 +404,11 @@ def test_families(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     prompts = [[3 + token % 300 for token in prompt] for prompt in prompts]
     options = {"dtype": "float32", **options}
     core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
-    found, wanted, most = answer(core, make_batch(prompts)), {"dtype": "float32"}, len(prompts) - 1
+    found, most = answer(core, make_batch(prompts)), len(prompts) - 1
+    other: dict[str, Any] = {"dtype": "float32"}
     if "quantization" in options:
-        wanted = {"gpu_bytes": 8 << 30, "device": 0, **options, "max_batch_size": 3}
-    others = answer(make_core(tmp_path, **wanted), make_batch(prompts))
+        other = {"gpu_bytes": 8 << 30, "device": 0, **options, "max_batch_size": 3}
+    others = answer(make_core(tmp_path, **other), make_batch(prompts))
     n = 1 if options["dtype"] == "bfloat16" or "quantization" in options else N_OUTPUT
     if options["dtype"] == "bfloat16":
         most = len(prompts) * 7 // 10
