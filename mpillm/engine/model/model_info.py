@@ -16,7 +16,7 @@ from mpillm.engine.model.model_config import ModelConfig, check_architecture, lo
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle_config
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows
-from mpillm.engine.weights.checkpoint_folder import checkpoint_files
+from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.weights.entries import is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
@@ -157,9 +157,10 @@ def model_info(config: CoreConfig) -> ModelInfo:
             dtype=engine.dtype,
             quantization=engine.quantization,
             kv_quantization=engine.kv_quantization,
+            stored="rows",
         )
     elif folder is not None and config.load_format == "auto":
-        checkpoint_files(folder, model)
+        check_scales(checkpoint_files(folder, model))
     # Never float16: float32 holds its values exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype

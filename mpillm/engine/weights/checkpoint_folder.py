@@ -14,15 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
 from mpillm.engine.weights.entries import (
     ITEM_BYTES,
     Entry,
-    checkpoint_name,
+    in_checkpoint,
     kv_scale_alias,
     kv_scale_names,
-    stored,
 )
 from mpillm.engine.weights.memory import shown
 from mpillm.engine.weights.packed_experts import is_packed, packed_entries
@@ -199,6 +201,31 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
+def check_scales(files: Mapping[str, Path]) -> None:
+    """Raise ConfigError unless the scales among the tensors `files` are finite and not negative."""
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        if name.endswith(("_scale", "_scale_inv")):
+            by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+            for name in names:
+                there = header.get(name) or header[kv_scale_alias(name)]
+                start, end = there["data_offsets"]
+                stream.seek(8 + length + start)
+                numbers = _floats(stream.read(end - start), there["dtype"])
+                if not (np.isfinite(numbers) & (numbers >= 0)).all():
+                    raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
+
+
+def _floats(data: bytes, dtype: str) -> NDArray[Any]:
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[dtype])
+
+
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """Return the file of every tensor of `model`.
 
@@ -209,7 +236,7 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     expected: dict[str, Entry] = {}
     for name, shape in model.tensors().items():
         if not is_packed(name, model):
-            expected |= stored(checkpoint_name(name), shape, model.dtype, model.quantization)
+            expected |= in_checkpoint(name, shape, model)
     expected |= packed_entries(model)
     if model.kv_quantization != "none":
         for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
@@ -224,7 +251,8 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
         if name not in found:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
         file, (dtype, shape) = found[name]
-        if shape != entry.shape:
+        is_one = entry.shape == () and math.prod(shape) == 1  # in any number of dimensions
+        if shape != entry.shape and not is_one:
             raise ConfigError(
                 f"{file}: tensor {name} has shape {list(shape)}, config.json makes it {list(entry.shape)}"
             )

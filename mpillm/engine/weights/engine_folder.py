@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the files: another number means other tensors
 _ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8"}  # TensorRT-LLM's names
+_OF_WEIGHTS = ("dtype", "quantization", "kv_quantization", "stored")  # which an engine has of its own
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
 
@@ -152,7 +153,7 @@ def check_engine(
             raise ConfigError(f"{option}: built with {name} {has}, not with --{name} {value}")
     for field in dataclasses.fields(built):
         ours, theirs = getattr(model, field.name), getattr(built, field.name)
-        if ours != theirs and field.name not in ("dtype", "quantization", "kv_quantization"):
+        if ours != theirs and field.name not in _OF_WEIGHTS:
             raise ConfigError(
                 f"{option}: built from another model than {config.model_path}:"
                 f" {field.name} {theirs}, not {ours}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.engine.dtypes import N_BYTES, STORED
 from mpillm.engine.model.families import FUSED
+from mpillm.engine.weights.quantization import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
@@ -45,6 +46,11 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
+def block_scale_name(name: str) -> str:
+    """Return the name of the scales of a parameter's blocks; their inverse divides numbers, they multiply."""
+    return f"{name}_scale_inv"
+
+
 def checkpoint_name(name: str) -> str:
     """Return a checkpoint's name of a parameter: only sinks are no `….weight` there."""
     return name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
@@ -71,6 +77,16 @@ def stored(name: str, shape: tuple[int, ...], dtype: str, quantization: str) -> 
     if quantization == "none" or not is_linear(name):
         return {name: Entry(STORED[dtype], shape)}
     return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}
+
+
+def in_checkpoint(name: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Entry]:
+    """As `stored`, of a checkpoint of `model`."""
+    if is_linear(name) and model.stored == "matrix":
+        return {name: Entry(STORED[model.quantization], shape), scale_name(name): Entry("F32", ())}
+    if is_linear(name) and model.stored == "blocks":
+        blocks = tuple(-(-n // BLOCK_SIZE) for n in shape)
+        return {name: Entry(STORED["fp8"], shape), block_scale_name(name): Entry("F32", blocks)}
+    return stored(checkpoint_name(name), shape, model.dtype, model.quantization)
 
 
 def rank_entries(

@@ -106,7 +106,8 @@ def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str
     width = N_BYTES[dtype]
     # as rows, and packed
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
-    under_way = 2 * width if quantization == "none" else 3 * 4
+    is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
+    under_way = 3 * 4 if is_widened else 2 * width
     return (
         rank_bytes(model, layout, dtype, held(quantization, on_gpu=False))
         + tied * width

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm.engine.model.families import Experts, Raw
+from mpillm.files import read_object
 
 ALGORITHMS = ("int8", "fp8")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
@@ -27,8 +28,12 @@ _DENSE = "dense"  # compressed-tensors' word for weights that are floats
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 
 
-# What a scale in a checkpoint is of: a matrix's row, or 32 numbers of four bits (see `packed_experts`).
-Stored = Literal["rows", "mxfp4"]
+MODELOPT = "hf_quant_config.json"
+BLOCK_SIZE = 128  # rows and columns of "blocks"
+# What a scale in a checkpoint is of: a matrix's row, all of it, a square block, or 32 numbers of four bits
+# (see `packed_experts`). The engine has rows, or floats for the last two.
+Stored = Literal["rows", "matrix", "blocks", "mxfp4"]
+_STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
 
 
 def held(quantization: str, on_gpu: bool) -> str:
@@ -91,15 +96,16 @@ class Quantized(NamedTuple):
 
 
 def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quantized:
-    """Return what `quantization_config` says. `experts`: the family's.
+    """Return what `quantization_config` says, or ModelOpt's file beside it. `experts`: the family's.
 
     Raises ConfigError if we cannot run it.
     """
     config = raw.get("quantization_config")
+    beside = source.parent / MODELOPT
+    if config is None and beside.is_file():
+        config, source = {"quant_method": "modelopt"} | read_object(beside).get("quantization", {}), beside
     if config is None:
         return Quantized()
-    if isinstance(config, dict) and config.get("quant_method") == "mxfp4" and experts and experts.packed:
-        return Quantized(stored="mxfp4")
 
     def refuse(what: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
@@ -107,18 +113,21 @@ def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quant
             f" supported: {supported}"
         )
 
-    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
-        raise refuse(
-            "quant_method",
-            config.get("quant_method") if isinstance(config, dict) else config,
-            "compressed-tensors",
-        )
-    groups, kv_algorithm = config.get("config_groups"), "none"
-    if (scheme := config.get("kv_cache_scheme")) is not None:
-        if not isinstance(scheme, dict):
-            raise refuse("kv_cache_scheme", scheme, "null, or an object")
-        _check("kv_cache_scheme.", scheme, "float", ("tensor", "attn_head"), refuse)
-        kv_algorithm = "fp8"
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    methods: dict[str, Callable[..., Quantized]] = {
+        "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
+        "fp8": _fp8,
+    }
+    if experts is not None and experts.packed:
+        methods["mxfp4"] = lambda config, refuse: Quantized(stored="mxfp4")
+    if not isinstance(method, str) or method not in methods:
+        raise refuse("quant_method", method, ", ".join(methods))
+    return methods[method](config, refuse)
+
+
+def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
     if groups == {} and kv_algorithm != "none":
         return Quantized("none", kv_algorithm)
     if (
@@ -136,10 +145,44 @@ def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quant
     ):
         if value not in allowed:
             raise refuse(name, value, ", ".join(map(json.dumps, allowed)))
-    _check("weights.", weights, weights["type"], ("channel",), refuse)
+    _check("weights.", weights, weights["type"], tuple(_STRATEGIES), refuse)
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
-    return Quantized(_TYPES[weights["type"]], kv_algorithm)
+    return Quantized(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
+
+
+def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
+    if (algorithm := config.get("quant_algo")) != "FP8":
+        raise refuse("quant_algo", algorithm, '"FP8"')
+    kept = config.get("exclude_modules") or config.get("ignore")
+    if "lm_head" not in (kept or ()):
+        raise refuse("exclude_modules", kept, 'a list with "lm_head" in it')
+    cache = config.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise refuse("kv_cache_quant_algo", cache, 'null, "FP8"')
+    return Quantized("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
+
+
+def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As DeepSeek's and Qwen's: a scale for each block, whose products are floats here."""
+    if (size := config.get("weight_block_size")) is None:
+        return Quantized("fp8", stored="matrix")
+    if size != [BLOCK_SIZE] * 2:
+        raise refuse("weight_block_size", size, f"[{BLOCK_SIZE}, {BLOCK_SIZE}]")
+    if (scales := config.get("scale_fmt", "float")) not in ("float", None):
+        raise refuse("scale_fmt", scales, "floats")
+    return Quantized(stored="blocks")
+
+
+def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:
+    if (scheme := config.get("kv_cache_scheme")) is None:
+        return "none"
+    if not isinstance(scheme, dict):
+        raise refuse("kv_cache_scheme", scheme, "null, or an object")
+    # ModelOpt leaves out what is fp8's usual form.
+    _check("kv_cache_scheme.", {"strategy": "tensor"} | scheme, "float", ("tensor", "attn_head"), refuse)
+    return "fp8"
 
 
 def _check(

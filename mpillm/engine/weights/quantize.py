@@ -34,6 +34,7 @@ from mpillm.engine.weights.checkpoint_folder import (
 from mpillm.engine.weights.entries import Entry, is_linear, scale_name, stored
 from mpillm.engine.weights.quantization import (
     ALGORITHMS,
+    BLOCK_SIZE,
     RECORD,
     check_algorithm,
     quantization_config,
@@ -60,6 +61,15 @@ def dequantize_rows(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return wide.mul_(scales).to(dtype)
 
 
+def dequantize_blocks(numbers: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Return float32 values of fp8 `numbers`, rows and columns of a matrix whose blocks have `scales`."""
+    blocks = [
+        torch.arange(n * BLOCK_SIZE)[part][:size] // BLOCK_SIZE
+        for n, part, size in zip(scales.shape, (rows, columns), numbers.shape, strict=True)
+    ]
+    return widen(numbers) * scales.float()[blocks[0]][:, blocks[1]]
+
+
 def quantize(
     source: Path,
     target: Path,
@@ -82,16 +92,10 @@ def quantize(
     model = load_model_config(str(source))
     if not source.is_dir():
         raise ConfigError(f"{source}: not the folder of a model")
-    if model.quantization != "none" and algo != "none":
-        raise ConfigError(
-            f"{source}: its weights are {model.quantization} already;"
-            " quantise the model that it was made from"
-        )
-    if model.quantization != "none" and kv_scales:
-        raise ConfigError(
-            f"{source}: its weights are {model.quantization} already;"
-            " calibrate the model that it was made from"
-        )
+    has = model.quantization if model.stored not in ("blocks", "mxfp4") else model.stored
+    if has != "none" and (algo != "none" or kv_scales):
+        do = "quantise" if algo != "none" else "calibrate"
+        raise ConfigError(f"{source}: its weights are {has} already; {do} the model that it was made from")
     if model.kv_quantization != "none" and kv_scales:
         raise ConfigError(f"{source}: it has scales for the KV cache already")
     if model.family.experts is not None and model.family.experts.packed and algo != "none":

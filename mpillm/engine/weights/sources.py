@@ -17,8 +17,15 @@ from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
-from mpillm.engine.weights.entries import checkpoint_name, kv_scale_alias
+from mpillm.engine.weights.entries import (
+    block_scale_name,
+    checkpoint_name,
+    is_linear,
+    kv_scale_alias,
+    scale_name,
+)
 from mpillm.engine.weights.packed_experts import PackedExperts, is_packed
+from mpillm.engine.weights.quantize import dequantize_blocks
 
 
 class WeightSource(Protocol):
@@ -39,11 +46,19 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
         self._config = config
         self._experts = PackedExperts(config, self._of_expert)
+        # How many rows share a scale.
+        self._one_scale_of = {scale_name(name): shape[0] for name, shape in config.tensors().items()}
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if is_packed(name, self._config):
             return self._experts.get(name, rows, columns)
-        return self._read(checkpoint_name(name), rows, columns)
+        if self._config.stored == "matrix" and name in self._one_scale_of:
+            return self._read(name, ALL, ALL).reshape(1, 1).expand(self._one_scale_of[name], 1)[rows]
+        found = self._read(checkpoint_name(name), rows, columns)
+        if self._config.stored == "blocks" and is_linear(name):
+            scales = self._read(block_scale_name(name), ALL, ALL)
+            return dequantize_blocks(found, scales, rows, columns)
+        return found
 
     def _of_expert(self, name: str, expert: int) -> Tensor:
         return self._read(name, slice(expert, expert + 1), ALL)[0]

@@ -96,8 +96,11 @@ def test_what_is_wrong_is_said(folders: tuple[Path, Any], tmp_path: Path) -> Non
 
 
 def test_they_are_not_quantised_to_another_folder(folders: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which only --quantization of a run rounds"):
+    with pytest.raises(ConfigError, match="its weights are mxfp4 already; quantise the model"):
         quantize(folders[0], tmp_path / "int8", "int8")
+    make_family("GptOssForCausalLM", tmp_path / "floats")
+    with pytest.raises(ConfigError, match="which only --quantization of a run rounds"):
+        quantize(tmp_path / "floats", tmp_path / "int8", "int8")
 
 
 def test_other_values_of_what_is_fixed(folders: tuple[Path, Any], tmp_path: Path) -> None:

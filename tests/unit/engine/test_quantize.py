@@ -374,7 +374,7 @@ def test_a_damaged_quantised_checkpoint(folders: Folders, tmp_path: Path) -> Non
             {"weights": {"num_bits": 4}},
             r"weights.num_bits 4 is not supported by the torch core; supported: 8",
         ),
-        ({"weights": {"strategy": "tensor"}}, 'weights.strategy "tensor"'),
+        ({"weights": {"strategy": "group"}}, 'weights.strategy "group"'),
         ({"weights": {"symmetric": False}}, "weights.symmetric false"),
         ({"targets": ["re:.*mlp.*"]}, "targets"),
     ],
