@@ -21,16 +21,16 @@ from mpillm.builder.preconditions import (
     python_with_trtllm,
     weights,
 )
-from mpillm.builder.trtllm_options import BUILD, CONVERT, PARALLELISM, QUANTIZE
+from mpillm.builder.trtllm_converters import LLAMA, Converter, converter_for
+from mpillm.builder.trtllm_options import BUILD, PARALLELISM, QUANTIZE
 from mpillm.config.backends import TrtllmHlApiConfig
 from mpillm.config.flags import overlaid
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
+from mpillm.files import read_object
 from mpillm.models.model_files import BuildConfig, EngineConfig
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
-# Mixtral's is the same
-_CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")
 _BUILD_SCRIPT = ("tensorrt_llm/commands/build.py",)
 # Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included: is the disk
 # large enough?
@@ -207,15 +207,22 @@ class TRTLLMQuantizerOp(Operation):
         """Return the flags, checked, without folders."""
         flags = dict(self.config.flags)
         layout = self.layout
-        sizes = [] if self.export_hf else [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
         if self._quantizes:
+            sizes = [] if self.export_hf else [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
             if self.export_hf:
                 flags.setdefault("export_format", "hf")
             return [*sizes, *QUANTIZE.arguments(flags, _CHECKPOINT_SOURCE)]
         flags.pop("qformat", None)
-        if layout.ep_size > 1:
-            sizes += [f"--moe_tp_size={layout.tp_size // layout.ep_size}", f"--moe_ep_size={layout.ep_size}"]
-        return [*sizes, *CONVERT.arguments(flags, f"{_CHECKPOINT_SOURCE} (without qformat)")]
+        converter = self._converter()
+        return [
+            *converter.sizes(layout),
+            *converter.tool.arguments(flags, f"{_CHECKPOINT_SOURCE} (without qformat)"),
+        ]
+
+    def _converter(self) -> Converter:
+        """Return the script for the model's family; Llama's where no model is there, which `check` says."""
+        file = self.model / "config.json"
+        return converter_for(read_object(file), str(self.model)) if file.is_file() else LLAMA
 
     def inputs(self) -> dict[str, Any]:
         head = self._head()
@@ -228,7 +235,7 @@ class TRTLLMQuantizerOp(Operation):
 
     def _head(self, must: bool = False) -> list[str]:
         return self.loader.script(
-            _QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, must, quantizer=True
+            _QUANTIZE_SCRIPT if self._quantizes else self._converter().scripts, must, quantizer=True
         )
 
     def files(self) -> Sequence[str]:

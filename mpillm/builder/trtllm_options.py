@@ -1,7 +1,7 @@
 """The options of TensorRT-LLM's tools, to find a misspelt flag before an hour of calibration, not after it.
 
 The names and the values they take are those of TensorRT-LLM 1.x: `examples/quantization/quantize.py`,
-`examples/models/core/llama/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with
+`examples/models/core/*/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with
 the plug-ins of `tensorrt_llm/plugin/plugin.py`).
 """
 
@@ -122,6 +122,53 @@ CONVERT = Tool(
         weight_only_precision=("int8", "int4", "int8_gptq", "int4_gptq", "int4_awq"),
     ),
     _OURS,
+)
+
+_CALIBRATED = "int8_kv_cache per_channel per_token use_weight_only load_model_on_cpu"
+
+QWEN_CONVERT = Tool(
+    "qwen's convert_checkpoint.py",
+    _options(
+        {
+            _INT: "cp_size moe_tp_size group_size workers embedding_sharding_dim",
+            _FLOAT: "smoothquant",
+            _TEXT: "calib_dataset",
+            _FLAG: f"{_CALIBRATED} disable_weight_only_quant_plugin per_group use_parallel_embedding",
+        },
+        dtype=_DTYPES,
+        weight_only_precision=("int8", "int4", "int4_gptq", "int8_gptq"),
+    ),
+    _OURS,
+)
+
+GPT_CONVERT = Tool(
+    "gpt's convert_checkpoint.py",
+    _options(
+        {
+            _INT: "embedding_sharding_dim workers",
+            _FLOAT: "smoothquant",
+            _TEXT: "calib_dataset dataset_cache_dir log_level",
+            _FLAG: f"{_CALIBRATED} use_parallel_embedding",
+        },
+        gpt_variant=("gpt2", "santacoder", "starcoder", "starcoder2", "persimmon", "kosmos-2", "nemotron"),
+        dtype=_DTYPES,
+        weight_only_precision=("int8", "int4"),
+    ),
+    _OURS,
+)
+
+GEMMA_CONVERT = Tool(
+    "gemma's convert_checkpoint.py",
+    _options(
+        {
+            _FLOAT: "smoothquant",
+            _TEXT: "quant_ckpt_path calib_dataset tokenizer_dir",
+            _FLAG: f"{_CALIBRATED} use-int8-weight-only-embedding enable_fp8 fp8_kv_cache use_smooth_quant",
+        },
+        dtype=_DTYPES,
+        weight_only_precision=("int8", "int4", "w4a8_awq", "w4a16_awq"),
+    ),
+    _OURS | {"ckpt-type": "model_path", "world-size": PARALLELISM["tp_size"]},
 )
 
 BUILD = Tool(

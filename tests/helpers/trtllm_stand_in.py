@@ -100,6 +100,7 @@ def make_library(folder: Path) -> Path:
     for name, text in (
         ("examples/quantization/quantize.py", _QUANTIZE),
         ("examples/models/core/llama/convert_checkpoint.py", _CONVERT),
+        ("examples/models/core/qwen/convert_checkpoint.py", _CONVERT),
         ("tensorrt_llm/commands/build.py", _BUILD),
     ):
         path = folder / name
@@ -108,10 +109,10 @@ def make_library(folder: Path) -> Path:
     return folder
 
 
-def make_model(folder: Path, **config: int) -> Path:
+def make_model(folder: Path, architecture: str = "LlamaForCausalLM", **config: int) -> Path:
     """Return a Hugging Face folder, as far as anybody looks into it before weights are read."""
     folder.mkdir(parents=True)
     shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, **config}
-    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "config.json").write_text(json.dumps(shape | {"architectures": [architecture]}))
     (folder / "model.safetensors").write_bytes(b"weights")
     return folder

@@ -111,6 +111,40 @@ def test_without_qformat_the_checkpoint_is_converted(place: Path) -> None:
     assert Path("engine/rank1.engine").is_file()
 
 
+def test_each_family_has_its_converter(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(place / "qwen", "Qwen3MoeForCausalLM", num_experts=8)
+    qwen = ("--model_path=qwen", "--tensor_parallelism=2", "--moe_expert_parallelism=2")
+    assert generate(*qwen, "--trtllm_checkpoint_flags=dtype:bfloat16") == 0
+    (command,) = json.loads(Path("ckpt/mpillm-stamp.json").read_text())["commands"]
+    wanted = "core/qwen/convert_checkpoint.py --model_dir=qwen --output_dir=ckpt --tp_size=2 --pp_size=1"
+    assert f"{wanted} --moe_tp_size=1 --moe_ep_size=2 --dtype=bfloat16" in command
+    make_model(place / "gemma", "Gemma3ForCausalLM")
+    assert generate("--model_path=gemma", "--tensor_parallelism=2", "--dry_run") == 0
+    wanted = "core/gemma/convert_checkpoint.py --model_dir=gemma --output_dir=ckpt"
+    assert f"{wanted} --ckpt-type=hf --world-size=2" in capsys.readouterr().out
+    for options, message in (
+        (
+            ("--model_path=gemma", "--pipeline_parallelism=2"),
+            "gemma's convert_checkpoint.py has no option for it",
+        ),
+        (
+            ("--model_path=gemma", "--trtllm_checkpoint_flags=tp:2"),
+            "gemma's convert_checkpoint.py has no option",
+        ),
+    ):
+        assert generate(*options, "--dry_run") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_family_without_a_converter_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(place / "oss", "GptOssForCausalLM", num_local_experts=8)
+    assert generate("--model_path=oss") == 2
+    assert (
+        "TensorRT-LLM has no convert_checkpoint.py for GptOssForCausalLM; it has" in capsys.readouterr().err
+    )
+    assert not Path("ckpt").exists()
+
+
 def test_experts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(place / "mixtral", num_local_experts=8)
     options = ("--model_path=mixtral", "--tensor_parallelism=4", "--moe_expert_parallelism=2")
