@@ -72,7 +72,11 @@ def kv_scales(
                 kinds=model.kinds,
             )
             attention.largest = largest
-            model.forward(model.embed(torch.tensor(prompt)), attention, torch.tensor([len(prompt) - 1]))
+            model.forward(
+                model.embed(torch.tensor(prompt), attention.positions),
+                attention,
+                torch.tensor([len(prompt) - 1]),
+            )
             if progress is not None and (i + 1) % 16 == 0:
                 progress(f"calibrating the KV cache: {i + 1} of {len(prompts)} prompts")
     scales = torch.where(largest == 0, 1.0, largest * (_MARGIN / LARGEST))

@@ -47,7 +47,7 @@ class CpuSteps:
             part.model.kinds,
         )
         x = (
-            part.model.embed(torch.tensor(step.tokens))
+            part.model.embed(torch.tensor(step.tokens), attention.positions)
             if part.groups.layout.is_first_stage
             else part.receive_hidden(len(step.tokens))
         )

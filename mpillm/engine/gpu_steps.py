@@ -120,7 +120,11 @@ class GpuSteps:
     def _forward_decode(self, size: int) -> Tensor:
         """Run a decode step on what the buffers hold."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
-        x = self._embed(tokens, slots) if self._part.groups.layout.is_first_stage else self._hidden[:size]
+        x = (
+            self._embed(tokens, slots, positions)
+            if self._part.groups.layout.is_first_stage
+            else self._hidden[:size]
+        )
         return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
 
     def _mixed(
@@ -151,7 +155,7 @@ class GpuSteps:
         if self._layers is not None and self._layers.has(size):
             return self._layers.run(rows_there, n, attention, wanted_there, layer_stored), slots_wanted
         is_first = self._part.groups.layout.is_first_stage
-        x = self._embed(rows_there[0], rows_there[1]) if is_first else self._part.receive_hidden(n)
+        x = self._embed(*rows_there) if is_first else self._part.receive_hidden(n)
         return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
     def _padded(self, rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
@@ -166,10 +170,10 @@ class GpuSteps:
         n_queries = self.kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
         return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
 
-    def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         model = self._part.model
         x: Tensor = self.kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
-        return model.scale_embedded(self._part.groups.all_reduce(x))
+        return model.placed(self._part.groups.all_reduce(x), positions)
 
     def _attention(
         self, slots: Tensor, positions: Tensor, n_decode: int, contexts: Contexts | None

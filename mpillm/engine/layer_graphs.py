@@ -27,7 +27,7 @@ class LayerGraphs:
     def __init__(
         self,
         part: ModelPart,
-        embed: Callable[[Tensor, Tensor], Tensor],
+        embed: Callable[[Tensor, Tensor, Tensor], Tensor],
         attention: Callable[[Tensor, Tensor], PagedAttention],
         nobody: int,
         most: int,
@@ -35,8 +35,8 @@ class LayerGraphs:
     ) -> None:
         """Make room for graphs of up to `most` rows.
 
-        `embed` gets tokens and slots, `attention` slots and positions; `nobody`: the slot of padding; `pool`:
-        the memory pool of the decode graphs, which never run at the same time.
+        `embed` gets tokens, slots and positions, `attention` slots and positions; `nobody`: the slot of
+        padding; `pool`: the memory pool of the decode graphs, which never run at the same time.
         """
         model, device = part.model, part.device
         self._part, self._embed, self._attention = part, embed, attention
@@ -106,7 +106,7 @@ class LayerGraphs:
             qkv = model.between(layer - 1, x, self._attended[:size])
         else:
             if self._part.groups.layout.is_first_stage:
-                x.copy_(self._embed(tokens, slots))
+                x.copy_(self._embed(tokens, slots, positions))
             qkv = model.enter(x)
         self._attention(slots, positions).store(layer, qkv, self._turned[:size])
 

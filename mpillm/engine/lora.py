@@ -158,7 +158,8 @@ def _place(module: int, model: ModelConfig) -> tuple[str, int, slice]:
         "mlp_gate": ("gate_up", h, slice(i, 2 * i)),
         "mlp_4h_to_h": ("down", i, slice(0, h)),
     }
-    if name not in places or (model.n_experts and name.startswith("mlp")):
+    is_dense = not model.n_experts and model.family.is_gated
+    if name not in places or (not is_dense and name.startswith("mlp")):
         raise ValueError(f"lora_config: this model has no module {name}")
     return places[name]
 

@@ -41,6 +41,7 @@ MORE: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "GPT2LMHeadModel": {"n_inner": 96, "initializer_range": 0.1},
     "Gemma3ForCausalLM": {"sliding_window": 12, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
 }
 
@@ -51,7 +52,9 @@ def make_family(name: str, folder: Path, **more: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, name)
-    config = model_class.config_class(**{**SHAPE, **MORE.get(name, {}), **more})
+    no = ("intermediate_size", "head_dim", "num_key_value_heads") if name == "GPT2LMHeadModel" else ()
+    shape = {field: value for field, value in SHAPE.items() if field not in no}
+    config = model_class.config_class(**{**shape, **MORE.get(name, {}), **more})
     torch.manual_seed(3)
     model = model_class(config).eval()
     with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count

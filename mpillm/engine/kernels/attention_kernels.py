@@ -341,8 +341,6 @@ def _context(
     result = tl.zeros([ROWS, BLOCK_D], tl.float32)
     value_scale = 1.0
     begin = 0  # of the tokens that any query sees
-    # Padding rows see something, too, or they would divide by zero.
-    own_position = position + tl.minimum(token, n - 1)
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
     if SCALED:
@@ -362,6 +360,7 @@ def _context(
             value = tl.load(values + cell, mask=inside, other=0.0).to(wide_q.dtype)
             seen = held[None, :]
             if WINDOW > 0:
+                own_position = position + tl.minimum(token, n - 1)
                 seen = seen & ((start + step)[None, :] > own_position[:, None] - WINDOW)
             best, total, result = _take_in(best, total, result, wide_q, key, value, seen, scale, True)
     # What is in rows: first the tiles that every query sees.
@@ -377,7 +376,7 @@ def _context(
         value = tl.load(first + K * D + where, mask=inside, other=0.0)
         best, total, result = _take_in(best, total, result, q, key, value, inside, scale, False)
         first += TILE * W
-    limit = own_position - n_cached
+    limit = own + tl.minimum(token, n - 1)  # padding rows see something, or they would divide by zero
     for start in range(n_full, own + n, TILE):
         inside = (start + step < own + n)[:, None] & (d < D)[None, :]
         key = tl.load(first + where, mask=inside, other=0.0)

@@ -120,7 +120,7 @@ class StepAttention:
                 for span in spans
             ]
         )
-        self._positions, self._table = torch.from_numpy(positions), rotations
+        self.positions, self._table = torch.from_numpy(positions), rotations
         self._rotations: dict[int, Tensor] = {}  # of the rows, by where those of their layers begin
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
         self._places = torch.from_numpy(blocks * self._size + positions % self._size)
@@ -185,7 +185,7 @@ class StepAttention:
         """Return the rows' rotations in a layer: complex64 [rows, 1, head_dim / 2]."""
         first = kind.first_rotation
         if first not in self._rotations:
-            self._rotations[first] = self._table[self._positions + first][:, None]
+            self._rotations[first] = self._table[self.positions + first][:, None]
         return self._rotations[first]
 
     def _rotate_and_store(self, qkv: Tensor, rotations: Tensor, pools: tuple[Pool, Pool]) -> None:

@@ -36,6 +36,7 @@ class Experts(NamedTuple):
 class Family(NamedTuple):
     """How a family differs from Llama."""
 
+    renames: Mapping[str, str] = MappingProxyType({})  # fields of config.json that Llama calls otherwise
     defaults: Raw = MappingProxyType({})  # of fields that config.json may leave out, as transformers has them
     # Fields that may have no other value (None: be left out), besides those of every family.
     fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
@@ -48,6 +49,9 @@ class Family(NamedTuple):
     sinks: bool = False  # each head has a score that takes its share of attention, and adds nothing
     experts: Experts | None = None
     activation: Activation = "silu"
+    is_gated: bool = True  # the feed-forward; otherwise the activation of one product, with biases
+    layer_norms: bool = False  # in place of RMS norms: with means and biases
+    learned_positions: bool = False  # added to the embedding, in place of rotations
     norms_after: bool = False  # what attention and feed-forward add is normed, too
     norms_add_one: bool = False  # a norm's weight is stored less 1
     scales_embedding: bool = False  # by the square root of hidden_size
@@ -85,6 +89,34 @@ FAMILIES = {
         qk_norm=True,
         slides=_all_layers,
         experts=Experts(inner_size="moe_intermediate_size"),
+    ),
+    "GPT2LMHeadModel": Family(
+        renames={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_inner": "intermediate_size",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        defaults={
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-5,
+        },
+        fixed={
+            "activation_function": ("gelu_new",),
+            "scale_attn_weights": (True, None),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+            "add_cross_attention": (False, None),
+        },
+        qkv_bias=True,
+        o_bias=True,
+        activation="gelu_tanh",
+        is_gated=False,
+        layer_norms=True,
+        learned_positions=True,
     ),
     "GptOssForCausalLM": Family(
         defaults={

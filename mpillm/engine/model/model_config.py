@@ -90,6 +90,11 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, h)
         for i in range(self.n_layers):
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self._of_layer().items()}
+        if self.family.learned_positions:
+            shapes["model.embed_positions.weight"] = (self.max_position_embeddings, h)
+        if self.family.layer_norms:
+            norms = [name for name in shapes if name.endswith("norm.weight")]
+            shapes |= {f"{name.removesuffix('weight')}bias": shapes[name] for name in norms}
         return shapes
 
     def _of_layer(self) -> dict[str, tuple[int, ...]]:
@@ -114,6 +119,8 @@ class ModelConfig:
         if family.sinks:
             shapes["self_attn.sinks.weight"] = (self.n_heads,)
         parts, gate_up, down, biases = ["mlp"], "gate_up_proj", "down_proj", False
+        if not family.is_gated:
+            gate_up, down, biases = "c_fc", "c_proj", True
         if (experts := family.experts) is not None:
             gate_up, down, biases = experts.gate_up, experts.down, experts.biases
             parts = [f"{experts.prefix}.experts.{e}" for e in range(self.n_experts)]
@@ -121,7 +128,10 @@ class ModelConfig:
             if biases:
                 shapes[f"{experts.prefix}.{experts.router}.bias"] = (self.n_experts,)
         for prefix in parts:
-            for name, shape in (*((name, (inner, h)) for name in FUSED[gate_up]), (down, (h, inner))):
+            for name, shape in (
+                *((name, (inner, h)) for name in FUSED.get(gate_up, (gate_up,))),
+                (down, (h, inner)),
+            ):
                 shapes[f"{prefix}.{name}.weight"] = shape
                 if biases:
                     shapes[f"{prefix}.{name}.bias"] = shape[:1]
@@ -194,18 +204,21 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         value = (raw if where is None else where).get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
+            raise ConfigError(
+                f"{source}: {theirs.get(name, name)} is {json.dumps(value)}; must be a positive number"
+            )
         return value
 
     def integer(name: str, default: int | None = None) -> int:
         value = number(name, default)
         if not isinstance(value, int):
-            raise ConfigError(f"{source}: {name} is {value}; must be an integer")
+            raise ConfigError(f"{source}: {theirs.get(name, name)} is {value}; must be an integer")
         return value
 
     name = _architecture(raw)
     family = FAMILIES.get(name, Family())  # which the caller has checked
-    raw = {**family.defaults, **raw}
+    theirs = {ours: field for field, ours in family.renames.items()}
+    raw = {**family.defaults, **{family.renames.get(field, field): raw[field] for field in raw}}
     for field, allowed in {**_FIXED, **family.fixed}.items():
         if raw.get(field) not in allowed:
             raise ConfigError(
@@ -260,7 +273,8 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         vocab_size=integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=integer(
-            family.experts.inner_size if family.experts is not None else "intermediate_size"
+            family.experts.inner_size if family.experts is not None else "intermediate_size",
+            None if family.is_gated else 4 * hidden,
         ),
         n_layers=n_layers,
         n_heads=heads,

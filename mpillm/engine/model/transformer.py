@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.model import ops
@@ -78,6 +79,9 @@ class Mlp:
         self.activation = weights.config.family.activation
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
+        self.biases: tuple[Tensor, Tensor] | None = None  # of one that is not gated
+        if not weights.config.family.is_gated:
+            self.biases = weights.bias(gate_up), weights.bias(down)
 
     def __call__(
         self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
@@ -85,6 +89,10 @@ class Mlp:
         """Compute. With `residual` it may add the result there, and return None."""
         n_rows = len(x.numbers if isinstance(x, Rounded) else x)
         few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
+        if self.biases is not None:
+            first, second = self.biases
+            hidden = F.gelu(self._ops.scaled(self.gate_up.unscaled(x)).add_(first), approximate="tanh")
+            return self._ops.scaled(self.down.unscaled(hidden)).add_(second)
         if adapters is None and few is not None:
             hidden = few(x, activated=True)
         else:
@@ -202,18 +210,23 @@ class Layer:
             max_seq_len if config.window(index) and config.local_rope_theta is not None else 0,
             weights.get(f"{attention}.sinks").float() if family.sinks else None,
         )
+        self.norm_biases: tuple[Tensor | None, Tensor | None] = None, None  # of the two norms of inputs
+        if family.layer_norms:
+            names = f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"
+            self.norm_biases = weights.bias(names[0]), weights.bias(names[1])
         self.mlp: Mlp | Mixture
         if family.experts is not None:
             self.mlp = Mixture(weights, prefix, family.experts, experts, ops)
         else:
-            self.mlp = Mlp(weights, ops, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj")
+            up, down = ("gate_up_proj", "down_proj") if family.is_gated else ("c_fc", "c_proj")
+            self.mlp = Mlp(weights, ops, f"{prefix}.mlp.{up}", f"{prefix}.mlp.{down}")
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is in it but Llama's norms, products, attention and SwiGLU."""
         added = self.qkv_bias, self.qk_norms, self.o_bias, self.norms_after
         is_silu = isinstance(self.mlp, Mlp) and self.mlp.activation == "silu"
-        return is_silu and self.kind == PLAIN and all(part is None for part in added)
+        return is_silu and self.kind == PLAIN and all(part is None for part in (*added, *self.norm_biases))
 
 
 class Llama:
@@ -239,8 +252,14 @@ class Llama:
         self.lm_head: Linear | None = None
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
             self.embedding = weights.get("model.embed_tokens")
+        self._positions: Tensor | None = None  # learned ones
+        if layout.is_first_stage and config.family.learned_positions:
+            self._positions = weights.get("model.embed_positions")
+        self._norm_bias: Tensor | None = None
         if layout.is_last_stage:
             self._norm = weights.get("model.norm")
+            if config.family.layer_norms:
+                self._norm_bias = weights.bias("model.norm")
             self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
         self.features: Features | None = None  # to keep, of each step
         self.vocabulary = layout.vocabulary(config)
@@ -253,20 +272,20 @@ class Llama:
             if isinstance(layer.mlp, Mixture):
                 layer.mlp.one_by_one_above = n_rows
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return rows of the embedding for `tokens` (int64)."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return rows of the embedding for `tokens` at `positions` (int64)."""
         if self._groups.layout.tp_size == 1:
-            return self.scale_embedded(self.embedding.index_select(0, tokens))
+            return self.placed(self.embedding.index_select(0, tokens), positions)
         mine = (tokens >= self.vocabulary.start) & (tokens < self.vocabulary.stop)
         x = self.embedding.index_select(0, torch.where(mine, tokens - self.vocabulary.start, 0))
-        return self.scale_embedded(self._groups.all_reduce(x.mul_(mine[:, None])))
+        return self.placed(self._groups.all_reduce(x.mul_(mine[:, None])), positions)
 
-    def scale_embedded(self, x: Tensor) -> Tensor:
+    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return rows of the embedding as the layers take them; x may be changed."""
-        if not self.config.family.scales_embedding:
-            return x
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as in transformers
-        return x.mul_(scale.item())
+        if self.config.family.scales_embedding:
+            scale = torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as in transformers
+            x.mul_(scale.item())
+        return x if self._positions is None else x.add_(self._positions.index_select(0, positions))
 
     def forward(
         self,
@@ -299,9 +318,7 @@ class Llama:
     def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | Unscaled:
         """Return the first layer's qkv."""
         first = self.layers[0]
-        normed = self._ops.add_norm(
-            x, None, first.input_norm, self.config.rms_norm_eps, first.qkv.rounds(len(x))
-        )
+        normed = self._add_norm(x, None, first.input_norm, first.norm_biases[0], first.qkv.rounds(len(x)))
         return self._qkv(0, normed, adapters)
 
     def between(
@@ -310,9 +327,8 @@ class Llama:
         """Return the next layer's qkv; x becomes its residual."""
         delta = self._rest(layer, x, attended, adapters)
         following = self.layers[layer + 1]
-        normed = self._ops.add_norm(
-            x, delta, following.input_norm, self.config.rms_norm_eps, following.qkv.rounds(len(x))
-        )
+        rounds = following.qkv.rounds(len(x))
+        normed = self._add_norm(x, delta, following.input_norm, following.norm_biases[0], rounds)
         if self.features is not None:
             self.features.note(layer, x)
         return self._qkv(layer + 1, normed, adapters)
@@ -333,8 +349,24 @@ class Llama:
         if self.lm_head is None:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
             return x if delta is None else x.add_(self._ops.scaled(delta))
-        last: Tensor = self._ops.add_norm(x, delta, self._norm, self.config.rms_norm_eps)
+        last: Tensor = self._add_norm(x, delta, self._norm, self._norm_bias)
         return last
+
+    def _add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | Unscaled | Partial | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        rounds: bool = False,
+    ) -> Any:
+        """As `ops.add_norm`; with a bias the norm is a LayerNorm, which never rounds."""
+        if bias is None:
+            return self._ops.add_norm(x, delta, weight, self.config.rms_norm_eps, rounds)
+        assert not isinstance(delta, Partial)
+        if delta is not None:
+            x.add_(self._ops.scaled(delta))
+        return F.layer_norm(x, weight.shape, weight, bias, self.config.rms_norm_eps)
 
     def _qkv(self, layer: int, normed: Any, adapters: Adapters | None) -> Tensor | Unscaled:
         qkv = self.layers[layer].qkv.unscaled(normed)
@@ -355,7 +387,7 @@ class Llama:
         self, i: int, x: Tensor, attended: Tensor, adapters: Adapters | None
     ) -> Tensor | Unscaled | Partial | None:
         """Run the rest of a layer after attention: return what is still to be added to x, if anything is."""
-        layer, eps = self.layers[i], self.config.rms_norm_eps
+        layer = self.layers[i]
         # What a product may be added to at once: a part of a sum and what is changed before are not.
         is_whole = self._groups.layout.tp_size == 1 and adapters is None
         residual = x if is_whole and layer.norms_after is None else None
@@ -372,7 +404,8 @@ class Llama:
             else:
                 part = self._ops.scaled(part).add_(layer.o_bias)
         delta = self._sum(part, None if layer.norms_after is None else layer.norms_after[0])
-        normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
+        rounds = layer.mlp.rounds(len(x))
+        normed = self._add_norm(x, delta, layer.post_norm, layer.norm_biases[1], rounds)
         added = layer.mlp(normed, i, adapters, residual)
         return self._sum(added, None if layer.norms_after is None else layer.norms_after[1])
 
@@ -403,7 +436,8 @@ class Llama:
             return normed
         if product is None or self._groups.layout.tp_size == 1:
             return product
-        if (shared := self._groups.shared_rows) is not None:
+        shared = self._groups.shared_rows
+        if shared is not None and not self.config.family.layer_norms:
             return Partial(product, shared)
         return self._groups.all_reduce(self._ops.scaled(product))
 
@@ -422,6 +456,8 @@ def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
 
     Where layers with a window have a base of their own, theirs come behind: [2 * max_seq_len, head_dim / 2].
     """
+    if config.family.learned_positions:
+        return torch.ones(max_seq_len, config.head_dim // 2, dtype=torch.complex64)
     plain = _of_rope(config.rope_theta, config.rope_scaling, config.head_dim, max_seq_len)
     if config.local_rope_theta is None:
         return plain

@@ -86,9 +86,9 @@ class Layout:
                 return slice(heads.start * d, heads.stop * d), ALL
             case "o_proj":
                 return ALL, share(config.n_heads * d, self.tp_rank, self.tp_size)
-            case "gate_proj" | "up_proj" | "w1" | "w3":
+            case "gate_proj" | "up_proj" | "w1" | "w3" | "c_fc":
                 return inner, ALL
-            case "down_proj" | "w2":
+            case "down_proj" | "w2" | "c_proj":
                 return ALL, inner
             case "sinks":
                 return share(config.n_heads, self.tp_rank, self.tp_size), ALL
@@ -98,7 +98,7 @@ class Layout:
     def adds_bias(self, name: str) -> bool:
         """Return whether this rank adds a projection's bias: of ranks that add up their parts, one does."""
         last = name.split(".")[-2]
-        if last not in ("o_proj", "down_proj", "w2"):
+        if last not in ("o_proj", "down_proj", "w2", "c_proj"):
             return True
         return (self.tp_rank // self.ep_size if ".experts." in name else self.tp_rank) == 0
 
@@ -109,6 +109,8 @@ class Layout:
         def mine(name: str) -> bool:
             if name.startswith("model.embed_tokens"):
                 return self.is_first_stage or (self.is_last_stage and config.tie_word_embeddings)
+            if name.startswith("model.embed_positions"):
+                return self.is_first_stage
             if not name.startswith("model.layers"):
                 return self.is_last_stage
             expert = re.search(r"experts\.(\d+)", name)

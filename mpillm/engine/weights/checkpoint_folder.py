@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
+from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
     ITEM_BYTES,
+    TRANSFORMER,
     Entry,
     in_checkpoint,
     kv_scale_alias,
     kv_scale_names,
 )
 from mpillm.engine.weights.memory import shown
-from mpillm.engine.weights.packed_experts import is_packed, packed_entries
 from mpillm.engine.weights.quantization import RECORD
 from mpillm.files import read_object, replace_folder
 
@@ -233,11 +234,14 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """
     files = weight_files(folder)
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
-    expected: dict[str, Entry] = {}
+    form = form_of(model)
+    expected: dict[str, Entry] = {} if form is None else form.entries()
     for name, shape in model.tensors().items():
-        if not is_packed(name, model):
+        if form is None or not form.holds(name):
             expected |= in_checkpoint(name, shape, model)
-    expected |= packed_entries(model)
+    for name in expected:
+        if name not in found and (other := f"{TRANSFORMER}{name}") in found:
+            found[name] = found[other]
     if model.kv_quantization != "none":
         for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
             if name not in found and kv_scale_alias(name) in found:

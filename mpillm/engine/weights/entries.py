@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
 ITEM_BYTES |= {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
 _LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_LINEARS |= {"c_fc", "c_proj"}
 _LINEARS |= FUSED.keys()
+
+
+TRANSFORMER = "transformer."  # may stand before a checkpoint's names
 
 
 class Entry(NamedTuple):

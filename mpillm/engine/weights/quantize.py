@@ -31,6 +31,7 @@ from mpillm.engine.weights.checkpoint_folder import (
     read_header,
     write_safetensors,
 )
+from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import Entry, is_linear, scale_name, stored
 from mpillm.engine.weights.quantization import (
     ALGORITHMS,
@@ -98,9 +99,10 @@ def quantize(
         raise ConfigError(f"{source}: its weights are {has} already; {do} the model that it was made from")
     if model.kv_quantization != "none" and kv_scales:
         raise ConfigError(f"{source}: it has scales for the KV cache already")
-    if model.family.experts is not None and model.family.experts.packed and algo != "none":
+    if algo != "none" and form_of(model) is not None:
         raise ConfigError(
-            f"{source}: its experts are one tensor in each layer, which only --quantization of a run rounds"
+            f"{source}: its tensors hold several matrices or turned ones, which only --quantization of a run"
+            " rounds"
         )
     if source.resolve() == target.resolve():
         raise ConfigError(f"{target}: holds the model to quantise; write to another folder")

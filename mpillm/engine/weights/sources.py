@@ -17,14 +17,15 @@ from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
+from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
+    TRANSFORMER,
     block_scale_name,
     checkpoint_name,
     is_linear,
     kv_scale_alias,
     scale_name,
 )
-from mpillm.engine.weights.packed_experts import PackedExperts, is_packed
 from mpillm.engine.weights.quantize import dequantize_blocks
 
 
@@ -45,13 +46,13 @@ class Checkpoint:
         self._file_of = checkpoint_files(folder, config)
         self._open: dict[Path, Any] = {}
         self._config = config
-        self._experts = PackedExperts(config, self._of_expert)
+        self._form = form_of(config)
         # How many rows share a scale.
         self._one_scale_of = {scale_name(name): shape[0] for name, shape in config.tensors().items()}
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        if is_packed(name, self._config):
-            return self._experts.get(name, rows, columns)
+        if self._form is not None and self._form.holds(name):
+            return self._form.get(name, rows, columns, self._read)
         if self._config.stored == "matrix" and name in self._one_scale_of:
             return self._read(name, ALL, ALL).reshape(1, 1).expand(self._one_scale_of[name], 1)[rows]
         found = self._read(checkpoint_name(name), rows, columns)
@@ -60,16 +61,14 @@ class Checkpoint:
             return dequantize_blocks(found, scales, rows, columns)
         return found
 
-    def _of_expert(self, name: str, expert: int) -> Tensor:
-        return self._read(name, slice(expert, expert + 1), ALL)[0]
-
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         file = self._file_of[name]
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            if name not in self._open[file].keys():  # noqa: SIM118 - it is no dict
-                name = kv_scale_alias(name)
+            there = self._open[file].keys()
+            if name not in there:
+                name = next(n for n in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if n in there)
             whole = self._open[file].get_slice(name)
             if not whole.get_shape():  # a single number
                 return cast(Tensor, self._open[file].get_tensor(name))

@@ -14,6 +14,7 @@ from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.kernels.cpu_kernels import CpuKernels, cpu_kernels
 from mpillm.engine.model import ops
 from mpillm.engine.model.attention import StepAttention
+from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.step import Span
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -63,8 +64,12 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     ("heads", "kv_heads", "head_dim"),
     [(2, 2, 16), (9, 3, 64), (4, 1, 128), (8, 1, 32), (7, 1, 64), (6, 1, 16)],
 )
-def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (7, False), (0, True), (40, True)])
+def test_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int, has_sinks: bool
+) -> None:
     """Single tokens, guesses, contexts from the start and behind cached tokens, a long one, shared blocks."""
+    layers = [LayerKind(window, 0, 2 * torch.randn(heads) if has_sinks else None)]
     torch.manual_seed(1)
     size = 8
     kinds = [(0, 1), (7, 1), (8, 1), (700, 1), (5, 3), (0, 17), (0, 20), (12, 9), (0, 600)]  # cached, new
@@ -81,7 +86,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int)
     rotations = torch.polar(torch.ones_like(turns), turns)
     qkv = torch.randn(sum(s.n_new for s in spans), heads + 2 * kv_heads, head_dim).to(dtype)
     mine, wanted = (
-        StepAttention(spans, tables, cache, heads, rotations, dtype, kernels)(0, qkv.clone())
+        StepAttention(spans, tables, cache, heads, rotations, dtype, kernels, layers)(0, qkv.clone())
         for cache, kernels in zip(
             caches, (kernels_for(dtype, head_dim, heads // kv_heads), None), strict=True
         )

@@ -173,8 +173,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     ("change", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported by the torch core; supported: Llama",
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM is not supported by the torch core; supported: Llama",
         ),
         ({"num_local_experts": 2}, "LlamaForCausalLM has num_local_experts"),
         (
@@ -200,6 +200,23 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"architectures": None, "model_type": "qwen2"}, "qwen2 is not supported"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"mlp_bias": True}, "mlp_bias true"),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "activation_function": "relu"},
+            'activation_function "relu" is not supported',
+        ),
+        ({"architectures": ["GPT2LMHeadModel"], "n_head": "x"}, 'n_head is "x"; must be a positive number'),
+        ({"architectures": ["GPT2LMHeadModel"]}, "no tensor wte.weight"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping 30.0 is not supported",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "rope type linear of sliding_attention is not supported",
+        ),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"sliding_window": 128}, "sliding_window 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
