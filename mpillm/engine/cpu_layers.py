@@ -68,7 +68,7 @@ class CpuLayers:
         for i, layer in enumerate(part.model.layers):
             if not layer.is_plain:
                 return None
-            assert isinstance(layer.mlp, Mlp)
+            assert isinstance(layer.mlp, Mlp) and isinstance(layer.qkv, Linear)
             linears = [_linear(linear) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
             if None in linears:
                 return None

@@ -159,7 +159,7 @@ def _place(module: int, model: ModelConfig) -> tuple[str, int, slice]:
         "mlp_4h_to_h": ("down", i, slice(0, h)),
     }
     is_dense = not model.n_experts and model.family.is_gated
-    if name not in places or (not is_dense and name.startswith("mlp")):
+    if model.latent is not None or name not in places or (not is_dense and name.startswith("mlp")):
         raise ValueError(f"lora_config: this model has no module {name}")
     return places[name]
 

@@ -30,7 +30,8 @@ class ModelFields(Options):
     model_path = Field(
         "model_path",
         "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b,"
-        " llama3.1-8b, llama3.1-70b, llama3.1-405b, llama3.2-1b, mixtral-8x7b, tiny-llama, tiny-mixtral",
+        " llama3.1-8b, llama3.1-70b, llama3.1-405b, llama3.2-1b, mixtral-8x7b, gpt-oss-20b, gpt-oss-120b,"
+        " qwen3-0.6b, qwen3-30b-a3b, tiny-llama, tiny-mixtral",
         group="model",
     )
     load_format = Field(

@@ -41,8 +41,37 @@ MORE: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "GPT2LMHeadModel": {"n_inner": 96, "initializer_range": 0.1},
     "Gemma3ForCausalLM": {"sliding_window": 12, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
+}
+
+
+# Fields of `SHAPE` that a family has not.
+_NOT_THERE = {
+    "GPT2LMHeadModel": ("intermediate_size", "head_dim", "num_key_value_heads"),
+    "DeepseekV3ForCausalLM": ("head_dim",),
 }
 
 
@@ -52,12 +81,15 @@ def make_family(name: str, folder: Path, **more: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, name)
-    no = ("intermediate_size", "head_dim", "num_key_value_heads") if name == "GPT2LMHeadModel" else ()
-    shape = {field: value for field, value in SHAPE.items() if field not in no}
-    config = model_class.config_class(**{**shape, **MORE.get(name, {}), **more})
+    given = {**SHAPE, **MORE.get(name, {}), **more}
+    no = _NOT_THERE.get(name, ())
+    config = model_class.config_class(**{field: value for field, value in given.items() if field not in no})
     torch.manual_seed(3)
     model = model_class(config).eval()
     with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             if name.endswith("gate_up_proj_bias"):  # a clamped activation has to clamp
                 parameter.add_(5 * torch.randn_like(parameter))

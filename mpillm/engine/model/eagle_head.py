@@ -77,6 +77,7 @@ class EagleHead(Llama):
         if self._norm_before_residual:
             residual = normed.clone()
         embedded = self._ops.add_norm(x, None, layer.input_norm, eps)
+        assert isinstance(layer.qkv, Linear)
         attended = attention(0, self._by_head(layer.qkv(torch.cat([embedded, normed], dim=1))))
         if wanted is not None:
             residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)

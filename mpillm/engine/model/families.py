@@ -17,6 +17,7 @@ FUSED = {
     "w13": ("w1", "w3"),
 }
 Raw = Mapping[str, Any]  # what `config.json` says, with the family's defaults
+CORRECTION = "e_score_correction_bias"  # of a router: float32, not in the checkpoint's type
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # of `ops.gated`
 CLAMP, SWISH = 7.0, 1.702  # of clamped_swiglu: the largest value, and what the sigmoid's input is times
 
@@ -30,7 +31,29 @@ class Experts(NamedTuple):
     down: str = "down_proj"
     inner_size: str = "intermediate_size"  # config.json's name
     biases: bool = False  # the router and each expert's products have one
+    # Chosen from the best groups, by sigmoids and a bias, beside a shared one; the first layers have none.
+    grouped: bool = False
     packed: bool = False  # a layer's experts are a tensor in a checkpoint (see `packed_experts`)
+
+
+class Latent(NamedTuple):
+    """Sizes of latent attention (see `latent`), as `config.json` names them."""
+
+    q_lora_rank: int  # 0: queries are one product
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    score_factor: float  # scores are times this, besides the root of a query's size
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a token in the cache, and of a query there."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class Family(NamedTuple):
@@ -47,6 +70,7 @@ class Family(NamedTuple):
     slides: Callable[[int, Raw], bool] | None = None
     local_rope: bool = False  # these layers have a rotary base of their own
     sinks: bool = False  # each head has a score that takes its share of attention, and adds nothing
+    latent: bool = False  # heads share a latent (see `latent`)
     experts: Experts | None = None
     activation: Activation = "silu"
     is_gated: bool = True  # the feed-forward; otherwise the activation of one product, with biases
@@ -143,6 +167,30 @@ FAMILIES = {
         sinks=True,
         experts=Experts(router="router", biases=True, packed=True),
         activation="clamped_swiglu",
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        renames={"n_routed_experts": "num_local_experts"},
+        defaults={
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+        fixed={
+            "rope_interleave": (True, None),
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+        },
+        latent=True,
+        experts=Experts(inner_size="moe_intermediate_size", grouped=True),
     ),
     "Gemma3ForCausalLM": Family(
         defaults={

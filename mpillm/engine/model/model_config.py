@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
-from mpillm.engine.model.families import FAMILIES, FUSED, Family, Raw
+from mpillm.engine.model.families import CORRECTION, FAMILIES, FUSED, Family, Latent, Raw
 from mpillm.engine.weights.quantization import Stored, parse_quantization
 from mpillm.files import read_object
 
@@ -71,6 +72,12 @@ class ModelConfig:
     n_experts: int = 0  # 0: dense
     n_experts_per_token: int = 0
     norms_choice: bool = True  # the weights of a row's experts add up to 1
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row chooses from
+    routed_factor: float = 1.0  # of what the chosen experts add
+    n_dense_layers: int = 0  # the first ones, without experts
+    dense_size: int = 0  # of these layers' feed-forward
+    shared_size: int = 0  # of the expert that each row has
+    latent: Latent | None = None
     quantization: str = "none"  # of the checkpoint: none, int8 or fp8
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
     stored: Stored = "rows"  # what the checkpoint's scales are of
@@ -89,7 +96,7 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, h)
         for i in range(self.n_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self._of_layer().items()}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self._of_layer(i).items()}
         if self.family.learned_positions:
             shapes["model.embed_positions.weight"] = (self.max_position_embeddings, h)
         if self.family.layer_norms:
@@ -97,7 +104,10 @@ class ModelConfig:
             shapes |= {f"{name.removesuffix('weight')}bias": shapes[name] for name in norms}
         return shapes
 
-    def _of_layer(self) -> dict[str, tuple[int, ...]]:
+    def has_experts(self, layer: int) -> bool:
+        return self.n_experts > 0 and layer >= self.n_dense_layers
+
+    def _of_layer(self, layer: int) -> dict[str, tuple[int, ...]]:
         h, d, inner, family = self.hidden_size, self.head_dim, self.intermediate_size, self.family
         q, kv = self.n_heads * d, self.n_kv_heads * d
         shapes: dict[str, tuple[int, ...]] = {
@@ -121,12 +131,23 @@ class ModelConfig:
         parts, gate_up, down, biases = ["mlp"], "gate_up_proj", "down_proj", False
         if not family.is_gated:
             gate_up, down, biases = "c_fc", "c_proj", True
-        if (experts := family.experts) is not None:
+        if self.latent is not None:
+            shapes = {name: shape for name, shape in shapes.items() if "_proj" not in name}
+            shapes |= self._of_latent(self.latent)
+        experts = family.experts
+        if experts is not None and not self.has_experts(layer):
+            inner = self.dense_size
+        elif experts is not None:
             gate_up, down, biases = experts.gate_up, experts.down, experts.biases
             parts = [f"{experts.prefix}.experts.{e}" for e in range(self.n_experts)]
             shapes[f"{experts.prefix}.{experts.router}.weight"] = (self.n_experts, h)
             if biases:
                 shapes[f"{experts.prefix}.{experts.router}.bias"] = (self.n_experts,)
+            if experts.grouped:
+                shapes[f"{experts.prefix}.{experts.router}.{CORRECTION}.weight"] = (self.n_experts,)
+                shared = f"{experts.prefix}.shared_experts"
+                shapes |= {f"{shared}.{name}.weight": (self.shared_size, h) for name in FUSED[gate_up]}
+                shapes[f"{shared}.{down}.weight"] = (h, self.shared_size)
         for prefix in parts:
             for name, shape in (
                 *((name, (inner, h)) for name in FUSED.get(gate_up, (gate_up,))),
@@ -136,6 +157,25 @@ class ModelConfig:
                 if biases:
                     shapes[f"{prefix}.{name}.bias"] = shape[:1]
         return shapes
+
+    def _of_latent(self, sizes: Latent) -> dict[str, tuple[int, ...]]:
+        h, heads, rank = self.hidden_size, self.n_heads, sizes.kv_lora_rank
+        q, q_rank = heads * sizes.query_dim, sizes.q_lora_rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "kv_a_proj_with_mqa.weight": (sizes.head_dim, h),
+            "kv_a_layernorm.weight": (rank,),
+            "kv_b_proj.weight": (heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), rank),
+            "o_proj.weight": (h, heads * sizes.v_head_dim),
+        }
+        if q_rank:
+            shapes |= {
+                "q_a_proj.weight": (q_rank, h),
+                "q_a_layernorm.weight": (q_rank,),
+                "q_b_proj.weight": (q, q_rank),
+            }
+        else:
+            shapes["q_proj.weight"] = (q, h)
+        return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
         """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
@@ -225,17 +265,18 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
                 f"{source}: {field} {json.dumps(raw.get(field))} is not supported by the torch core"
             )
     hidden, heads = integer("hidden_size"), integer("num_attention_heads")
-    kv_heads = integer("num_key_value_heads", heads)
+    kv_heads = 1 if family.latent else integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if raw.get("head_dim") is None and hidden % heads:
+    if raw.get("head_dim") is None and hidden % heads and not family.latent:
         raise ConfigError(
             f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
             " and there is no head_dim"
         )
-    head_dim = integer("head_dim", hidden // heads)
+    latent = _latent(raw, integer, source) if family.latent else None
+    head_dim = integer("head_dim", hidden // heads) if latent is None else latent.head_dim
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
@@ -257,7 +298,7 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
     if (n_experts is not None) != (family.experts is not None):
         said = "has" if n_experts is not None else "has no"
         raise ConfigError(f"{source}: {name} {said} num_local_experts")
-    experts: dict[str, int] = {}
+    experts: dict[str, Any] = {}
     if n_experts is not None:
         experts = {
             "n_experts": integer("num_local_experts" if "num_local_experts" in raw else "num_experts"),
@@ -269,6 +310,22 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
                 f" of {experts['n_experts']} experts"
             )
     scaled = "query_pre_attn_scalar" in family.defaults
+    grouped: dict[str, Any] = {}
+    if family.experts is not None and family.experts.grouped:
+        grouped = {
+            "groups": (integer("n_group"), integer("topk_group")),
+            "routed_factor": float(number("routed_scaling_factor")),
+            "n_dense_layers": integer("first_k_dense_replace") if raw["first_k_dense_replace"] else 0,
+            "dense_size": integer("intermediate_size"),
+            "shared_size": integer("n_shared_experts") * integer("moe_intermediate_size"),
+        }
+        n, chosen = grouped["groups"]
+        in_groups = experts["n_experts"] // n * chosen
+        if experts["n_experts"] % n or chosen > n or experts["n_experts_per_token"] > in_groups:
+            raise ConfigError(
+                f"{source}: {experts['n_experts']} experts in n_group {n}, of which topk_group {chosen}:"
+                f" must be equal groups with {experts['n_experts_per_token']} experts to choose"
+            )
     return ModelConfig(
         vocab_size=integer("vocab_size"),
         hidden_size=hidden,
@@ -296,8 +353,23 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         kv_quantization=quantized.kv_cache,
         stored=quantized.stored,
         norms_choice=bool(raw.get("norm_topk_prob", True)),
+        latent=latent,
         **experts,
+        **grouped,
     )
+
+
+def _latent(raw: Raw, integer: Callable[[str], int], source: Path) -> Latent:
+    sizes = {name: integer(name) for name in Latent._fields[1:-1]}
+    for name in ("kv_lora_rank", "qk_rope_head_dim"):
+        if sizes[name] % 2:
+            raise ConfigError(f"{source}: {name} {sizes[name]} is odd; rotary embeddings turn pairs")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    score_factor = 1.0
+    if rope.get("rope_type", rope.get("type")) == "yarn" and rope.get("mscale_all_dim"):
+        score_factor = _yarn_scale(_rope_scaling(rope, source).factor, rope["mscale_all_dim"]) ** 2
+    rank = integer("q_lora_rank") if raw["q_lora_rank"] is not None else 0
+    return Latent(rank, **sizes, score_factor=score_factor)
 
 
 def _sliding_layers(raw: Raw, n_layers: int, family: Family, source: Path) -> list[bool]:
@@ -352,6 +424,9 @@ def _rope_scaling(rope: Raw, source: Path) -> RopeScaling:
             raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
     if kind != "yarn":
         return RopeScaling(kind, **given)
+    for name in ("mscale", "mscale_all_dim"):
+        if not _is_number(rope.get(name) or 0.0):
+            raise ConfigError(f"{source}: {name} is {json.dumps(rope[name])}; must be a number")
     if "attention_factor" not in given:
         # As the paper has it; DeepSeek's models weigh it against another one.
         more, all_ = (rope.get(name) for name in ("mscale", "mscale_all_dim"))

@@ -99,7 +99,37 @@ def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) ->
     weights, chosen = scores.float().softmax(-1).topk(n_chosen, dim=-1)
     if normed:
         weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(scores.dtype)
+    return choice_of(weights.to(scores.dtype), chosen, experts)
+
+
+def route_grouped(
+    scores: Tensor,
+    bias: Tensor,
+    n_chosen: int,
+    experts: range,
+    normed: bool,
+    groups: tuple[int, int],
+    factor: float,
+) -> Choice:
+    """As `route`, of float32 scores, by their sigmoids, and by these and a bias [all experts] to choose.
+
+    There are `groups[0]` groups; a row chooses from the `groups[1]` whose two best experts are best together.
+    What it weighs them with is times `factor`.
+    """
+    each = scores.sigmoid()
+    ranked = (each + bias).view(len(scores), groups[0], len(bias) // groups[0])
+    best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1).topk(groups[1], dim=-1).indices
+    is_open = torch.zeros_like(ranked[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    ranked = ranked.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+    chosen = ranked.topk(n_chosen, dim=-1).indices
+    weights = each.gather(1, chosen)
+    if normed:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return choice_of(weights * factor, chosen, experts)
+
+
+def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> Choice:
+    """Return the choice of experts `chosen` [rows, n] with their weights; `experts`: this rank's."""
     mine = (chosen >= experts.start) & (chosen < experts.stop)
     group = torch.where(mine, chosen - experts.start, len(experts)).flatten()
     ends = torch.bincount(group, minlength=len(experts) + 1).cumsum(0)[:-1]

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.model import ops
-from mpillm.engine.model.families import Activation, Experts
+from mpillm.engine.model.families import CORRECTION, Activation, Experts
 from mpillm.engine.model.features import Features
+from mpillm.engine.model.latent import LatentQkv
 from mpillm.engine.model.layer_kind import PLAIN, LayerKind
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
@@ -127,8 +128,17 @@ class Mixture:
         # for the choice: on a GPU, in steps that are no CUDA graphs.
         self.one_by_one_above = math.inf
         router = f"{layer}.{names.prefix}.{names.router}"
-        self.router = Linear(weights.get(router))
         self._router_bias = weights.bias(router) if names.biases else None
+        self._correction: Tensor | None = None  # of scores in groups
+        self._shared: Mlp | None = None
+        if names.grouped:
+            self.router = Linear(weights.get(router).float())
+            self._correction = weights.get(f"{router}.{CORRECTION}")
+            self._groups, self._factor = weights.config.groups, weights.config.routed_factor
+            shared = f"{layer}.{names.prefix}.shared_experts"
+            self._shared = Mlp(weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}")
+        else:
+            self.router = Linear(weights.get(router))
         self.gate_up, self.down = (
             GroupedLinear(
                 [weights.linear(name) for name in each],
@@ -144,16 +154,27 @@ class Mixture:
         self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """Compute; no adapter changes experts, and the result is never added to `residual`."""
-        scores = self.router(x)
-        if self._router_bias is not None:
-            scores = scores + self._router_bias
-        choice = self._ops.route(scores, self._n_chosen, self._experts, self._normed)
+        choice = self._chosen(x)
         if len(x) > self.one_by_one_above:
             down = self._one_by_one(x, choice)
         else:
             hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
             down = self.down(hidden, choice)
-        return self._ops.combine(down, choice.weights)
+        combined = self._ops.combine(down, choice.weights)
+        if self._shared is None:
+            return combined
+        shared = self._shared(x)
+        assert shared is not None  # it is not added to a residual
+        return combined.to(x.dtype).add_(self._ops.scaled(shared))
+
+    def _chosen(self, x: Tensor) -> Choice:
+        if self._correction is not None:
+            how = self._n_chosen, self._experts, self._normed, self._groups, self._factor
+            return ops.route_grouped(self.router(x.float()), self._correction, *how)
+        scores = self.router(x)
+        if self._router_bias is not None:
+            scores = scores + self._router_bias
+        return self._ops.route(scores, self._n_chosen, self._experts, self._normed)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
         """As `gate_up`, `gated` and `down` on a GPU, with dense products of one expert after the other."""
@@ -190,7 +211,11 @@ class Layer:
     def __init__(self, weights: Weights, index: int, experts: range, max_seq_len: int, ops: Ops) -> None:
         prefix = f"model.layers.{index}"
         self.input_norm = weights.get(f"{prefix}.input_layernorm")
-        self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
+        self.qkv: Linear | LatentQkv
+        if (latent := weights.config.latent) is not None:
+            self.qkv = LatentQkv(weights, f"{prefix}.self_attn", latent)
+        else:
+            self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
         config, attention = weights.config, f"{prefix}.self_attn"
         family = config.family
         self.qkv_bias = weights.bias(f"{attention}.qkv_proj") if family.qkv_bias else None
@@ -215,7 +240,7 @@ class Layer:
             names = f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"
             self.norm_biases = weights.bias(names[0]), weights.bias(names[1])
         self.mlp: Mlp | Mixture
-        if family.experts is not None:
+        if family.experts is not None and config.has_experts(index):
             self.mlp = Mixture(weights, prefix, family.experts, experts, ops)
         else:
             up, down = ("gate_up_proj", "down_proj") if family.is_gated else ("c_fc", "c_proj")
@@ -225,7 +250,7 @@ class Layer:
     def is_plain(self) -> bool:
         """Whether nothing is in it but Llama's norms, products, attention and SwiGLU."""
         added = self.qkv_bias, self.qk_norms, self.o_bias, self.norms_after
-        is_silu = isinstance(self.mlp, Mlp) and self.mlp.activation == "silu"
+        is_silu = isinstance(self.mlp, Mlp) and isinstance(self.qkv, Linear) and self.mlp.activation == "silu"
         return is_silu and self.kind == PLAIN and all(part is None for part in (*added, *self.norm_biases))
 
 
@@ -369,7 +394,10 @@ class Llama:
         return F.layer_norm(x, weight.shape, weight, bias, self.config.rms_norm_eps)
 
     def _qkv(self, layer: int, normed: Any, adapters: Adapters | None) -> Tensor | Unscaled:
-        qkv = self.layers[layer].qkv.unscaled(normed)
+        product = self.layers[layer].qkv
+        if isinstance(product, LatentQkv):
+            return product(normed)
+        qkv = product.unscaled(normed)
         if adapters is not None:
             adapters.add(layer, "qkv", normed, qkv)
         if (bias := self.layers[layer].qkv_bias) is not None:
@@ -388,6 +416,8 @@ class Llama:
     ) -> Tensor | Unscaled | Partial | None:
         """Run the rest of a layer after attention: return what is still to be added to x, if anything is."""
         layer = self.layers[i]
+        if isinstance(layer.qkv, LatentQkv):
+            attended = layer.qkv.results(attended)
         # What a product may be added to at once: a part of a sum and what is changed before are not.
         is_whole = self._groups.layout.tp_size == 1 and adapters is None
         residual = x if is_whole and layer.norms_after is None else None
@@ -458,6 +488,9 @@ def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
     """
     if config.family.learned_positions:
         return torch.ones(max_seq_len, config.head_dim // 2, dtype=torch.complex64)
+    if (latent := config.latent) is not None:  # whose first values are not turned
+        turns = _of_rope(config.rope_theta, config.rope_scaling, latent.qk_rope_head_dim, max_seq_len)
+        return torch.cat([torch.ones(max_seq_len, latent.kv_lora_rank // 2) + 0j, turns], dim=1)
     plain = _of_rope(config.rope_theta, config.rope_scaling, config.head_dim, max_seq_len)
     if config.local_rope_theta is None:
         return plain

@@ -69,22 +69,32 @@ class Layout:
         return (rows, ALL) if name.endswith(".bias") else (rows, columns)
 
     def _matrix_part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
-        d = config.head_dim
+        d, latent = config.head_dim, config.latent
+        size = config.intermediate_size
+        if ".shared_experts." in name:
+            size = config.shared_size
+        elif config.n_dense_layers and ".experts." not in name:
+            size = config.dense_size
         if ".experts." in name:
             inner = share(
                 config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size
             )
         else:
-            inner = share(config.intermediate_size, self.tp_rank, self.tp_size)
+            inner = share(size, self.tp_rank, self.tp_size)
         match name.split(".")[-2]:
             case "embed_tokens" | "lm_head":
                 return self.vocabulary(config), ALL
-            case "q_proj":
+            case "q_proj" | "q_b_proj":
+                d = d if latent is None else latent.query_dim
+                return share(config.n_heads * d, self.tp_rank, self.tp_size), ALL
+            case "kv_b_proj" if latent is not None:
+                d = latent.qk_nope_head_dim + latent.v_head_dim
                 return share(config.n_heads * d, self.tp_rank, self.tp_size), ALL
             case "k_proj" | "v_proj":
                 heads = self.kv_heads(config)
                 return slice(heads.start * d, heads.stop * d), ALL
             case "o_proj":
+                d = d if latent is None else latent.v_head_dim
                 return ALL, share(config.n_heads * d, self.tp_rank, self.tp_size)
             case "gate_proj" | "up_proj" | "w1" | "w3" | "c_fc":
                 return inner, ALL

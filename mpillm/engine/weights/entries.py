@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.engine.dtypes import N_BYTES, STORED
-from mpillm.engine.model.families import FUSED
+from mpillm.engine.model.families import CORRECTION, FUSED
 from mpillm.engine.weights.quantization import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
 ITEM_BYTES |= {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
 _LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-_LINEARS |= {"c_fc", "c_proj"}
+_LINEARS |= {"c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 _LINEARS |= FUSED.keys()
 
 
@@ -56,8 +56,9 @@ def block_scale_name(name: str) -> str:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a checkpoint's name of a parameter: only sinks are no `….weight` there."""
-    return name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
+    """Return a checkpoint's name of a parameter: some are no `….weight` there."""
+    is_bare = name.endswith((".sinks.weight", f".{CORRECTION}.weight"))
+    return name.removesuffix(".weight") if is_bare else name
 
 
 def kv_scale_names(layer: int) -> tuple[str, str]:
@@ -78,6 +79,8 @@ def held_kv_scales(layer: int) -> str:
 
 def stored(name: str, shape: tuple[int, ...], dtype: str, quantization: str) -> dict[str, Entry]:
     """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two."""
+    if CORRECTION in name:
+        dtype = "float32"
     if quantization == "none" or not is_linear(name):
         return {name: Entry(STORED[dtype], shape)}
     return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.engine.dtypes import torch_dtype
-from mpillm.engine.model.families import FUSED
+from mpillm.engine.model.families import CORRECTION, FUSED
 from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.model_info import ModelInfo
@@ -20,7 +21,7 @@ from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.engine_folder import EngineFolder
 from mpillm.engine.weights.entries import held_kv_scales, kv_scale_names, scale_name
-from mpillm.engine.weights.quantize import quantize_rows
+from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
 
 
@@ -56,6 +57,13 @@ class Weights(ABC):
     @abstractmethod
     def kv_scales(self, layers: range) -> Tensor | None:
         """Return the scales of an fp8 KV cache: float32 [layers, 2, kv_heads of this rank]; None: all 1."""
+
+    def dense(self, name: str) -> Tensor:
+        """Return a linear projection as floats."""
+        weight, scales = self.matrix(name)
+        weight = weight if scales is None else dequantize_rows(weight, scales, self.dtype)
+        bytes_held.note(weight.nbytes)
+        return weight
 
     def linear(self, name: str) -> Linear:
         weight, scales = self.matrix(name)
@@ -97,6 +105,8 @@ class Shards(Weights):
             part = part.float() + 1
         if name.endswith("q_norm.weight") and (scalar := self.config.query_scalar) is not None:
             part = part.float() * math.sqrt(self.config.head_dim / scalar)
+        if CORRECTION in name:
+            return part.float()
         part = part.to(self.dtype)
         if name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
             return rotary_order(part[:, None], self.config.head_dim)[:, 0].contiguous()
@@ -132,7 +142,7 @@ class Shards(Weights):
         else:
             weight = self._source.get(name, rows, columns).to(self.device)
             scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if name.endswith(("q_proj.weight", "k_proj.weight")) and self.config.latent is None:
             d = self.config.head_dim
             return rotary_order(weight, d), None if scales is None else rotary_order(scales, d)
         return weight, scales
@@ -186,8 +196,10 @@ def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -
     if info.engine is not None:
         return Built(info.engine, info.config, layout, device)
     source: WeightSource
-    if dummy or info.folder is None:
-        source = DummyWeights(info.config, device)
+    config = info.config
+    if dummy or info.folder is None:  # these are floats, whatever a checkpoint has
+        config = dataclasses.replace(config, quantization="none", stored="rows")
+        source = DummyWeights(config, device)
     else:
-        source = Checkpoint(info.folder, info.config)
-    return Shards(source, info.config, layout, torch_dtype(info.dtype), device, info.quantization)
+        source = Checkpoint(info.folder, config)
+    return Shards(source, config, layout, torch_dtype(info.dtype), device, info.quantization)

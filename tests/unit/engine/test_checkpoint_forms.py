@@ -52,9 +52,12 @@ FORMS = ("compressed-tensors", "modelopt", "modelopt in config.json", "blocks")
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(3 + 5 * i)] for i in range(6)]
 
 
-def make(form: str, folder: Path) -> dict[str, Any]:
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
+
+
+def make(form: str, folder: Path, family: str = "LlamaForCausalLM") -> dict[str, Any]:
     """Write a checkpoint, and in `floats` beside it what its numbers stand for, which is returned."""
-    make_family("LlamaForCausalLM", folder / "floats", hidden_size=192, intermediate_size=320, head_dim=32)
+    make_family(family, folder / "floats", **SHAPE)
     floats, there = load_file(folder / "floats/model.safetensors"), {}
     for name, x in sorted(floats.items()):
         if not is_linear(name):
@@ -121,6 +124,16 @@ def test_each_rank_has_the_bits_of_its_part(folders: tuple[Path, Any]) -> None:
             assert torch.equal(weight, floats[full][rows, columns])
 
 
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_families_that_are_published_in_blocks(tmp_path: Path, family: str) -> None:
+    """Tokens of the floats; and 8 bits that are rounded as they are loaded give most first tokens."""
+    make("blocks", tmp_path, family)
+    wanted = expected_tokens(tmp_path / "floats", PROMPTS, N_OUTPUT)
+    assert answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS)) == wanted
+    found = answer(make_core(tmp_path, dtype="float32", quantization="int8"), make_batch(PROMPTS))
+    assert sum(a[:1] == b[:1] for a, b in zip(found, wanted, strict=True)) >= len(PROMPTS) - 2
+
+
 def test_blocks_are_multiplied_as_in_transformers() -> None:
     numbers = torch.randn(256, 384).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)
@@ -155,6 +168,12 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path: Path) -> None
     save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=f"no tensor {name}_scale"):
         model_info(core_config(tmp_path))
+
+
+def test_random_weights_in_place_of_them(folders: tuple[Path, Any]) -> None:
+    core = make_core(folders[0], dtype="float32", load_format="dummy")
+    found = answer(core, make_batch(PROMPTS))
+    assert len({tuple(tokens) for tokens in found}) > 1
 
 
 @pytest.mark.parametrize(

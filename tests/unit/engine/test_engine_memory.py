@@ -42,6 +42,10 @@ def config(model: str, **options: Any) -> CoreConfig:
         ("llama3.1-70b", 70.554, 80, 64, 8, 131072),
         ("llama3.1-405b", 405.853, 126, 128, 8, 131072),
         ("mixtral-8x7b", 46.703, 32, 32, 8, 32768),
+        ("gpt-oss-20b", 20.915, 24, 64, 8, 131072),
+        ("gpt-oss-120b", 116.829, 36, 64, 8, 131072),
+        ("qwen3-0.6b", 0.596, 28, 16, 8, 40960),
+        ("qwen3-30b-a3b", 30.532, 48, 32, 4, 40960),
     ],
 )
 def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads: int, length: int) -> None:

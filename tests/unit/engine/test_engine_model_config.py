@@ -109,6 +109,14 @@ def test_bytes_and_lengths_of_a_rank() -> None:
     assert first == second == pytest.approx(2 * alone, abs=32)
 
 
+def test_latent_attention_is_for_cpus(tmp_path: Path) -> None:
+    raw = preset_json("tiny-llama") | {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8}
+    raw |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="latent attention runs only on CPUs"):
+        check_model(config(tmp_path, gpu_bytes=8 << 30, load_format="dummy"))
+
+
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     code = (
@@ -206,6 +214,27 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ),
         ({"architectures": ["GPT2LMHeadModel"], "n_head": "x"}, 'n_head is "x"; must be a positive number'),
         ({"architectures": ["GPT2LMHeadModel"]}, "no tensor wte.weight"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "n_group": 3},
+            "moe_intermediate_size is null",
+        ),
+        (
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 32,
+                "n_group": 3,
+            },
+            "8 experts in n_group 3, of which topk_group 4: must be equal groups with 8 experts",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "rope_interleave": False},
+            "rope_interleave false is not supported",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "qk_rope_head_dim": 15},
+            "qk_rope_head_dim 15 is odd",
+        ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
             "final_logit_softcapping 30.0 is not supported",

@@ -1,0 +1,69 @@
+"""Latent attention (DeepSeek V3): all heads read one short vector of each token, and no more is cached.
+
+A token's key is its latent and a few rotated values; its value is the latent. What makes keys of a latent is
+multiplied into the queries, and what makes values of it into the result: so one KV head of `Latent.head_dim`
+values serves all query heads, with the kernels and the cache of any model. (The cache holds the latent twice,
+as a part of the key and as the value.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.model import ops
+from mpillm.engine.model.families import Latent
+from mpillm.engine.model.linear import Linear
+
+if TYPE_CHECKING:
+    from mpillm.engine.weights.rank_weights import Weights
+
+_EPS = 1e-6  # of both norms, whatever config.json says of others
+
+
+class LatentQkv:
+    """Makes queries, keys and values of a layer's input, and heads' results of what attention returns."""
+
+    def __init__(self, weights: Weights, attention: str, sizes: Latent) -> None:
+        """`attention`: the prefix of its tensors."""
+        self._sizes = sizes
+        self._q_a: Linear | None = None
+        if sizes.q_lora_rank:
+            self._q_a = weights.linear(f"{attention}.q_a_proj")
+            self._q_norm = weights.get(f"{attention}.q_a_layernorm")
+        self._q = weights.linear(f"{attention}.{'q_b_proj' if sizes.q_lora_rank else 'q_proj'}")
+        self._kv = weights.linear(f"{attention}.kv_a_proj_with_mqa")
+        self._kv_norm = weights.get(f"{attention}.kv_a_layernorm")
+        made = weights.dense(f"{attention}.kv_b_proj")
+        made = made.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
+        keys, values = made[:, : sizes.qk_nope_head_dim], made[:, sizes.qk_nope_head_dim :]
+        # Attention divides by the root of the cached size.
+        self._scale = (sizes.head_dim / sizes.query_dim) ** 0.5 * sizes.score_factor
+        self._keys, self._values = keys.contiguous(), values.transpose(1, 2).contiguous()
+
+    def rounds(self, n_rows: int) -> bool:
+        """As `Linear.rounds`: several products read its input."""
+        return False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [rows, heads + 2, head_dim]: queries, the key, the value."""
+        sizes, rank = self._sizes, self._sizes.kv_lora_rank
+        q = x if self._q_a is None else ops.norm(self._q_a(x), self._q_norm, _EPS)
+        h = len(self._keys)
+        q = self._q(q).view(len(x), h, sizes.query_dim).mul_(self._scale)
+        plain, turned = q[:, :, : sizes.qk_nope_head_dim], q[:, :, sizes.qk_nope_head_dim :]
+        kv = self._kv(x)
+        out = x.new_zeros(len(x), h + 2, sizes.head_dim)
+        out[:, :h, :rank] = torch.bmm(plain.transpose(0, 1), self._keys).transpose(0, 1)
+        out[:, :h, rank:] = turned
+        out[:, h:, :rank] = ops.norm(kv[:, :rank], self._kv_norm, _EPS)[:, None]
+        out[:, h, rank:] = kv[:, rank:]
+        return out
+
+    def results(self, attended: Tensor) -> Tensor:
+        """Return [rows, heads * v_head_dim] of [rows, heads * head_dim]."""
+        latents = attended.view(len(attended), len(self._values), self._sizes.head_dim)
+        latents = latents[:, :, : self._sizes.kv_lora_rank]
+        return torch.bmm(latents.transpose(0, 1), self._values).transpose(0, 1).flatten(1)
