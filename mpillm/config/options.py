@@ -146,6 +146,10 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     return config
 
 
+# Clients choose their prompts: any that fits the model's context is computed.
+_OF_SERVERS = {fields.on_instance_loss: "continue", fields.enable_chunked_context: True}
+
+
 def parse_serve(argv: Sequence[str]) -> RunConfig:
     """Return the configuration that a command line of `serve` gives."""
     parser = Parser(
@@ -156,7 +160,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
         "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"
         "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
     )
-    config = parse(argv, parser, SERVE_FIELDS, {fields.on_instance_loss: "continue"}).with_yaml()
+    config = parse(argv, parser, SERVE_FIELDS, _OF_SERVERS).with_yaml()
     check_together(config)
     check_idle(config, SERVE)
     if config.server_role in ("context", "generation"):

@@ -128,11 +128,9 @@ class Service:
 
     def _card(self, name: str) -> Json:
         card: Json = {"id": name, "object": "model", "created": self._started, "owned_by": "mpillm"}
-        return card | {
-            "root": self._served.names[0],
-            "parent": None,
-            "max_model_len": self._served.max_model_len,
-        }
+        card |= {"root": self._served.names[0], "parent": None, "max_model_len": self._served.max_model_len}
+        longest = self._served.limits.max_prompt_len
+        return card if longest is None else card | {"max_prompt_len": longest}
 
     async def _health(self, request: web.Request) -> web.Response:
         self.guard.check_open()

@@ -216,10 +216,13 @@ def _open(
         raise unwritable(planned.config, record().path, error) from error
     served, plan = session.served, planned.plan
     nodes = len({rank.node for rank in plan.ranks})
+    longest = served.limits.max_prompt_len
+    of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
     lines = [
         f"run directory {path_shown(record().path)}",
         *planned.notes,
-        f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer",
+        f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
+        f"{of_prompts}",
     ]
     return session, [
         f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"

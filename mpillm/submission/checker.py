@@ -22,6 +22,7 @@ from mpillm.submission.rules import (
 )
 from mpillm.submission.scores import printed_scores
 from mpillm.submission.submitted_runs import Result, Run
+from mpillm.submission.system import of_servers
 from mpillm.submission.targets import check
 from mpillm.workloads import Workload
 from mpillm.workloads.workload import Limits
@@ -64,7 +65,8 @@ def _result(result: Result, closed: bool) -> Iterator[Problem]:
             yield Problem(f"no {kind} run: {_CURE[kind]}", checks)
     for key, value in result.measurements.items():
         if not value:
-            what = f"{key} of measurements.json is not known: give it with --measurements"
+            why = " (the servers don't say)" if of_servers(next(iter(result.runs.values()))) else ""
+            what = f"{key} of measurements.json is not known{why}: give it with --measurements"
             yield Problem(what, ("required_fields_check",))
     by_kind = {"performance": _performance, "accuracy": _accuracy}
     for kind, run in result.runs.items():

@@ -141,7 +141,8 @@ def same_system(runs: Sequence[Run]) -> None:
 def measurements(run: Run) -> dict[str, str]:
     """Return the ``measurements.json`` of a result; empty strings for what is not known."""
     config = run.directory.config
-    weights, transformations = _weights(config)
+    # What a server computes with is not in the options of its client.
+    weights, transformations = ("", "") if of_servers(run) else _weights(config)
     return {
         "input_data_types": "int32",
         "retraining": "N",
@@ -243,6 +244,12 @@ def _card(card: Mapping[str, Any]) -> str:
     return f"{card['type']} {speed / 1000:g} Gbit/s" if speed else str(card["type"])
 
 
+def of_servers(run: Run) -> bool:
+    """Return whether the run measured servers, whose weights its options don't tell."""
+    core = _core(run)
+    return core is not None and core.is_client
+
+
 def _core(run: Run) -> type[LLMCore] | None:
     """Return the run's core; None for a plug-in that is not installed on this machine."""
     try:
@@ -254,7 +261,7 @@ def _core(run: Run) -> type[LLMCore] | None:
 def _framework(run: Run, software: Mapping[str, str]) -> str:
     """Name what computes; N/A if that is servers that do not say."""
     core = _core(run)
-    if core is not None and core.is_client:
+    if of_servers(run):
         told = [instance.get("frameworks") for instance in run.directory.result["per_instance"]]
         names = {name for names in told for name in names or ()}
         return ", ".join(sorted(names)) if names and all(told) else _NOT_APPLICABLE

@@ -357,6 +357,15 @@ def test_other_names_of_options(tmp_path: Path) -> None:
     assert config.given("trtllm_disagg_config_path")
 
 
+def test_serve_computes_a_prompt_longer_than_a_step_in_several() -> None:
+    """It advertises the model's whole context, so it may not refuse what a step can't hold."""
+    config = parse_serve([])
+    assert config.enable_chunked_context
+    assert config.trtllm_runtime_flags["enable_chunked_context"] is True
+    assert not parse_serve(["--enable_chunked_context", "false"]).enable_chunked_context
+    assert not parse_run([]).enable_chunked_context
+
+
 def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key is not in config.json, not in the difference of two ranks, and not in a repr."""
     monkeypatch.setenv("MPILLM_API_KEY", "sesame")

@@ -126,6 +126,22 @@ def test_what_is_wrong_is_said(path: str) -> None:
     run(test)
 
 
+def test_a_shorter_limit_of_prompts_is_told() -> None:
+    """Where a prompt must fit one step, the model's card says so beside the whole context."""
+
+    async def test() -> None:
+        limits = Limits(vocab_size=256, max_seq_len=200, max_prompt_len=100)
+        async with api(served=Served(("dummy",), ByteTokenizer(), limits)) as a:
+            async with a.session.get(a.base + "/v1/models/dummy") as response:
+                card = await response.json()
+            assert (card["max_model_len"], card["max_prompt_len"]) == (200, 100)
+            await a.answer("/v1/completions", prompt="x" * 100, max_tokens=2)
+            error = await a.error(400, "/v1/completions", {"prompt": "x" * 101})
+            assert error["code"] == "context_length_exceeded"
+
+    run(test)
+
+
 def test_routes_and_methods() -> None:
     async def test() -> None:
         async with api() as a:

@@ -68,6 +68,24 @@ def test_the_framework_of_a_client_is_what_its_servers_say(
     assert blank and ("framework" in blank[1].split(", ")) == (framework == "N/A")
 
 
+@pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
+def test_the_weights_of_servers_are_asked_of_the_submitter(maker: Maker, core: str) -> None:
+    """A client's options, and the model that it has a tokenizer of, say nothing of a server's weights."""
+    model = maker.folder / "Llama-2-70b"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
+    runs = maker.runs(core_type=core, model_path=str(model), dtype="auto", result={"per_instance": []})
+    out = maker.submit(*runs, code=4)
+    for key in ("weight_data_types", "weight_transformations"):
+        assert f"{key} of measurements.json is not known (the servers don't say): give it with" in out
+    stated = maker.folder / "weights.json"
+    stated.write_text(json.dumps({"weight_data_types": "fp8", "weight_transformations": "quantization"}))
+    out = maker.submit(*runs, "--measurements", stated, "--force", code=4)
+    assert "measurements.json" not in out
+    found = json.loads((maker.tree / "results/8xH200/llama2-70b-99.9/Offline/measurements.json").read_text())
+    assert (found["weight_data_types"], found["weight_transformations"]) == ("fp8", "quantization")
+
+
 def test_a_machine_without_gpus(maker: Maker) -> None:
     bare = {
         **MACHINE,
