@@ -25,15 +25,16 @@ def dump(message: Mapping[str, Any]) -> str:
 def _field(name: str, value: Any, indent: str) -> str:
     if isinstance(value, (list, tuple)):
         if value and not any(isinstance(item, Mapping) for item in value):
-            return f"{indent}{name}: [{', '.join(map(_scalar, value))}]\n"
+            return f"{indent}{name}: [{', '.join(map(scalar, value))}]\n"
         return "".join(_field(name, item, indent) for item in value)
     if isinstance(value, Mapping):
         inner = "".join(_field(key, item, indent + "  ") for key, item in value.items())
         return f"{indent}{name} {{\n{inner}{indent}}}\n"
-    return f"{indent}{name}: {_scalar(value)}\n"
+    return f"{indent}{name}: {scalar(value)}\n"
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """Return the text of a value that is no message."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Name):

@@ -61,6 +61,7 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
     # A field without a value has the engine's own default.
     stated = {name: value for name, value in core.items() if value is not None}
     parameters = {
+        "gpt_model_path": core["engine_dir"] or model,
         "tokenizer_dir": model if Path(model).is_dir() else "",
         "core_config": json.dumps(stated, default=list),
         # of the MPI library that joins the ranks, and for those that it starts

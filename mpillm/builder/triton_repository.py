@@ -20,6 +20,7 @@ from mpillm.builder.triton_text_models import ENGINE_MODEL, text_models, texts
 from mpillm.builder.trtllm import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.run_config import RunConfig
+from mpillm.config.triton_parameters import in_vain
 from mpillm.devices import visible_gpus
 from mpillm.models.model_files import BuildConfig
 
@@ -80,7 +81,16 @@ _ELSEWHERE = frozenset(
     max_queue_size decoupled_mode triton_backend
     """.split()  # noqa: SIM905 (as many names as an editor shows on two lines)
 )
-_ALONE = "the repository has only the tensorrt_llm model: docs/howto/pipeline.md says where the others are"
+_ALONE = (
+    "the repository has only the tensorrt_llm model; --triton_text_models, with the embedded engine, writes"
+    " the others, and docs/howto/pipeline.md says where TensorRT-LLM's are"
+)
+# Instances of the models around the engine's, which --triton_text_models writes.
+_COUNTS = {
+    "preprocessing_instance_count": "preprocessing",
+    "postprocessing_instance_count": "postprocessing",
+    "bls_instance_count": "tensorrt_llm_bls",
+}
 _NO_TENSOR = "our tensorrt_llm model has no such tensor"
 _REFUSED = {
     "engine_dir": "name the engine with --engine_dir",
@@ -88,9 +98,7 @@ _REFUSED = {
     "encoder_input_features_data_type": _NO_TENSOR,
     "logits_datatype": _NO_TENSOR,
     "prompt_embedding_table_data_type": _NO_TENSOR,
-    "preprocessing_instance_count": _ALONE,
-    "postprocessing_instance_count": _ALONE,
-    "bls_instance_count": _ALONE,
+    **dict.fromkeys(_COUNTS, _ALONE),
 }
 
 
@@ -148,7 +156,7 @@ def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
         if name == "batch_scheduler_policy":
             value = _POLICIES[value]
         if name == "xgrammar_tokenizer_info_path":
-            value = Path(value).absolute()  # tritonserver may be started elsewhere
+            value = Path(str(value)).absolute()  # tritonserver may be started elsewhere
         parameters[_RENAMED.get(name, name)] = str(value).lower() if isinstance(value, bool) else str(value)
     lacking = [name for name in _LOOKAHEAD if name not in given]
     if given.get("decoding_mode") == "lookahead" and lacking:
@@ -219,11 +227,13 @@ class GenerateTritonConfigOp(Operation):
         self.scenario = scenario
         self.streaming = streaming
         self.runtime_flags = runtime_flags
+        counts = _COUNTS if with_text else {}
+        self.engine_flags = {name: value for name, value in runtime_flags.items() if name not in counts}
 
     @about("trtllm_runtime_flags")
     def config(self, index: int) -> dict[str, Any]:
         """Return the `config.pbtxt` of the repository's model `index`."""
-        build, flags = self.engine, self.runtime_flags
+        build, flags = self.engine, self.engine_flags
         written = model_parameters(flags)  # also checks them
         batch = flags.get("max_batch_size") or build.max_batch_size
         for name, run, built in (
@@ -273,9 +283,24 @@ class GenerateTritonConfigOp(Operation):
                 engine["max_batch_size"],
                 engine["model_transaction_policy"]["decoupled"],
                 self.embedded["tokenizer_dir"],
-                {},
+                {model: self._count(flag) for flag, model in _COUNTS.items()},
             )
         return configs
+
+    @about("trtllm_runtime_flags")
+    def _count(self, flag: str) -> int:
+        """Return how many instances a model has."""
+        count = self.runtime_flags.get(flag, 1)
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"{_SOURCE}: {flag} {count}: expected a whole number of at least 1")
+        return count
+
+    def in_vain(self) -> str:
+        """Name the parameters without effect on the embedded engine; "" if there are none."""
+        if self.embedded is None:
+            return ""
+        parameters = {one["key"]: one["value"]["string_value"] for one in self.config(0)["parameters"]}
+        return in_vain(parameters)
 
     def inputs(self) -> dict[str, Any]:
         return {
@@ -290,7 +315,7 @@ class GenerateTritonConfigOp(Operation):
         if self.embedded is None:
             read_engine(self.engine_dir)
         info = self.runtime_flags.get("xgrammar_tokenizer_info_path")
-        if info is not None and not Path(info).is_file():
+        if info is not None and not Path(str(info)).is_file():
             raise NotHere(f"{_SOURCE}: xgrammar_tokenizer_info_path {info}: no such file")
         n = self.layout
         what = (

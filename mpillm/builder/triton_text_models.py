@@ -47,11 +47,11 @@ _RENAMED = {
 
 
 def text_models(
-    batch: int, decoupled: bool, tokenizer_dir: str, parameters: Mapping[str, str]
+    batch: int, decoupled: bool, tokenizer_dir: str, counts: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Return the `config.pbtxt` of each model by its name.
 
-    `parameters`: the counts of instances, by TensorRT-LLM's names.
+    `counts`: how many instances a model has.
     """
 
     def model(name: str, inputs: str, outputs: str, **more: Any) -> dict[str, Any]:
@@ -62,24 +62,25 @@ def text_models(
             **more,
             "input": tensors(inputs),
             "output": tensors(outputs),
-            "instance_group": [{"count": int(parameters.get(name, 1)), "kind": Name("KIND_CPU")}],
+            "instance_group": [{"count": counts[name], "kind": Name("KIND_CPU")}],
         }
 
     t = triton_tensors
+    queue = {"default_queue_policy": {"max_queue_size": 0}}  # any number waits
     tokenizer = {"tokenizer_dir": tokenizer_dir}
     return {
         "preprocessing": model(
             "preprocessing",
             t.PREPROCESSING_INPUTS,
             t.PREPROCESSING_OUTPUTS,
-            dynamic_batching={},
+            dynamic_batching=queue,
             parameters=texts({**tokenizer, "add_special_tokens": "true"}),
         ),
         "postprocessing": model(
             "postprocessing",
             t.POSTPROCESSING_INPUTS,
             t.POSTPROCESSING_OUTPUTS,
-            dynamic_batching={},
+            dynamic_batching=queue,
             parameters=texts({**tokenizer, "skip_special_tokens": "true"}),
         ),
         "ensemble": _ensemble(batch),

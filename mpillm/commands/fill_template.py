@@ -1,17 +1,20 @@
 """``python -m mpillm fill-template``: values for the placeholders of a `config.pbtxt`.
 
-It takes the words of `tools/fill_template.py` of TensorRT-LLM's backend for Triton.
+It takes the words of `tools/fill_template.py` of TensorRT-LLM's backend for Triton. A file that
+`generate-triton-config` wrote has values already: there the words change them.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
 from disagg.errors import ConfigError, nearest
+from mpillm.builder.pbtxt import scalar
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable, write_text
 
@@ -59,6 +62,39 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return Template(text).safe_substitute(_DEFAULTS | dict(values))
 
 
+# The placeholders of TensorRT-LLM's templates that are Triton's fields in files of `generate-triton-config`:
+# what stands before the value, and the value. Other placeholders are parameters there.
+_COUNT = r"(  count: )\d+()$"
+_FIELDS = {
+    "triton_backend": r'(backend: ")[^"]*(")$',
+    "triton_max_batch_size": r"(max_batch_size: |  preferred_batch_size: \[)\d+(\]?)$",
+    "decoupled_mode": r"(  decoupled: )\w+()$",
+    "max_queue_delay_microseconds": r"(  max_queue_delay_microseconds: )\d+()$",
+    "max_queue_size": r"(    max_queue_size: )\d+()$",
+    "preprocessing_instance_count": _COUNT,
+    "postprocessing_instance_count": _COUNT,
+    "bls_instance_count": _COUNT,
+}
+_RENAMED = {
+    "batching_strategy": "gpt_model_type",
+    "encoder_engine_dir": "encoder_model_path",
+    "engine_dir": "gpt_model_path",
+}
+
+
+def put(text: str, name: str, value: str) -> str | None:
+    """Return a file of `generate-triton-config` with another value for what `name` is in a template.
+
+    None if it has no such thing.
+    """
+    if (field := _FIELDS.get(name)) is None:
+        key = re.escape(_RENAMED.get(name, name))
+        field = rf'(  key: "{key}"\n  value {{\n    string_value: )"(?:[^"\\\n]|\\.)*"()$'
+        value = scalar(value)
+    text, n = re.subn(f"(?m)^{field}", lambda match: match[1] + value + match[2], text)
+    return text if n else None
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the filled file, or write it in its place. Raises ConfigError if a name is not in the file."""
     parser = argparse.ArgumentParser(
@@ -76,13 +112,17 @@ def main(argv: Sequence[str]) -> int:
     text = words.file_path.read_text(encoding="utf-8")
     values = substitutions(words.substitutions)
     known = placeholders(text)
-    for name in values:
-        if name not in text:
+    for name, value in values.items():
+        if name in known:
+            continue
+        if (changed := put(text, name, value)) is not None:
+            text = changed
+        elif name not in text:
             listed = f"; it has: {', '.join(known)}" if known else "; it has none"
             raise ConfigError(
                 f"fill-template: {words.file_path} has no placeholder '{name}'{nearest(name, known)}{listed}"
             )
-        if name not in known:  # as for the script, it is enough that the file has the word
+        else:  # as for the script, it is enough that the file has the word
             print(f"fill-template: {words.file_path}: '{name}' is no placeholder in it", file=sys.stderr)
     filled = fill(text, values)
     if words.in_place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from mpillm.builder.operation import execute
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
     )
     stages = triton_stages(config)
+    for line in dict.fromkeys(filter(None, (stage.in_vain() for stage in stages))):
+        print(f"mpillm: note: {line}", file=sys.stderr)
     execute(stages, force=config.force, dry_run=config.dry_run)
     if not config.dry_run:
         remove_repositories(config.triton_model_repo, len(stages))

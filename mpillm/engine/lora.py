@@ -182,7 +182,7 @@ class Adapters:
         self._of: dict[int, Adapter] = {}  # the longest unused first
 
     def get(self, task_id: int, make: Callable[[], Adapter] | None) -> Adapter:
-        """Return the one of `task_id`, which `make` makes if it is not there.
+        """Return the one of `task_id`, which `make` makes if it is not there. That of 0 is not kept.
 
         Raises LookupError if it is not there and nothing makes it, ValueError if it is too large.
         """
@@ -198,6 +198,8 @@ class Adapters:
                     f"lora_weights: {adapter.n_bytes} bytes exceed"
                     f" lora_cache_host_memory_bytes {self._most_bytes}"
                 )
+        if task_id == 0:
+            return adapter
         self._of[task_id] = adapter
         while sum(one.n_bytes for one in self._of.values()) > self._most_bytes:
             del self._of[next(iter(self._of))]

@@ -105,8 +105,6 @@ def given_tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
         if values[option.name] is not None
     }
     if words.lora_path is not None:
-        if words.lora_task_id is None:
-            raise ConfigError("--lora_path needs --lora_task_id: the id by which later requests name it")
         tensors["lora_weights"] = load_array(words.lora_path / "model.lora_weights.npy")
         config = words.lora_path / "model.lora_config.npy"
         older = words.lora_path / "model.lora_keys.npy"

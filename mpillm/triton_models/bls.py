@@ -15,7 +15,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from mpillm.triton_models.embedded import as_bool, text_parameter
+from mpillm.config.triton_parameters import text_parameter
+from mpillm.triton_models.embedded import as_bool
 from mpillm.triton_models.preprocessing import inputs
 
 _MOST_AT_ONCE = 256  # requests of an instance

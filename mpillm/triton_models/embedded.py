@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
+from mpillm.config.triton_parameters import in_vain, text_parameter
 from mpillm.core_names import DEFAULT
 from mpillm.engine.lora import Adapter, Adapters
 from mpillm.engine.special import Special
@@ -36,12 +37,6 @@ _log = logging.getLogger(__name__)
 _LORA_BYTES = 1 << 30  # of adapters that are kept, unless `lora_cache_host_memory_bytes` says otherwise
 _CHECK_S = 0.1  # for requests that were cancelled, unless `cancellation_check_period_ms` says otherwise
 _POLICIES = {"max_utilization": "max_util", "guaranteed_no_evict": "no_evict"}
-
-
-def text_parameter(parameters: Mapping[str, Mapping[str, str]], name: str) -> str | None:
-    """A parameter of a model's configuration; None if it is empty or a placeholder that nobody has filled."""
-    value = parameters.get(name, {}).get("string_value", "")
-    return None if not value or (value.startswith("${") and value.endswith("}")) else value
 
 
 def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
@@ -99,6 +94,8 @@ class TritonPythonModel:
         self._lock = threading.Lock()
         try:
             core_options = core_config(config)
+            if line := in_vain({name: value.get("string_value", "") for name, value in parameters.items()}):
+                _log.warning("%s", line)
             self._ranks = join(
                 core_options, text_parameter(parameters, "executor_worker_path") or sys.executable
             )

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from mpillm.config.triton_parameters import text_parameter
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.triton_models.embedded import as_bool, text_parameter
+from mpillm.triton_models.embedded import as_bool
 from mpillm.triton_models.preprocessing import inputs
 
 

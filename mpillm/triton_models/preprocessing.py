@@ -11,8 +11,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from mpillm.config.triton_parameters import text_parameter
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
-from mpillm.triton_models.embedded import as_bool, text_parameter
+from mpillm.triton_models.embedded import as_bool
 from mpillm.triton_models.requests import OWN_END
 
 

@@ -109,7 +109,7 @@ class Asked:
 
 
 FindAdapter = Callable[[int, NDArray[Any] | None, NDArray[Any] | None], Adapter]
-"""From a task id, weights and config of LoRA to the adapter. Raises Refused."""
+"""From a task id, weights and config of LoRA to the adapter; id 0: of this request alone. Raises Refused."""
 
 
 def read(
@@ -149,13 +149,13 @@ def read(
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
         raise Refused(f"{because}: the embedded engine has it only on CPUs, so far")
-    if task_id := number("lora_task_id", int, 0):
+    task_id = number("lora_task_id", int, 0)
+    if task_id or _is_there(tensors, "lora_weights"):
         if not takes_special or find_adapter is None:
-            raise Refused("lora_task_id: the embedded engine has it only on CPUs, so far")
+            name = "lora_task_id" if task_id else "lora_weights"
+            raise Refused(f"{name}: the embedded engine has it only on CPUs, so far")
         special = special or Special()
         special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
-    elif _is_there(tensors, "lora_weights"):
-        raise Refused("lora_weights: there is no lora_task_id")
     if n_before_end and end_id >= 0 and takes_special:
         special = special or Special()
         special.not_yet = (end_id,)

@@ -162,7 +162,7 @@ def test_what_is_refused_before_a_request(one: Starter, tmp_path: Path) -> None:
         (("triton-client", "tokens"), "needs --tokenizer_dir or --input_tokens_csv"),
         (("triton-client", "tokens", "--check-output", "--tokenizer_dir", tmp_path), "--output_tokens_csv"),
         (("triton-client", "text", "-p", "a", "-n", 2, "-b", 2), "--num_return_sequences and --beam_width"),
-        (("triton-client", "text", "-p", "a", "--lora-path", "x"), "--lora_path needs --lora_task_id"),
+        (("triton-client", "text", "-p", "a", "--lora-path", "x"), "x/model.lora_weights.npy: "),
         (("e2e-test",), "e2e-test needs --dataset"),
         (("bench", "core-model"), "needs one of dataset, token_norm_dist"),
         (("bench", "core-model", "-i", "mpi", "token_norm_dist"), "-i mpi needs --model_path"),

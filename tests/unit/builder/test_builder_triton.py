@@ -268,6 +268,22 @@ WRONG = {
         ),
         "xgrammar_tokenizer_info_path .*nowhere.json: no such file",
     ),
+    "a number as a file": (
+        ("--trtllm_runtime_flags=xgrammar_tokenizer_info_path:5",),
+        "xgrammar_tokenizer_info_path 5: no such file",
+    ),
+    "what the embedded engine lacks": (
+        ("--model_path=tiny-llama", "--trtllm_runtime_flags=triton_backend:python,decoding_mode:medusa"),
+        "decoding_mode: 'medusa': the embedded engine has no such thing",
+    ),
+    "no instances": (
+        (
+            "--model_path=tiny-llama",
+            "--triton_text_models",
+            "--trtllm_runtime_flags=triton_backend:python,bls_instance_count:0",
+        ),
+        "bls_instance_count 0: expected a whole number of at least 1",
+    ),
     "another backend": (
         ("--trtllm_runtime_flags=triton_backend:pytorch",),
         "triton_backend pytorch: not one of tensorrtllm, python",
@@ -410,6 +426,49 @@ def test_values_that_have_no_text() -> None:
     for value in (float("nan"), None, object()):
         with pytest.raises(TypeError, match="has no text in protobuf's format"):
             dump({"name": value})
+
+
+def test_templates_that_are_filled_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines of TensorRT-LLM's README change the files of generate-triton-config."""
+    monkeypatch.chdir(tmp_path)
+    gpus(monkeypatch, None)
+    flags = (
+        "--trtllm_runtime_flags=triton_backend:python,preprocessing_instance_count:3,enable_trt_overlap:true"
+    )
+    words = ["--model_path=tiny-llama", "--triton_model_repo=repo", "--triton_text_models", flags]
+    assert main(["generate-triton-config", "--triton_num_servers=1", *words]) == 0
+    assert "without effect on the embedded engine: enable_trt_overlap: true" in capsys.readouterr().err
+
+    def model(name: str) -> Any:
+        return read((tmp_path / "repo_0" / name / "config.pbtxt").read_text())
+
+    assert model("preprocessing").instance_group[0].count == 3
+    assert model("postprocessing").instance_group[0].count == 1
+    for name, values in {
+        "ensemble": "triton_max_batch_size:4",
+        "preprocessing": "tokenizer_dir:/a b,triton_max_batch_size:4,preprocessing_instance_count:2",
+        "postprocessing": "tokenizer_dir:/b,triton_max_batch_size:4,postprocessing_instance_count:5"
+        ",max_queue_size:6",
+        "tensorrt_llm_bls": "triton_max_batch_size:4,decoupled_mode:true,bls_instance_count:7",
+        "tensorrt_llm": "triton_max_batch_size:4,decoupled_mode:true,batching_strategy:V1,max_queue_size:8",
+    }.items():
+        file = str(tmp_path / "repo_0" / name / "config.pbtxt")
+        assert main(["fill-template", "-i", file, values]) == 0, name
+        assert capsys.readouterr() == ("", "")
+        assert model(name).max_batch_size == 4
+    assert parameters(model("preprocessing"))["tokenizer_dir"] == "/a b"
+    counts = {"preprocessing": 2, "postprocessing": 5, "tensorrt_llm_bls": 7, "tensorrt_llm": 1}
+    assert {name: model(name).instance_group[0].count for name in counts} == counts
+    assert model("postprocessing").dynamic_batching.default_queue_policy.max_queue_size == 6
+    engine = model("tensorrt_llm")
+    assert list(engine.dynamic_batching.preferred_batch_size) == [4]
+    assert engine.dynamic_batching.default_queue_policy.max_queue_size == 8
+    assert engine.model_transaction_policy.decoupled and parameters(engine)["gpt_model_type"] == "V1"
+    file = str(tmp_path / "repo_0/ensemble/config.pbtxt")
+    assert main(["fill-template", "-i", file, "preprocessing_instance_count:2"]) == 2
+    assert "has no placeholder 'preprocessing_instance_count'" in capsys.readouterr().err
 
 
 def test_an_embedded_engine_of_two_ranks(

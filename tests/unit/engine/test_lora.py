@@ -112,6 +112,7 @@ def test_the_longest_unused_are_forgotten(models: Models) -> None:
         )
 
     adapters = Adapters(2 * make().n_bytes)
+    assert adapters.get(0, make) is not adapters.get(0, make), "weights without an id are of one request"
     first = adapters.get(1, make)
     adapters.get(2, make)
     assert adapters.get(1, None) is first

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpillm.cores.triton_grpc.tensors import word_list as list_of_words
+from mpillm.engine.lora import Adapter
 from mpillm.triton_models.requests import Asked, Refused, read, word_list
 
 BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
@@ -78,7 +79,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         ({"beam_width": [2], "temperature": [0.5]}, "temperature: not with a beam_width above 1"),
         ({"beam_width": [2], "runtime_top_p": [0.5]}, "runtime_top_p: not with a beam_width above 1"),
         ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has it only on CPUs"),
-        ({"lora_weights": [[1.0]]}, "lora_weights: there is no lora_task_id"),
+        ({"lora_weights": [[1.0]]}, "lora_weights: the embedded engine has it only on CPUs"),
         ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
         ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
         ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
@@ -91,6 +92,21 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=f"^{message}|{message}"):
         asked(**tensors)
+
+
+def test_weights_without_an_id_are_of_their_request() -> None:
+    """As the README of the backend sends them: --lora-path alone."""
+    adapter, found = Adapter.__new__(Adapter), []
+
+    def find(task_id: int, weights: Any, config: Any) -> Adapter:
+        found.append((task_id, weights.tolist(), config.tolist()))
+        return adapter
+
+    tensors = {**BASE, "lora_weights": [[1.0, 2.0]], "lora_config": [[1, 0, 1]]}
+    arrays = {name: np.array(value) for name, value in tensors.items()}
+    special = read(arrays, exclude_input=False, find_adapter=find).special
+    assert special is not None and special.adapter is adapter
+    assert found == [(0, [[1.0, 2.0]], [[1, 0, 1]])]
 
 
 def test_what_few_ask_for() -> None:
