@@ -3,7 +3,7 @@
 from .config import DisaggConfig, ServerConfig, dump, from_mapping, load, parse
 from .errors import ConfigError, nearest
 from .generator import CONTROL_RANKS, generate, ranks_for, with_hosts
-from .plan_table import ranges, table
+from .plan_table import ranges, rank_list, table
 from .world_plan import InstancePlan, RankPlan, WorldPlan, parse_nodes, plan
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "parse_nodes",
     "plan",
     "ranges",
+    "rank_list",
     "ranks_for",
     "table",
     "with_hosts",

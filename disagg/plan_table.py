@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import TypeVar
 
 from .world_plan import InstancePlan, RankPlan, WorldPlan
 
 _MAX_ROWS = 64  # of a table; longer ones are condensed
+_MOST_HOSTS = 8  # of a list of ranks
 _RIGHT = ("rank", "inst", "tp", "pp", "ep", "device", "ranks", "slots", "control", "ctx", "gen", "executor")
 _T = TypeVar("_T")
 
@@ -127,6 +129,33 @@ def ranges(numbers: Iterable[int], separator: str = ",", most: int | None = None
     return separator.join(
         [*(_span(*run) for run in runs[:most]), *(["..."] if len(runs[:most]) < len(runs) else [])]
     )
+
+
+def rank_list(ranks: Iterable[int], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Return `rank 3`, `ranks 1-4, 7`; where they are, too, if `hosts`, by rank, are several.
+
+    `host h3 (ranks 4-5)` is all of a host, `rank 2 on h2` one of its ranks. A rank that has not joined has no
+    host, or "".
+    """
+    names = [host for host in hosts.values() if host]
+    if len(set(names)) < 2:
+        return _ranks(ranks)
+    there: dict[str, list[int]] = {}
+    for rank in sorted(set(ranks)):
+        there.setdefault(hosts.get(rank, ""), []).append(rank)
+    texts = []
+    for host, some in there.items():
+        whole = len(some) > 1 and len(some) == names.count(host)
+        text = _ranks(some)
+        texts.append(f"host {host} ({text})" if host and whole else f"{text} on {host}" if host else text)
+    if len(texts) > _MOST_HOSTS:
+        texts[_MOST_HOSTS:] = [f"ranks on {len(texts) - _MOST_HOSTS} more hosts"]
+    return " and ".join(filter(None, ["; ".join(texts[:-1]), *texts[-1:]]))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    some = set(ranks)
+    return f"rank{'s' if len(some) > 1 else ''} {ranges(some, ', ')}"
 
 
 def _ends(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
-from mpillm.doctor.findings import Line, Status, shown, worst
+from mpillm.doctor.findings import Line, Status, World, shown, worst
 from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import Field, seconds
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         traceback.print_exc()
         comm.Abort(ExitCode.STAGE_FAILED)
     if comm.rank == 0:  # when the others have gone: the output may be a full disk
-        code = _report(config, lines, comm.size, sorted(set(world.nodes.values())))
+        code = _report(config, lines, comm.size, world)
         tell_exit_code(code)
     if not finalize:
         sys.stdout.flush()
@@ -101,21 +101,27 @@ def _alone(config: Options, error: EveryRankError) -> int:
 
     launcher = find_launcher()
     code = _report(
-        config, lines_alone(error, Path(config.log_dir)), launcher.size or 1 if launcher else 1, []
+        config, lines_alone(error, Path(config.log_dir)), launcher.size or 1 if launcher else 1, World({})
     )
     tell_exit_code(code)
     return code
 
 
-def _report(config: Options, lines: Sequence[Line], n_ranks: int, nodes: Sequence[str]) -> int:
-    """Print the lines; return the exit code."""
+def _report(config: Options, lines: Sequence[Line], n_ranks: int, world: World) -> int:
+    """Print the lines; return the exit code. `world`: of the ranks that answered."""
+    nodes = sorted(world.first_ranks())
     bad = worst(lines) is Status.FAILURE
     if config.json:
-        told = {"mpillm": __version__, "ranks": n_ranks, "nodes": list(nodes), "worst": worst(lines).value}
+        told = {"mpillm": __version__, "ranks": n_ranks, "nodes": nodes, "worst": worst(lines).value}
         print(json.dumps(told | {"lines": [line.to_json() for line in lines]}, indent=2), flush=True)
     else:
         where = f", nodes: {len(nodes)}" if nodes else ""
-        print(f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n", *shown(lines), sep="\n", flush=True)
+        print(
+            f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n",
+            *shown(lines, world.nodes),
+            sep="\n",
+            flush=True,
+        )
     return int(ExitCode.STAGE_FAILED if bad else ExitCode.DONE)
 
 

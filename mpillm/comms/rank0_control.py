@@ -167,6 +167,10 @@ class Rank0Control:
                 found.setdefault(state.doing, []).append(rank)
         return found
 
+    def hosts(self) -> dict[int, str]:
+        """Return the hosts of the ranks that have joined."""
+        return {rank: state.host for rank, state in enumerate(self.ranks) if state.host}
+
     def label(self, plan: WorldPlan) -> None:
         """Describe ranks by their roles in `plan` from now on."""
         for state, rank in zip(self.ranks, plan.ranks, strict=True):
@@ -255,6 +259,8 @@ class Rank0Control:
         """Return the seconds to wait: fewer if it is known who is lost, none if Slurm may end the step."""
         if self.dead():
             return 0 if ends_with_a_rank() else _SETTLE_S / 10
+        if self.silent():  # the others of its host soon are, too
+            return _SETTLE_S + beat_interval_s(len(self.ranks))
         return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import disagg
@@ -96,12 +97,15 @@ def worst(lines: Iterable[Line]) -> Status:
     return max((line.status for line in lines), key=order.index, default=Status.OK)
 
 
-def shown(lines: Sequence[Line]) -> list[str]:
-    """Return the lines for a person: in columns, advice below, and a count at the end."""
+def shown(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+    """Return the lines for a person: in columns, advice below, and a count at the end.
+
+    `nodes`: by rank.
+    """
     width = max((len(line.check) for line in lines), default=0)
     texts = []
     for line in lines:
-        where = f"{_ranks(line.ranks)}: " if line.ranks else ""
+        where = f"{disagg.rank_list(line.ranks, nodes)}: " if line.ranks else ""
         head, *more = f"{where}{line.text}".split("\n")
         texts.append(f"  {line.status.value:<8} {line.check:<{width}}  {head}")
         advice = line.advice.split("\n") if line.advice else []
@@ -130,7 +134,3 @@ def size(n_bytes: float) -> str:
 
 def _plural(status: Status, n: int) -> str:
     return f"{status.value}s" if n > 1 and status in (Status.FAILURE, Status.WARNING) else status.value
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {disagg.ranges(ranks, ', ')}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
 
+import disagg
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
 from mpillm.engine.kernels.c_library import compiler
 
@@ -99,7 +100,10 @@ def same_packages(installed: Installed, world: World) -> list[Line]:
     if not differ:
         return [Line("same packages", Status.OK, "on all nodes")]
     told = "; ".join(
-        f"{name} {' or '.join(f'{version} (rank {ranks[0]})' for version, ranks in kinds.items())}"
+        f"{name} "
+        + " or ".join(
+            f"{version} of {disagg.rank_list(ranks, world.nodes)}" for version, ranks in kinds.items()
+        )
         for name, kinds in differ.items()
     )
     return [Line("same packages", Status.WARNING, told, "install the same on all nodes")]

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import disagg
@@ -93,7 +94,7 @@ class Console:
         if elapsed_s < wait_s or not awaited:
             return
         self._waited_s = elapsed_s
-        said = [f"{rank_list(ranks)}{f': {what}' if what else ''}" for what, ranks in awaited.items()]
+        said = [f"{disagg.rank_list(ranks)}{f': {what}' if what else ''}" for what, ranks in awaited.items()]
         more = len(said) - _MOST_SAID
         text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
         self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
@@ -148,11 +149,16 @@ class Console:
             self.line(f"  {name:<22} {value}")
 
     def failure(
-        self, when: str, failures: Sequence[Failure], more: Sequence[str], describe: Callable[[int], str]
+        self,
+        when: str,
+        failures: Sequence[Failure],
+        more: Sequence[str],
+        describe: Callable[[int], str],
+        hosts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """Print the one message of a failed run: what failed, which ranks, and `more` lines.
 
-        Ranks with the same cause share a line.
+        Ranks with the same cause share a line, with their `hosts` (by rank).
         """
         if all(failure.interrupted and failure.rank is None for failure in failures):
             self._interrupted("\n  ".join([f"mpillm: {failures[0].cause} {when}", *more]))
@@ -163,7 +169,9 @@ class Console:
             by_cause.setdefault(key, []).extend([] if failure.rank is None else [failure.rank])
         message = [f"mpillm: failed {when}"]
         for (cause, trace), ranks in by_cause.items():
-            who = "" if not ranks else f"{describe(ranks[0]) if len(ranks) == 1 else rank_list(ranks)}: "
+            who = ""
+            if ranks:
+                who = f"{describe(ranks[0]) if len(ranks) == 1 else disagg.rank_list(ranks, hosts)}: "
             message.append(textwrap.indent(f"{who}{cause}", "  "))
             if trace:
                 message.append(
@@ -220,8 +228,3 @@ def _short(number: float) -> str:
         return str(number)
     digits = 0 if number >= 99.95 else 1 if number >= 9.995 or not unit else 2
     return f"{number:.{digits}f}{unit}"
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, ``ranks 1-4, 7``."""
-    return f"rank{'s' if len(set(ranks)) > 1 else ''} {disagg.ranges(ranks, ', ')}"

@@ -27,7 +27,6 @@ from mpillm.devices import OwnGpu, assign
 from mpillm.fields.effects import RUN, SERVE
 from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
-from mpillm.report.console import rank_list
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.rank_roles import check_flags, check_handoff, core_configs, what_runs
 from mpillm.runtime.yaml_effects import check_yaml
@@ -189,6 +188,7 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
     Raises ConfigError naming the rank with another one, another version of a package, or a wrong command
     line.
     """
+    hosts = {rank: report.host for rank, report in reports.items()}
     errors: dict[str, list[int]] = {}
     for rank, report in reports.items():
         if report.usage_error:
@@ -197,20 +197,28 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
         everywhere = [len(ranks) for ranks in errors.values()] == [len(reports)]
         raise ConfigError(
             "\n".join(
-                error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()
+                error if everywhere else f"{disagg.rank_list(ranks, hosts)}: {error}"
+                for error, ranks in errors.items()
             )
         )
     mine = reports[0]
-    for rank, report in reports.items():
-        for name, version in report.versions.items():
-            if version != mine.versions[name]:
-                raise ConfigError(f"rank {rank} runs {name} {version}, rank 0 {mine.versions[name]}")
+    for name, version in mine.versions.items():
+        others: dict[str, list[int]] = {}
+        for rank, report in reports.items():
+            if report.versions[name] != version:
+                others.setdefault(report.versions[name], []).append(rank)
+        if others:
+            told = "; ".join(
+                f"{disagg.rank_list(ranks, hosts)} run{'s' if len(ranks) == 1 else ''} {name} {another}"
+                for another, ranks in others.items()
+            )
+            raise ConfigError(f"{told}, {disagg.rank_list([0], hosts)} {version}")
     other = {rank: report for rank, report in reports.items() if report.digest != mine.digest}
     if other:
         first = min(other)
         difference = config.difference(other[first].values)
         raise ConfigError(
-            f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with"
+            f"{disagg.rank_list(other, hosts)} {'was' if len(other) == 1 else 'were'} started with"
             " another configuration than rank 0: "
             + (
                 f"rank {first}: {difference}"

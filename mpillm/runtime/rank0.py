@@ -216,7 +216,10 @@ class Rank0:
                 record.write_result()  # first: a launcher may kill this process in a moment
             except OSError as error:
                 unwritten = f"  result.json in {record.path} can't be written: {error.strerror}"
-        self._console.failure(when, failures, more, lambda rank: self.control.ranks[rank].describe())
+        control = self.control
+        self._console.failure(
+            when, failures, more, lambda rank: control.ranks[rank].describe(), control.hosts()
+        )
         if unwritten:
             self._console.line(unwritten)
         elif self.session is not None:

@@ -88,7 +88,7 @@ def _wait(command: Command, on: Hosts, phase: str) -> None:
 
 def _words(few: Samples, policy: str) -> list[object]:
     words = ["run", "--dataset_path", few.path, *TEST, *EXECUTORS, "--control_ranks", 2]
-    words += ["--enable_chunked_context", "true", "--heartbeat_timeout", 10, "--grace", 3]
+    words += ["--heartbeat_timeout", 10, "--grace", 3]
     return [*words, "--on_instance_loss", policy]
 
 

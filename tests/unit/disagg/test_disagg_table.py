@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg import generate, parse_nodes, plan, ranges, table
+from disagg import generate, parse_nodes, plan, ranges, rank_list, table
 
 
 def test_a_row_for_each_rank() -> None:
@@ -76,3 +76,25 @@ def test_a_medium_world_shows_which_instances_are_on_which_node() -> None:
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers, ", ", most=4) == text
     assert ranges(numbers) == text.replace(" ", "").replace("...", "9-10")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3 on h2"),
+        ([5, 4], "host h3 (ranks 4-5)"),
+        ([6], "rank 6 on h4"),
+        ([1, 2, 4, 5], "rank 1 on h1; rank 2 on h2 and host h3 (ranks 4-5)"),
+        ([2, 3, 7], "host h2 (ranks 2-3) and rank 7"),  # 7 has not joined
+    ],
+)
+def test_a_list_of_ranks_says_where_they_are(ranks: list[int], text: str) -> None:
+    hosts = {rank: f"h{rank // 2 + 1}" for rank in range(7)}
+    assert rank_list(ranks, hosts) == text
+    assert rank_list(ranks, dict.fromkeys(range(7), "h1")) == rank_list(ranks)
+    many = rank_list(range(20), {rank: f"h{rank}" for rank in range(20)})
+    assert many.startswith("rank 0 on h0; rank 1 on h1;") and many.endswith(" and ranks on 12 more hosts")
+
+
+def test_a_list_of_ranks_of_one_host() -> None:
+    assert rank_list([3]) == "rank 3" and rank_list([7, 1, 2, 3, 3]) == "ranks 1-3, 7"

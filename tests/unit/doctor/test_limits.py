@@ -131,7 +131,7 @@ def test_packages_that_differ() -> None:
         World({0: "a", 1: "b"}),
     )
     (line,) = same_packages(facts, world)
-    assert (line.status, line.text) == (Status.WARNING, "numpy 2.0 (rank 0) or 2.1 (rank 1)")
+    assert (line.status, line.text) == (Status.WARNING, "numpy 2.0 of rank 0 on a or 2.1 of rank 1 on b")
     assert same_packages(facts, World({0: "a", 1: "a"})) == []
 
 

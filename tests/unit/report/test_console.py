@@ -143,3 +143,17 @@ def test_an_interrupt_is_no_failure(rank: int | None, expected: str | None) -> N
     assert err.getvalue() == (
         expected or "mpillm: failed in phase 'test'\n  rank 2: interrupted (Ctrl-C)\n  see runs/x\n"
     )
+
+
+def test_a_lost_host_is_named() -> None:
+    err = io.StringIO()
+    lost = [Failure("no heartbeat for 30 s", rank, code=5) for rank in (4, 5)]
+    hosts = {rank: f"h{rank // 2 + 1}" for rank in range(6)}
+    Console(io.StringIO(), err).failure("in phase 'test'", lost, [], lambda rank: f"rank {rank}", hosts)
+    assert err.getvalue() == "mpillm: failed in phase 'test'\n  host h3 (ranks 4-5): no heartbeat for 30 s\n"
+
+
+def test_a_failure_of_no_rank_names_none() -> None:
+    err = io.StringIO()
+    Console(io.StringIO(), err).failure("before", [Failure("--x: wrong")], [], str, {0: "a", 1: "b"})
+    assert err.getvalue() == "mpillm: failed before\n  --x: wrong\n"

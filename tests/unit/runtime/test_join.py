@@ -87,8 +87,11 @@ def test_errors_of_a_command_line_are_reported_once() -> None:
 
 def test_ranks_must_be_alike() -> None:
     config, other = parse_run([*DUMMY]), parse_run([*DUMMY, "--max_output_len", "7"])
-    with pytest.raises(ConfigError, match="rank 1 runs MPI Another 2, rank 0 Some MPI 1"):
+    with pytest.raises(ConfigError, match=r"^rank 1 runs MPI Another 2, rank 0 Some MPI 1$"):
         plan_run(config, joined(config, versions={"mpillm": "1.0", "MPI": "Another 2"}))
+    there = joined(config, 4, host="n2", versions={"mpillm": "1.0", "MPI": "Another 2"})
+    with pytest.raises(ConfigError, match=r"^rank 1 on n2 runs MPI Another 2, rank 0 on node Some"):
+        plan_run(config, there)
     with pytest.raises(
         ConfigError,
         match=r"rank 1 was started with another configuration than rank 0: rank 1: --max_output_len is"
