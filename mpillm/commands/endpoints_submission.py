@@ -29,12 +29,12 @@ from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
     ACCURACY,
     CONFIG,
-    POINT,
     POWER,
     SUMMARY,
     WARMUP,
     Curve,
     accuracy_results,
+    read_yaml,
     request_logs,
     result_summary,
     write_shared,
@@ -140,6 +140,11 @@ def main(argv: Sequence[str]) -> int:
     if options.system_power:
         write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
     print(f"\nsubmission  {path_shown(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
+    if workload.scaled:
+        samples = (
+            f"{workload.n_samples} of the benchmark's {workloads.get(workload.name).n_samples:,} samples"
+        )
+        print(f"tiny        {samples}: no submission, and the checker rejects it")
     for line in curve.left_to_submitter(options.system_power is not None):
         print(f"yours       {line}")
     for line in failed:
@@ -185,6 +190,7 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
 def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: Workload) -> list[str]:
     """Measure the points, and return what failed, a line for each."""
     output, failed = Path(options.output or ""), []
+    _check_there(options, curve, points)
     scored = curve.regions.accuracy_points(points)
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
@@ -223,6 +229,33 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
     return failed
 
 
+# What a point's result depends on, beside the duration.
+_MEASURED = ("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set")
+
+
+def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None:
+    """Raise ConfigError if a point in the folder was measured with other options, or is not of the curve."""
+    results = curve.folder(Path(options.output or ""), 1).parent
+    cure = "remove it, or choose another --submission_id"
+    for file in sorted(results.glob(f"r*/{CONFIG}")):
+        folder, config = file.parent, read_yaml(file)
+        c = int(folder.name[1:])
+        if c not in points:
+            raise ConfigError(f"{folder} is no point of this curve (--concurrency): {cure}")
+        asked = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
+        for name, value in asked.items():
+            if (was := config.get(name)) != value:
+                said = "without" if was is None else "with"
+                had = "" if was is None else f" {was}"
+                this = "without" if value is None else value
+                raise ConfigError(f"{folder} was measured {said} --{name}{had}, this is {this}: {cure}")
+
+
+def _lasts(options: _Options, c: int) -> float:
+    """Return how long a point lasts at least."""
+    return options.min_duration if options.min_duration is not None else min_duration_s(c)
+
+
 def _is_measured(folder: Path) -> bool:
     """Return whether a point has a result, of which no request failed."""
     file = folder / SUMMARY
@@ -255,7 +288,7 @@ def _point(
 ) -> list[str]:
     folder = curve.folder(Path(options.output or ""), c)
     folder.mkdir(parents=True, exist_ok=True)
-    lasts = options.min_duration if options.min_duration is not None else min_duration_s(c)
+    lasts = _lasts(options, c)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
     sampling = _sampling(curve, workload)
     seeds = SEED_SETS[curve.seed_set]
@@ -268,23 +301,18 @@ def _point(
     started = time.time()
     duration = client.run(test)
     summary = result_summary(test.records, duration, started)
-    write_yaml(
-        folder / POINT,
-        curve.point(
-            c,
-            lasts,
-            {
-                "duration_s": round(took, 3),
-                "requests_issued": c,
-                "requests_completed": warmed,
-                "data_source": f"samples of {dataset.name}",
-                "concurrency": c,
-                "logs_retained": True,
-                "link_logs": WARMUP,
-            },
-        ),
-    )
-    write_yaml(folder / CONFIG, {name: value for name, value in options.values.items() if value is not None})
+    warmed_up = {
+        "duration_s": round(took, 3),
+        "requests_issued": c,
+        "requests_completed": warmed,
+        "data_source": f"samples of {dataset.name}",
+        "concurrency": c,
+        "logs_retained": True,
+        "link_logs": WARMUP,
+    }
+    stated = {name: value for name, value in options.values.items() if value is not None}
+    write_yaml(folder / CONFIG, stated | {"min_duration": lasts, "warmup": warmed_up})
+    curve.write_point(folder, c)
     write_json(folder / SUMMARY, summary)
     print(
         f"{c:>6} at once  {len(test.records):,} requests in {duration:.1f} s"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.files import read_json, write_json, write_text
 from mpillm.loadtest.load_test import Record
@@ -118,6 +119,11 @@ class Curve:
         """Return the folder of a point."""
         return self.root(output) / "results" / self.system / self.benchmark.model / f"r{concurrency}"
 
+    def write_point(self, folder: Path, concurrency: int) -> None:
+        """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
+        config = read_yaml(folder / CONFIG)
+        write_yaml(folder / POINT, self.point(concurrency, config["min_duration"], config["warmup"]))
+
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
         """Return `point.yaml`; what the submitter discloses goes over it."""
         return {
@@ -158,10 +164,11 @@ class Curve:
         return said
 
     def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
-        """Write what depends on the whole curve: the system's description beside each point."""
+        """Write what depends on the whole curve, and what the submitter says of it, beside each point."""
         folders = [self.folder(output, c) for c in concurrencies]
         rates = [read_json(folder / SUMMARY)["system_tps"] for folder in folders]
-        for folder, rate in zip(folders, rates, strict=True):
+        for c, folder, rate in zip(concurrencies, folders, rates, strict=True):
+            self.write_point(folder, c)
             description = dict(self.system_description) | {
                 "system_name": self.system,
                 "division": self.division,
@@ -175,6 +182,17 @@ def write_yaml(path: Path, value: Mapping[str, Any]) -> None:
     """Write a mapping as YAML, in its order."""
     plain = json.loads(json.dumps(value, default=str))  # YAML writes no tuples and paths
     write_text(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a file of `write_yaml`. Raises ConfigError if it is none."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("warmup"), dict):
+        raise ConfigError(f"{path}: does not say how its point was measured; remove its folder")
+    return found
 
 
 def write_shared(root: Path, source: Path | None, docs: Path | None, said: str) -> None:

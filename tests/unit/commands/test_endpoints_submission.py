@@ -65,6 +65,39 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
+        (tmp_path / "disclosure.json").write_text('{"model_precision": "int8"}')
+        assert main([*command, "--division", "RDI", "--target_cohort", "2027-01-C1"]) == 0
+        assert capsys.readouterr().out.count("was there") == 4
+        for folder in curve.iterdir():
+            point = yaml.safe_load((folder / "point.yaml").read_text())
+            assert (point["model_precision"], point["division"]) == ("int8", "RDI"), "what is said now"
+            assert point["target_cohort"] == "2027-01-C1" and point["region"] != "submitters_choice"
+            assert point["warmup"]["requests_completed"] == point["concurrency"]
+            assert point["runtime_settings"]["min_duration_ms"] == 10
+
+
+def test_a_point_belongs_to_the_options_it_was_measured_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--concurrency", "1,48", "--url", url]
+        assert main([*command, "--min_duration", "0.01"]) == 0
+        assert "tiny        26 of the benchmark's 13,368 samples: " in capsys.readouterr().out
+        folder = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
+        files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for more, said in (
+            (["--min_duration", "0.02"], "r1 was measured with --min_duration 0.01, this is 0.02"),
+            ([], "r1 was measured with --min_duration 0.01, this is 600.0"),
+            (["--min_duration", "0.01", "--model_scale", "full"], "with --model_scale tiny, this is full"),
+            (["--min_duration", "0.01", "--dataset_path", "x"], "without --dataset_path, this is x"),
+            (["--min_duration", "0.01", "--url", "h:1"], f"with --url {url}, this is h:1"),
+            (["--min_duration", "0.01", "--concurrency", "2,48"], "r1 is no point of this curve"),
+        ):
+            assert main([*command, *more]) == 2
+            error = capsys.readouterr().err
+            assert said in error and "another --submission_id" in error, error
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
 
 
 @pytest.mark.parametrize(
