@@ -141,9 +141,8 @@ def main(argv: Sequence[str]) -> int:
         write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
     print(f"\nsubmission  {path_shown(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
     if workload.scaled:
-        samples = (
-            f"{workload.n_samples} of the benchmark's {workloads.get(workload.name).n_samples:,} samples"
-        )
+        full = workloads.get(options.benchmarks or "").n_samples
+        samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
     for line in curve.left_to_submitter(options.system_power is not None):
         print(f"yours       {line}")
@@ -237,7 +236,7 @@ def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None
     """Raise ConfigError if a point in the folder was measured with other options, or is not of the curve."""
     results = curve.folder(Path(options.output or ""), 1).parent
     cure = "remove it, or choose another --submission_id"
-    for file in sorted(results.glob(f"r*/{CONFIG}")):
+    for file in sorted(results.glob(f"r[0-9]*/{CONFIG}")):
         folder, config = file.parent, read_yaml(file)
         c = int(folder.name[1:])
         if c not in points:
