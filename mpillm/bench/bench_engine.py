@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from disagg.errors import ConfigError
 from launch.children import Children
 from mpillm.bench.bench_decode import Options, bench_decode
-from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.product_rates import product_rates
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.bench.vllm_baseline import VllmBaseline
@@ -25,6 +24,7 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
+from mpillm.telemetry.other_load import OtherLoad
 
 if TYPE_CHECKING:
     from mpillm.bench.counted_engine import CountedEngine

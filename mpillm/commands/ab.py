@@ -71,18 +71,22 @@ def main(argv: Sequence[str]) -> int:
     metric = options.metric or default
     folder = series_folder(options.log_dir, "ab").absolute()
     print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {path_shown(folder)}", flush=True)
-    pairs = run_pairs(folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True))
+    pairs, doubtful = run_pairs(
+        folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True)
+    )
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]
     for number, pair in enumerate(pairs, 1):
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{_words(verdict, options.pairs)}")
+    for line in doubtful:
+        print(f"doubtful: {line}")
     page = folder / "ab.html"
-    write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs)))
+    write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs), doubtful))
     print(f"\npage  {path_shown(page)}")
     if options.output:
-        said = {"A": sides["A"], "B": sides["B"], "metric": metric, "pairs": pairs}
+        said = {"A": sides["A"], "B": sides["B"], "metric": metric, "pairs": pairs, "doubts": doubtful}
         write_json(Path(options.output), said | {"verdict": asdict(verdict) | {"real": verdict.real}})
     return ExitCode.DONE
 

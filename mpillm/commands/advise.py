@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.bench.other_load import least_disturbed
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
@@ -34,6 +33,7 @@ from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
 from mpillm.runtime.in_turn import without
+from mpillm.telemetry.other_load import least_disturbed
 
 if TYPE_CHECKING:
     from mpillm.experiments.advise.calibration import Calibrator

@@ -97,7 +97,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
             record.add(one)
             print(_line(one), flush=True)
         else:
-            print(f"{_line(one)}  (from before)", flush=True)
+            print(_line(one, "  (from before)"), flush=True)
         return one
 
     found = find_max_rate(test, start, options.tolerance)
@@ -131,7 +131,7 @@ def _has_rate(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] == "--server_target_qps" for word in words)
 
 
-def _line(tried: Tried) -> str:
+def _line(tried: Tried, when: str = "") -> str:
     length = "full " if tried.full else "short"
     latencies = "  ".join(
         f"{name.upper()} p99 {tried.figures[f'{name}_p99_ms']:.4g} ms"
@@ -139,6 +139,6 @@ def _line(tried: Tried) -> str:
         if f"{name}_p99_ms" in tried.figures
     )
     verdict = "VALID  " if tried.valid else "INVALID"
-    return f"  {tried.rate:9.4g}/s  {length}  {verdict}  {latencies or 'stopped'}" + (
-        f"\n             {tried.why}" if tried.why else ""
-    )
+    more = [*([tried.why] if tried.why else []), *(f"doubtful: {doubt}" for doubt in tried.doubts)]
+    head = f"  {tried.rate:9.4g}/s  {length}  {verdict}  {latencies or 'stopped'}{when}"
+    return "\n             ".join([head, *more])

@@ -21,7 +21,7 @@ from mpillm.experiments.option_grid import (
     points,
 )
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
-from mpillm.experiments.sweep_page import COLUMNS, per, sweep_page
+from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, table, values_text
 from mpillm.fields import Field
 from mpillm.files import write_json, write_text
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     front = pareto(found)
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, found, front))
+    for line in doubtful_points(found):
+        print(f"doubtful: {line}")
     if options.output:
         write_json(Path(options.output), {"points": found, "pareto": front})
     write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))

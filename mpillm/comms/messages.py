@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from mpillm.comms.transport import Buffer, Transport
     from mpillm.devices import Gpu, OwnGpu
     from mpillm.phases import Phase
+    from mpillm.telemetry.cpu_use import CpuUse
 
 NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context generates the answer
 
@@ -246,7 +247,7 @@ class DrainReport(NamedTuple):
     """What a rank did in the test."""
 
     roles: list[dict[str, Any]]  # `Role.report`
-    cpu_cores: float
+    cpu: CpuUse
     messages: int  # sent in the route communicator
     message_bytes: int
     machine: dict[str, Any] | None  # from the first rank of its node

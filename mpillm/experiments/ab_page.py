@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpillm.experiments.table import figure
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
+from mpillm.report.page.document import chart_section, document, doubts_list, escape, link_to_run, section
 
 _UNITS = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
 
@@ -18,8 +18,9 @@ def ab_page(
     metric: str,
     pairs: Sequence[Mapping[str, Mapping[str, float]]],
     verdict: str,
+    doubtful: Sequence[str] = (),
 ) -> str:
-    """Return the page. `texts`: the options of A and of B; `verdict`: as the console says it."""
+    """Return the page. `texts`: the options of A and of B; `verdict`, `doubtful`: as on the console."""
     unit = _UNITS.get(metric, "ms")
     numbers = [float(i) for i in range(1, len(pairs) + 1)]
     lines: list[tuple[str, list[float | None], int]] = [
@@ -41,7 +42,7 @@ def ab_page(
         rows.append((i, *links, f"{100 * (b / a - 1):+.2f} %"))
     body = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p><strong>{escape(head)}</strong></p>"
-        f'<p>{escape(test)}</p><ul class="runs">{sides}</ul></header>',
+        f'<p>{escape(test)}</p><ul class="runs">{sides}</ul>{doubts_list(doubtful)}</header>',
         chart_section("Pairs", [values], "A and B of each pair ran one after the other."),
         section("All pairs", ("pair", f"A, {unit}", f"B, {unit}", "B against A"), rows),
     )

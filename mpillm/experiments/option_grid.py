@@ -100,7 +100,7 @@ def finished(folder: Path) -> RunFiles | None:
         known = figures(run) if whole and run.detail else {}
     except (ConfigError, ArithmeticError, AttributeError, LookupError, TypeError):
         return None
-    numbers = (value for name, value in known.items() if name not in ("status", "of"))
+    numbers = (value for name, value in known.items() if name not in ("status", "of", "doubts"))
     damaged = any(value is not None and not isinstance(value, (int, float)) for value in numbers)
     return run if known and not damaged else None
 
@@ -124,6 +124,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "tokens_per_second_per_user": 1000 / tpot["mean"] if tpot.get("mean") else None,
         "ttft_p99_ms": ttft.get("p99"),
         "tpot_p99_ms": tpot.get("p99"),
+        "doubts": list(result.get("doubts") or []),
     }
 
 

@@ -29,6 +29,7 @@ class Tried:
     completed: float = 0.0  # answers per second
     folder: str = ""
     figures: dict[str, float] = field(default_factory=dict)  # of result.json; empty: it was stopped
+    doubts: list[str] = field(default_factory=list)
 
 
 Test = Callable[[float, bool], Tried]

@@ -135,6 +135,7 @@ class RateTests:
             if late := late_answers(goodput):
                 valid, why = False, late
             figures["good_requests_per_second"] = goodput["good_requests_per_second"]
+        completed, folder = result["samples_per_second"], str(ended.folder)
         return Tried(
-            rate, full, valid, "" if valid else why, result["samples_per_second"], str(ended.folder), figures
+            rate, full, valid, "" if valid else why, completed, folder, figures, list(result["doubts"])
         )

@@ -46,7 +46,16 @@ def search_page(
         f"<header><h1>{escape(folder.absolute().name)}</h1>"
         f"<p><strong>{escape(said)}</strong></p>{limits}<p>{len(tests)} tests.</p></header>"
     )
-    columns = ("#", "requests/s", "length", "verdict", "answers/s", "TTFT p99 ms", "TPOT p99 ms", "why not")
+    columns = (
+        "#",
+        "requests/s",
+        "length",
+        "verdict",
+        "answers/s",
+        "TTFT p99 ms",
+        "TPOT p99 ms",
+        "remarks",
+    )
     rows = [
         (
             link_to_run(Path(one.folder), folder, str(i)),
@@ -55,7 +64,7 @@ def search_page(
             "VALID" if one.valid else "INVALID",
             f"{one.completed:.5g}",
             *(cell(one.figures.get(f"{name}_p99_ms")) for name in ("ttft", "tpot")),
-            one.why,
+            "; ".join(filter(None, [one.why, *one.doubts])),
         )
         for i, one in enumerate(tests, 1)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpillm.experiments.table import cell, values_text
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
+from mpillm.report.page.document import chart_section, document, doubts_list, escape, link_to_run, section
 
 COLUMNS = {
     "status": "verdict",
@@ -42,7 +42,8 @@ def sweep_page(
     failed = sum(one["status"] == "FAILED" for one in found)
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(found)} points, {len(front)} on the Pareto"
-        f" curve{f', <strong>{failed} failed</strong>' if failed else ''}</p></header>"
+        f" curve{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
+        f"{doubts_list(doubtful_points(found))}</header>"
     )
     curve = chart_section("The Pareto curve", charts, _NOTE, wide=True)
     if not charts:
@@ -54,6 +55,11 @@ def sweep_page(
     return document(
         f"sweep: {folder.absolute().name}", (head, curve, _table(folder, found, front, of), same), charts
     )
+
+
+def doubtful_points(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is doubtful of points, a line each."""
+    return [f"{values_text(one) or 'the run'}: {doubt}" for one in found for doubt in one.get("doubts", ())]
 
 
 def per(found: Sequence[Mapping[str, Any]]) -> str:

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
+_TAKEN = {
+    "others": "other processes used {others:.2g} of the {cores} cores of {host}",
+    "stolen": "the host of {host}, a virtual machine, took {stolen:.2g} of its {cores} cores",
+}
 
-def doubts(result: Mapping[str, Any]) -> list[str]:
+
+def doubts(result: Mapping[str, Any], *, of_servers: bool = False) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
-    A VALID test with any must not be shown as good.
+    A VALID test with any must not be shown as good. `of_servers`: the ranks are clients, and other
+    processes on their nodes may be the servers that are measured.
     """
     said = []
     if result.get("queue_grew"):
         said.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
         said.append(late)
+    if disturbed := _disturbances(result, {"stolen"} if of_servers else {"others", "stolen"}):
+        said.append(disturbed)
     return said
+
+
+def _disturbances(result: Mapping[str, Any], counted: AbstractSet[str]) -> str:
+    """Return how others disturbed the test, where it was worst; "" if nowhere."""
+    found = [
+        (node[by] / node["cores"], _TAKEN[by].format(**node))
+        for node in result.get("other_load", ())
+        for by in counted & {*node["disturbed_by"]}
+    ]
+    return f"disturbed: in the test {max(found)[1]}" if found else ""
 
 
 def late_answers(goodput: Mapping[str, Any]) -> str:

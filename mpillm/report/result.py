@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
@@ -13,6 +13,7 @@ from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts
 from mpillm.report.timeline import Timeline
+from mpillm.telemetry.cpu_use import other_load
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals
@@ -65,9 +66,24 @@ def test_result(
         },
         # By rank; null: it was lost.
         "cpu_cores": [
-            round(reports[rank].cpu_cores, 4) if rank in reports else None for rank in range(n_ranks)
+            round(reports[rank].cpu.mean_cores, 4) if rank in reports else None for rank in range(n_ranks)
         ],
     }
+
+
+def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
+    """Return for `result.json` what others used of each node's cores in the test.
+
+    `nodes`: of each rank. A node that has lost a rank is left out: what that rank used counts as others'.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    return [
+        other_load(node, [reports[rank].cpu for rank in there])
+        for node, there in ranks.items()
+        if {*there} <= reports.keys()
+    ]
 
 
 def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:

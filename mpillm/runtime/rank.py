@@ -39,6 +39,7 @@ from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
 from mpillm.runtime.rank_roles import make_roles
+from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter
 from mpillm.telemetry.rank_sampler import RankSampler
 from mpillm.telemetry.recorder import Recorder
@@ -101,8 +102,10 @@ class Rank:
         self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
         self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
+        self._first_of_node = False  # once the plan is here
         self.log_dir = ""  # the run directory, once rank 0 has made it
-        self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
+        self._test_started = 0.0
+        self._cpu: CpuMeter | None = None  # from the start of the test
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
         self._rank0: Rank0 | None = None
@@ -160,7 +163,8 @@ class Rank:
                 # Objects made at start-up live to the end: no collection during the test need visit them.
                 gc.freeze()
                 gc.enable()
-                self._test_clock = time.perf_counter(), time.process_time()
+                self._test_started = time.perf_counter()
+                self._cpu = CpuMeter(of_node=self._first_of_node)
                 for role in self._roles:
                     role.record(self._recorder)
             if phase == "health":  # by now all bells hang
@@ -210,7 +214,8 @@ class Rank:
                 self._sampler.meter = GpuMeter(gpu.device)
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
         machine = None
-        if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
+        self._first_of_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
+        if self._first_of_node:
             packages = BackendRegistry.get(self._config.core_type).packages
             # Read now: packages may be replaced while the test runs.
             from mpillm.report.machine import describe_machine
@@ -266,10 +271,10 @@ class Rank:
             role.lost(lost.instance)
 
     def _drain_report(self, part: _Part) -> DrainReport:
-        lasted, cpu = time.perf_counter() - self._test_clock[0], time.process_time() - self._test_clock[1]
+        assert self._cpu is not None
         return DrainReport(
             roles=[role.report() for role in self._roles],
-            cpu_cores=cpu / lasted,
+            cpu=self._cpu.read(),
             messages=part.route.sent_messages if part.route else 0,
             message_bytes=part.route.sent_bytes if part.route else 0,
             machine=part.machine,
@@ -278,7 +283,7 @@ class Rank:
 
     def telemetry(self) -> dict[str, Any]:
         """Return what this rank has noted so far, in seconds after the start of its test."""
-        since = self._test_clock[0]
+        since = self._test_started
         return self._recorder.to_json(since, self.size) | {"samples": self._sampler.to_json(since, self.size)}
 
     def _beat(self, beat: Beat) -> None:

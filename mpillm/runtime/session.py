@@ -15,6 +15,7 @@ from mpillm.comms.transport import Transport
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
@@ -27,7 +28,7 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, summary_rows, test_result
+from mpillm.report.result import add_costs, other_loads, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.run_files import RunFiles
@@ -165,7 +166,9 @@ class Session:
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         if self._config.scenario == "Server":
             result |= self._of_server()
-        result["doubts"] = doubts(result)
+        result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
+        is_client = BackendRegistry.get(self._config.core_type).is_client
+        result["doubts"] = doubts(result, of_servers=is_client)
         self._timeline.close()
         self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         machines = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.bench.other_load import least_disturbed
 from mpillm.config.options import parse_run
 from mpillm.core_names import EMBEDDED
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
@@ -21,6 +20,7 @@ from mpillm.experiments.run_series import must_have_verdict
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
+from mpillm.telemetry.other_load import least_disturbed
 
 _ALONE = 8  # requests one after another
 # A run that fills all places lasts about this long, but answers no fewer and no more for each instance:

@@ -90,6 +90,12 @@ def link_to_run(run: Path, folder: Path, text: str) -> Html:
     return Html(f'<a href="{escape(os.path.relpath(page, folder.absolute()))}">{escape(text)}</a>')
 
 
+def doubts_list(doubts: Sequence[str]) -> Html:
+    """Return what is doubtful of runs as a list; nothing where nothing is."""
+    lines = "".join(f"<li>{escape(doubt)}</li>" for doubt in doubts)
+    return Html(f"<p><strong>Doubtful:</strong></p><ul>{lines}</ul>" if doubts else "")
+
+
 def section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], more: str = "") -> str:
     """Return a table under its title; nothing if there are neither rows nor `more`."""
     return f"<section><h2>{escape(title)}</h2>{table(names, rows)}{more}</section>" if rows or more else ""

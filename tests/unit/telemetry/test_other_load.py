@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.bench import other_load
-from mpillm.bench.other_load import Disturbance, least_disturbed
+from mpillm.telemetry import other_load
+from mpillm.telemetry.other_load import Disturbance, least_disturbed
 
 
 @pytest.mark.parametrize(
