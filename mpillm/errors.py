@@ -8,6 +8,7 @@ import errno
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.errors import ConfigError
 from launch.environment import told_signal
@@ -61,6 +62,7 @@ class Failure:
     code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
     ended: bool = False  # the rank's process has, without a message
+    report: Any = None  # a `DrainReport` of the rank, if a signal ends it in the test
     doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 
 

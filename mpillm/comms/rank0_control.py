@@ -32,6 +32,7 @@ from mpillm.comms.messages import (
     STOP,
     Arrived,
     Beat,
+    DrainReport,
     Release,
     Stop,
 )
@@ -97,6 +98,7 @@ class Rank0Control:
         self.phase_started = started
         self._arrived: dict[Phase, dict[int, Any]] = {}
         self._failures: dict[int, Failure] = {}
+        self.last_reports: dict[int, DrainReport] = {}  # of a test that a signal ends
         self._told_of: set[int] = set()  # ranks whose failures another rank has told
         self._settled_at = 0.0
         self._ends = False  # whether the run does, with a failure
@@ -426,6 +428,8 @@ class Rank0Control:
         if not self._failures:
             self._settled_at = time.monotonic() + _SETTLE_S
         rank = source if failure.rank is None else failure.rank
-        self._failures[rank] = failure
+        if failure.report is not None:
+            self.last_reports[source] = failure.report
+        self._failures[rank] = dataclasses.replace(failure, report=None)
         if rank != source:
             self._told_of.add(rank)

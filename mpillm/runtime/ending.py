@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -31,7 +31,7 @@ from launch.environment import tell_exit_code
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.kept_connections import ends_with_a_rank, take_leave
-from mpillm.comms.messages import BEAT, BYE, STOP, Stop
+from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError, exit_code
@@ -105,6 +105,7 @@ class Ending(ABC):
         self._limits = control.limits
         self._beats = beats
         self._roles = roles
+        self.last_report: Callable[[], DrainReport] | None = None  # of this rank, once it has its roles
 
     # --- the main thread ---
 
@@ -167,6 +168,17 @@ class Ending(ABC):
     @abstractmethod
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
         """End the run on the other ranks; return how this one is to end."""
+
+    def _did(self, failures: tuple[Failure, ...]) -> DrainReport | None:
+        """Return what this rank has done, if a signal ends the test: a server may end so each time."""
+        interrupted = all(failure.interrupted for failure in failures)
+        if self.last_report is None or self._watch.phase != "test" or not interrupted:
+            return None
+        try:
+            return self.last_report()
+        except Exception:  # noqa: BLE001 - the signal has come at any moment; the run ends without it
+            _log.exception("what this rank did")
+            return None
 
     def _let_go(self) -> None:
         """Stop this rank's roles."""
@@ -236,7 +248,7 @@ class RankEnding(Ending):
         if cause := self._control.rank0_lost():
             self._say_rank0_lost(cause)
             self._leave(Stopped(ExitCode.INSTANCE_LOST, False))
-        return self._control.fail(failures[0])
+        return self._control.fail(replace(failures[0], report=self._did(failures)))
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -283,6 +295,8 @@ class Rank0Ending(Ending):
         self._code: int | None = None  # once the failure is reported
 
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        if (report := self._did(failures)) is not None:
+            self._rank0.control.last_reports[0] = report
         code = self._tell_person(self._rank0.control.settle(failures))
         self.state = State.STOPPING
         stopped = self._rank0.control.stop_all(code)

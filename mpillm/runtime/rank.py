@@ -151,8 +151,9 @@ class Rank:
         """Do all phases; return the exit code, and the communicators to free."""
         join, *others, stop = PHASES
         part = self._set_up(self._phase(join, self._join_report))
+        self._ending.last_report = lambda: self._drain_report(part)
         for phase in others:
-            self._phase(phase, (lambda: self._drain_report(part)) if phase == "drain" else None)
+            self._phase(phase, self._ending.last_report if phase == "drain" else None)
         return int(self._phase(stop)), part.comms
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:

@@ -69,8 +69,11 @@ class RunSession(Protocol):
     def page(self) -> str:
         """Write the run's page; return its path for the console. Never raises."""
 
-    def failed(self) -> str:
-        """Note in the result what is known; return what the person should know of it, or ""."""
+    def failed(self, reports: dict[int, DrainReport]) -> str:
+        """Note in the result what is known; return what the person should know of it, or "".
+
+        `reports`: what ranks told as a signal ended them.
+        """
 
 
 class Purpose(NamedTuple):
@@ -192,20 +195,28 @@ class Rank0:
         how = how_it_ended(self._record.path / log_name(failure.rank))
         return replace(failure, cause=f"{failure.cause}\n{how}".rstrip())
 
+    def _serves_until(self, failures: tuple[Failure, ...]) -> bool:
+        """Return whether this is how a server ends: by a signal, once it has served."""
+        is_served = self._purpose.serves and self.control.phase in ("test", "drain", "stop")
+        return is_served and all(failure.interrupted for failure in failures)
+
     def failed(self, failures: tuple[Failure, ...], code: int) -> None:
         """Write the result and print the message of a run that ends with exit code `code`."""
         phase, record = self.control.phase, self._record
         failures = tuple(map(self._with_its_end, failures))
         more: list[str] = []
-        if self.session is not None and (known := self.session.failed()):
+        if self.session is not None and (known := self.session.failed(self.control.last_reports)):
             more.append(known)
         if record is not None:
-            record.result |= {
-                "status": "FAILED",
-                "phase": phase,
-                "exit_code": code,
-                "failures": failures_json(failures),
-            }
+            if self._serves_until(failures):
+                record.result |= {"status": "SERVED", "ended_by": failures[0].cause}
+            else:
+                record.result |= {
+                    "status": "FAILED",
+                    "phase": phase,
+                    "exit_code": code,
+                    "failures": failures_json(failures),
+                }
             ranks = sorted({f.rank for f in failures if f.rank is not None})
             where = record.path / log_name(ranks[0]) if len(ranks) == 1 else record.path
             more.append(f"see {path_shown(where)}")

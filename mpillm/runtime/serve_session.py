@@ -73,7 +73,7 @@ class ServeSession:
         self._record.result["url"] = self.url
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
-        requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
+        requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
         half = None
         if config.half:
             if planned.gpus:
@@ -169,13 +169,16 @@ class ServeSession:
     def page(self) -> str:
         return leave_page(self._record.path, partial(self._telemetry.write, totals=self._metrics.totals))
 
-    def failed(self) -> str:
+    def failed(self, reports: dict[int, DrainReport]) -> str:
+        if reports and self._record.result["status"] != "SERVED":
+            self.drained(reports)
         totals = self._metrics.totals
         totals.started = self._frontend.started if self._frontend else 0.0
         self._record.result |= {
             "samples": totals.samples,
             "errors": totals.errors,
             "aborted": self._metrics.aborted,
+            "cut_off": self._requests.running + self._requests.waiting,
         }
         add_costs(self._record.result, totals, self._timeline)
         return ""

@@ -216,9 +216,12 @@ class Session:
             self._config.price_per_gpu_hour,
         )
 
-    def failed(self) -> str:
+    def failed(self, reports: dict[int, DrainReport]) -> str:
         """Add to the result what was counted before the failure; return LoadGen's verdict, if there is
         one."""
+        self._telemetry.ranks = self._telemetry.ranks or {
+            rank: report.telemetry for rank, report in reports.items()
+        }
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +37,18 @@ def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str,
         *options,
     ]
     command = starter.command(line, log_dir)
+    return (command, *ready_at(command))
+
+
+def ready_at(command: Command) -> tuple[str, int]:
+    """Return the host and the port of a server, once it is ready."""
     ready = r"serving .* at http://([^:]+):(\d+)/v1"
     wait_until(
         lambda: re.search(ready, command.out) or command.process.poll() is not None, "the URL", TIMEOUT_S
     )
     found = re.search(ready, command.out)
     assert found, f"{command.end()!r}"
-    return command, found[1], int(found[2])
+    return found[1], int(found[2])
 
 
 def post(host: str, port: int, path: str, **body: Any) -> HTTPConnection:
@@ -151,6 +157,36 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     ended = command.end(TIMEOUT_S).must(DONE)
     assert ended.result["status"] == "SERVED" and ended.result["samples"] >= 4 and ended.result["errors"] == 0
     assert ended.result["samples"] + ended.result["aborted"] == 16
+
+
+@pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
+def test_a_signal_to_a_plain_mpirun_is_a_server_s_normal_end(both: Starter, tmp_path: Path) -> None:
+    """Open MPI kills the ranks a moment later: what they did is told before, without a drain.
+
+    A machine that stalls for so long gets another chance.
+    """
+    for attempt in range(3):
+        log_dir = tmp_path / f"run_{attempt}"
+        line = [both.python, "-m", "mpillm", "serve", "--port", 0, "--log_dir", log_dir]
+        more = ["--core_type", "dummy", "--core_options", "tpot_ms:1000", "--served_model_name", "mine"]
+        command = both.plain(3, *line, *more, log_dir=log_dir)
+        found = ready_at(command)
+        answer(*found, "/v1/completions", model="mine", prompt="hello", max_tokens=1)
+        cut = post(*found, "/v1/completions", model="mine", prompt="hello", max_tokens=99, stream=True)
+        cut.getresponse().read(20)
+        command.process.send_signal(signal.SIGTERM)
+        command.end(TIMEOUT_S, tidy=False)
+        result = json.loads((log_dir / "result.json").read_text())
+        if "ended_by" in result and (log_dir / "report.html").exists():
+            break
+    assert (result["status"], result["samples"], result["cut_off"]) == ("SERVED", 1, 1), result
+    assert result["ended_by"] == "interrupted (Ctrl-C, or a signal to mpirun)" and "failures" not in result
+    assert len(result["per_instance"]) == 2 and result["test_s"] > 0
+    noted = json.loads((log_dir / "telemetry.json").read_text())["ranks"]
+    assert sorted(noted) == ["0", "1", "2"] and all(one["samples"]["cpu_s"] for one in noted.values())
+    page = (log_dir / "report.html").read_text()
+    assert "FAILED" not in page and "What went wrong" not in page
+    assert "1 open request was cut off" in page
 
 
 def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:

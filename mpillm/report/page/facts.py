@@ -132,6 +132,10 @@ class Facts:
         notes = [f"{said}; the queue {queue(result)}."] if (said := rates(result)) else []
         if without_limits(result):
             notes.append("No latency limit was set: LoadGen accepts every rate.")
+        if ended_by := result.get("ended_by"):
+            n = int(result.get("cut_off") or 0)
+            cut = f": {n:,} open {'request was' if n == 1 else 'requests were'} cut off" if n else ""
+            notes.append(f"Ended at once, {ended_by}{cut}.")
         return notes
 
     @property
