@@ -22,6 +22,7 @@ from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.run_config import RunConfig
 from mpillm.config.triton_parameters import in_vain
 from mpillm.devices import visible_gpus
+from mpillm.fields.runtime_flags import TRITON_OTHERS, TRITON_PARAMETERS
 from mpillm.models.model_files import BuildConfig
 
 MODEL_VERSION = "1"
@@ -35,25 +36,6 @@ _RENAMED = {
     "exclude_input_from_output": "exclude_input_in_output",
     "encoder_engine_dir": "encoder_model_path",
 }
-# The other parameters of TensorRT-LLM 1.x's template, which are flags under their own names, and the flags
-# that set a field of Triton's. For a value of the wrong kind the backend only logs a line and takes its
-# default, so it is refused here.
-_KINDS: Mapping[type, str] = {
-    bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
-    " enable_kv_cache_reuse enable_trt_overlap exclude_input_from_output kv_cache_onboard_blocks"
-    " multi_block_mode normalize_log_probs speculative_decoding_fast_logits",
-    int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations"
-    " kv_cache_host_memory_bytes lookahead_ngram_size lookahead_verification_set_size lookahead_window_size"
-    " lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size"
-    " max_batch_size max_beam_width max_queue_delay_microseconds max_queue_size max_tokens_in_paged_kv_cache"
-    " num_nodes recv_poll_period_ms request_stats_max_iterations sink_token_length stats_check_period_ms",
-    float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac"
-    " lora_cache_gpu_memory_fraction",
-    str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path"
-    " guided_decoding_backend lora_prefetch_dir max_attention_window_size medusa_choices participant_ids"
-    " tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
-}
-_KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _EXPECTED = {bool: "true or false", int: "a whole number of at least 0", float: "a number"}
 _CHOICES: Mapping[str, Sequence[str]] = {
     "decoding_mode": (
@@ -73,14 +55,7 @@ _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verifi
 # The backend reads these outside any `try` and does not load without them. Their names in the template stand
 # for "no value".
 _NEEDED = ("tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
-# Flags that are no parameters.
-_ELSEWHERE = frozenset(
-    """
-    context_chunking_policy use_inflight_batching enable_batch_size_tuning enable_max_num_tokens_tuning
-    dynamic_batch_moving_average_window max_batch_size max_num_tokens max_queue_delay_microseconds
-    max_queue_size decoupled_mode triton_backend
-    """.split()  # noqa: SIM905 (as many names as an editor shows on two lines)
-)
+
 _ALONE = (
     "the repository has only the tensorrt_llm model; --triton_text_models, with the embedded engine, writes"
     " the others, and docs/howto/pipeline.md says where TensorRT-LLM's are"
@@ -151,7 +126,7 @@ def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
     parameters = {name: f"${{{name}}}" for name in _NEEDED}
     for name, value in given.items():
         _check(name, value)
-        if name in _ELSEWHERE:
+        if name in TRITON_OTHERS:
             continue
         if name == "batch_scheduler_policy":
             value = _POLICIES[value]
@@ -167,14 +142,14 @@ def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
 def _check(name: str, value: Any) -> None:
     if name in _REFUSED:
         raise ConfigError(f"{_SOURCE}: {name}: {_REFUSED[name]}")
-    if name not in _KIND:
-        if name in _ELSEWHERE:
+    if name not in TRITON_PARAMETERS:
+        if name in TRITON_OTHERS:
             return  # checked by the harness
-        known = (*_KIND, *_ELSEWHERE)
+        known = (*TRITON_PARAMETERS, *TRITON_OTHERS)
         raise ConfigError(
             f"{_SOURCE}: Triton's tensorrt_llm model has no parameter '{name}'{nearest(name, known)}"
         )
-    kind = _KIND[name]
+    kind = TRITON_PARAMETERS[name]
     numbers = (int, float) if kind is float else (kind,)
     if kind is not str and (type(value) not in numbers or (kind is int and value < 0)):
         raise ConfigError(f"{_SOURCE}: {name} {value}: expected {_EXPECTED[kind]}")

@@ -25,6 +25,8 @@ from mpillm.fields.runtime_flags import KNOWN_FLAGS, names_of
 _OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
 """Commands whose options choose what is measured, and whose they are. Others are stages before them."""
 
+_MOST_NAMED = 24  # flags that a message lists
+
 
 class Idle(NamedTuple):
     """A value that is stated in vain."""
@@ -104,7 +106,7 @@ def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]
         elif known is None or key in known or not _is_stated(flags, Found(value, origin)):
             continue
         else:
-            has = f"; it has {', '.join(known)}" if known else ""
+            has = f"; it has {', '.join(known)}" if known and len(known) <= _MOST_NAMED else ""
             why = _Why(f"on the {core} core{nearest(key, known)}{has}", "core_type")
         if why is not None:
             said = f"{origin.where}: {flags.name} {key} {value}"

@@ -113,6 +113,9 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     """
     config = _agreed(config, reports)
     ranks = range(len(reports))
+    if config.part is None and config.world_size not in (None, len(ranks)):
+        said = f"{config.named('world_size')}: the launcher has started {len(ranks)} ranks"
+        raise ConfigError(said, about=["world_size"])
     core_class = BackendRegistry.get(config.core_type)
     yaml = disagg_config(config, len(ranks), core_class.is_client)
     notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]

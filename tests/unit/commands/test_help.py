@@ -39,11 +39,11 @@ SHARED = (
     "run-llm-server",
 )
 EXEMPT = {
-    "run": {"dry_run"},  # read to be refused
+    "run": {"dry_run", "world_size"},  # read to be refused
     "generate-engines": {"kv_cache_dtype"},  # read of the CoreConfig that calibration makes
     # It shares the modules of `run`, which read them of a test.
     "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")}
-    | {"dry_run"},
+    | {"dry_run", "world_size"},
     # It asks a core whether it has `engine_stages`, and does not call them.
     "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }

@@ -186,6 +186,19 @@ def on(core: str, *words: str) -> RunConfig:
             " (did you mean 'max_batch_size'?); it has",
         ),
         (
+            ["--core_type=triton_grpc", "--trtllm_runtime_flags", "max_beam_widht:3"],
+            "command line: trtllm_runtime_flags max_beam_widht 3 has no effect on the triton_grpc core"
+            " (did you mean 'max_beam_width'?)",
+        ),
+        (
+            [
+                "--core_type=triton_grpc",
+                "--trtllm_runtime_flags",
+                "triton_backend:python,cuda_graph_m:true",
+            ],
+            "command line: trtllm_runtime_flags cuda_graph_m True has no effect on the triton_grpc python",
+        ),
+        (
             ["--core_type=trtllm_endpoint", "--engine_dir", "x"],
             "--engine_dir x has no effect on the trtllm_endpoint core",
         ),

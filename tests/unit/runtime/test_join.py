@@ -121,6 +121,15 @@ def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
         assert str(error.value).startswith(why) and "speculative_config" in error.value.about
 
 
+def test_another_number_of_ranks_than_the_options_say_is_an_error() -> None:
+    config = parse_run([*DUMMY, "--world_size", "4"])
+    assert len(plan_run(config, joined(config, 4)).plan.ranks) == 4
+    with pytest.raises(ConfigError) as error:
+        plan_run(config, joined(config, 3))
+    assert str(error.value) == "--world_size 4: the launcher has started 3 ranks"
+    assert error.value.about == ("world_size",)
+
+
 def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
     tuned = ["--enable_max_num_tokens_tuning", "true", "--device", "cpu"]
     torch = ["--model_path", "tiny-llama", "--load_format", "dummy"]
