@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 
 from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
-from mpillm.experiments.rate_search import Tried, find_max_rate
+from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.search_page import search_page
 from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json, write_text
+from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
@@ -90,12 +93,17 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(f"{lengths}, in {path_shown(tests.folder)}")
 
+    lasted: dict[bool, list[float]] = {False: [], True: []}  # the tests of now, by whether they were full
+
     def test(rate: float, full: bool) -> Tried:
         one = record.known(rate, full)
         if one is None:
+            began = time.monotonic()
             one = tests.test(rate, full)
+            lasted[full].append(time.monotonic() - began)
             record.add(one)
-            print(_line(one), flush=True)
+            left = forecast(record.tests, options.tolerance)
+            print(_line(one, _left(left, lasted, tests)), flush=True)
         else:
             print(_line(one, "  (from before)"), flush=True)
         return one
@@ -117,6 +125,17 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         }
         write_json(Path(options.output), said)
     return ExitCode.DONE
+
+
+def _left(left: tuple[int, int] | None, lasted: Mapping[bool, Sequence[float]], tests: RateTests) -> str:
+    """Return about how long the search still takes, by its tests so far, for the end of a line."""
+    if left is None or left == (0, 0):
+        return ""
+    # A test's start and end take about as long whatever its length.
+    around = max(0.0, mean(lasted[False]) - tests.short_s) if lasted[False] else 0.0
+    full_s = mean(lasted[True]) if lasted[True] else tests.full_s + around
+    short_s = mean(lasted[False]) if lasted[False] else tests.short_s
+    return f"  about {duration(left[0] * short_s + left[1] * full_s)} left"
 
 
 def _leave_page(tests: RateTests, record: SearchRecord, too_high: float | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -25,6 +27,7 @@ from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_p
 from mpillm.experiments.table import cell, table, values_text
 from mpillm.fields import Field
 from mpillm.files import write_json, write_text
+from mpillm.report.numbers import duration
 from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
@@ -59,8 +62,9 @@ def main(argv: Sequence[str]) -> int:
     mpirun = [mpirun_words(options, parse_run(point.words)) for point in todo]
     folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {path_shown(folder)}", flush=True)
+    lasted: list[float] = []  # the runs of now
     found = [
-        _point(folder, point, start, f"{i} of {len(todo)}")
+        _point(folder, point, start, i, todo, lasted)
         for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
     ]
     front = pareto(found)
@@ -75,8 +79,14 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
 
 
-def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> dict[str, Any]:
-    """Return a point's figures, of the run that is there or of a new one."""
+def _point(
+    folder: Path, point: Point, mpirun: Sequence[str], i: int, todo: Sequence[Point], lasted: list[float]
+) -> dict[str, Any]:
+    """Return a point's figures, of the run that is there or of a new one, the `i`-th of `todo`.
+
+    How long a new one took goes to `lasted`.
+    """
+    number = f"{i} of {len(todo)}"
     where = folder / point.folder
     said = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
@@ -85,12 +95,20 @@ def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> di
         return said | figures(run)
     if where.exists():  # keep what a failed or cut run left, for its owner to look at
         where.rename(unused(where.with_name(f"{where.name}.incomplete")))
+    began = time.monotonic()
     ended = run_in(where, mpirun, point.words)
+    lasted.append(time.monotonic() - began)
     if ended.failure:
         print(f"  {number}  {label}: failed: {ended.failure.splitlines()[0]}", flush=True)
         return said | {"status": "FAILED", "why": ended.failure}
-    print(f"  {number}  {label}: {ended.result['status']}", flush=True)
+    print(f"  {number}  {label}: {ended.result['status']}{_left(folder, todo[i:], lasted)}", flush=True)
     return said | figures(RunFiles.read(where))
+
+
+def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str:
+    """Return about how long the other points take, for the end of a line: as long as those so far."""
+    n = sum(finished(folder / point.folder) is None for point in others)
+    return f"  about {duration(n * mean(lasted))} left" if n else ""
 
 
 def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequence[int]) -> str:

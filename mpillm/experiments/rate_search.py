@@ -9,7 +9,7 @@ so that neighbouring rates differ by the rate alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpillm.errors import StageError
@@ -47,6 +47,28 @@ class Found:
 def find_max_rate(test: Test, start: float, tolerance: float) -> Found:
     """Search from the rate `start`. Raises StageError if no rate is VALID."""
     return _confirm(test, _valid(test, start, tolerance), tolerance)
+
+
+def forecast(tests: Sequence[Tried], tolerance: float) -> tuple[int, int] | None:
+    """Return how many tests a search will still take, short and full ones; None: nobody can tell yet.
+
+    A full test that contradicts the short ones takes more.
+    """
+    short = _halvings([one for one in tests if not one.full], tolerance)
+    full = _halvings([one for one in tests if one.full], tolerance)
+    if any(one.full for one in tests):
+        return 0, 1 if full is None else full
+    return None if short is None else (short, 2)
+
+
+def _halvings(tests: Sequence[Tried], tolerance: float) -> int | None:
+    """Return how often the bracket of these tests is halved; None: they have none."""
+    low = max((one.rate for one in tests if one.valid), default=0.0)
+    high = min((one.rate for one in tests if not one.valid), default=math.inf)
+    if not 0 < low < high < math.inf:
+        return None
+    wide = math.log(high / low) / math.log(1 + tolerance)
+    return max(0, math.ceil(math.log2(wide) - 0.01))
 
 
 def _valid(test: Test, start: float, tolerance: float) -> float:

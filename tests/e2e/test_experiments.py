@@ -20,6 +20,7 @@ def test_a_sweep_goes_on_where_it_stopped_and_its_runs_compare(one: Starter, tmp
     words = ("sweep", *DUMMY, "--core_options", "ttft_ms:1", "ttft_ms:30", "--log_dir", tmp_path / "sweep")
     first = one.mpillm(*words, "--output", tmp_path / "sweep.json").must(0)
     assert first.out.count(": VALID") == 2 and "Pareto" in first.out
+    assert len(re.findall(r": VALID  about \d+ (s|min) left\n", first.out)) == 1, "the last has none left"
     assert "sweep.html" in first.out.splitlines()[-1]
     runs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
     assert len(runs) == 2 and all(len(read_requests(run)) == 160 for run in runs)

@@ -10,7 +10,7 @@ import pytest
 
 from mpillm.errors import StageError
 from mpillm.experiments.hopeless import hopeless
-from mpillm.experiments.rate_search import Tried, find_max_rate
+from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
 from mpillm.loadgen.forecast import arrivals
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD
@@ -59,6 +59,25 @@ def test_the_rate_found_is_the_highest(servers: int, service_s: float, limit_s: 
     assert 1 < found.too_high / found.best.rate < 1.021
     assert 0.85 < found.best.rate / capacity < 1.03
     assert queue.tests < 30
+
+
+@pytest.mark.parametrize("limit", [11.0, 16.0, 97.0, 100.5])
+def test_the_tests_that_are_left_are_told(limit: float) -> None:
+    """Of a system with a sharp limit all that was told comes true; nothing is told without a bracket."""
+    tried: list[Tried] = []
+    told = []
+
+    def test(rate: float, full: bool) -> Tried:
+        tried.append(Tried(rate, full, valid=rate <= limit, completed=min(rate, limit)))
+        told.append(forecast(tried, 0.01))
+        return tried[-1]
+
+    find_max_rate(test, 10.0, 0.01)
+    assert told[0] is None and told[-1] == (0, 0)
+    for i, left in enumerate(told):
+        is_left = [sum(one.full is full for one in tried[i + 1 :]) for full in (False, True)]
+        if left is not None:
+            assert left[0] == is_left[0] and abs(left[1] - is_left[1]) <= 1, (i, left, is_left)
 
 
 def test_a_system_that_is_always_late_is_said_to_be() -> None:
