@@ -25,7 +25,36 @@ def doubts(result: Mapping[str, Any], *, of_servers: bool = False) -> list[str]:
         said.append(late)
     if disturbed := _disturbances(result, {"stolen"} if of_servers else {"others", "stolen"}):
         said.append(disturbed)
+    said += [found for found in (cached_prompts(result), _other_counts(result)) if found]
     return said
+
+
+def cached_prompts(result: Mapping[str, Any]) -> str:
+    """Return how much of the prompts came from a prefix cache, in words; "" if nothing, or unknown."""
+    # Clients may share servers, so their counts don't add up.
+    most = max(
+        (client.get("cached_prompt_tokens", 0) for client in result.get("per_instance", ())), default=0
+    )
+    if not most:
+        return ""
+    return (
+        f"at least {most:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
+        " vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache"
+    )
+
+
+def _other_counts(result: Mapping[str, Any]) -> str:
+    """Return of how many answers servers count other tokens than came here; "" if of none.
+
+    Where tokens are made from text here, that is to be expected, and told elsewhere.
+    """
+    clients = [client for client in result.get("per_instance", ()) if not client.get("retokenized")]
+    told = " and ".join(
+        f"the {what}s of {n:,} requests"
+        for what in ("prompt", "answer")
+        if (n := sum(client.get(f"other_{what}_length", 0) for client in clients))
+    )
+    return f"servers counted other numbers of tokens than their clients in {told}" if told else ""
 
 
 def _disturbances(result: Mapping[str, Any], counted: AbstractSet[str]) -> str:

@@ -14,6 +14,7 @@ from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
+from mpillm.report.doubts import cached_prompts
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.compliance_tests import FILES, compliance_of
 from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
@@ -111,6 +112,8 @@ class Run:
             )
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")
+        if cached := cached_prompts(result):
+            found.append(cached)
         file = self.path / "user.conf"
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         keys = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.e2e.test_faults import check_failure
 from tests.e2e.test_serve import serve
-from tests.helpers.scripted_server import Reply, Request, ScriptedServer, answer_of, good
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, answer_of, good, head
 from tests.helpers.support import DONE, TEST_FAILED, Ended, Starter, make_samples
 
 N = 40  # samples
@@ -105,6 +105,27 @@ def test_our_own_server(one: Starter, tmp_path: Path) -> None:
     assert (ended.result["status"], ended.result["per_instance"][0]["retokenized"]) == ("VALID", 0)
     server.process.send_signal(signal.SIGTERM)
     server.end().must(DONE)
+
+
+def test_a_server_that_takes_prompts_from_its_cache(one: Starter, tmp_path: Path) -> None:
+    """LoadGen calls the test VALID; the run says that it is doubtful, and of which option."""
+    samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
+    cached: list[Request] = []
+
+    def completions(request: Request) -> Reply:
+        cached.append(request)
+        return good(request)
+
+    def metrics(request: Request) -> Reply:
+        body = f"vllm:prefix_cache_hits_total {16.0 * len(cached)}\n".encode()
+        return Reply([head(Content_Length=len(body)) + body])
+
+    with ScriptedServer(completions, {"/metrics": metrics}) as server:
+        options = ["--trtllm_server_urls", server.address, "--dataset_path", samples.path]
+        ended = one.run(2, *options, "--max_output_len", 6, core="trtllm_endpoint").must(DONE)
+    (doubt,) = ended.result["doubts"]
+    assert ended.result["status"] == "VALID" and "vLLM has --no-enable-prefix-caching" in doubt
+    assert "DOUBTFUL" in ended.out and doubt in " ".join(ended.out.split())
 
 
 def test_a_server_that_dies_in_the_test(one: Starter, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -28,6 +29,7 @@ from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
+from mpillm.cores.openai_client.server_counts import MOST_S, Counts, cached_tokens, grown
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -130,6 +132,7 @@ class TrtllmEndpointCore(LLMCore):
         )
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
+        self._before: asyncio.Task[Counts] | None = None  # what servers had counted when the test began
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._failed: EndpointError | None = None
         self._frameworks: list[str | None] = []  # of the servers
@@ -215,6 +218,16 @@ class TrtllmEndpointCore(LLMCore):
     def start_test(self) -> None:
         assert self._thread is not None
         self._began(self._thread.cpu_s())
+        # Beside the first requests, which must not wait for it.
+        self._thread.post(self._read_before)
+
+    def _read_before(self) -> None:
+        self._before = asyncio.get_running_loop().create_task(cached_tokens(self._endpoints))
+
+    async def _cached_in_test(self) -> float | None:
+        if self._before is None:
+            return None
+        return grown(await self._before, await cached_tokens(self._endpoints))
 
     def _began(self, cpu_s: float) -> None:
         self._statistics = _Statistics()
@@ -226,15 +239,18 @@ class TrtllmEndpointCore(LLMCore):
         """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
         `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
-        tokens.
+        tokens. `cached_prompt_tokens`: what their prefix caches gave in the test, to all their clients, if
+        they say so.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
         busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
+        cached = self._ask(self._cached_in_test(), MOST_S + 60)
         return {
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
             **self._statistics.values(),
+            **({} if cached is None else {"cached_prompt_tokens": cached}),
         }
 
     def frameworks(self) -> list[str]:
@@ -248,8 +264,13 @@ class TrtllmEndpointCore(LLMCore):
     def notify_stop(self) -> None:
         if self._thread is not None:
             thread, self._thread = self._thread, None
-            thread.post(self._client.close)
+            thread.post(self._close)
             thread.stop()
+
+    def _close(self) -> None:
+        if self._before is not None:
+            self._before.cancel()
+        self._client.close()
 
     # --- work ---
 

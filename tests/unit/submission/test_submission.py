@@ -79,7 +79,11 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         maker.folder / "server",
         "performance",
         "Server",
-        result={"status": "INVALID", "lost": [{"instance": 2, "role": "executor"}]},
+        result={
+            "status": "INVALID",
+            "lost": [{"instance": 2, "role": "executor"}],
+            "per_instance": [{"instance": 0, "cached_prompt_tokens": 4096.0}],
+        },
         detail={**FULL_SIZE, "early_stopping_met": False, "early_stopping_ttft_result": f" * {STOPPED}"},
         enable_kv_cache_reuse=True,
     )
@@ -107,6 +111,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         f"against the rules: {server}: {invalid}: instance 2 (executor) was lost, and the run went on"
         " without it (--on_instance_loss continue)",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
+        f"against the rules: {server}: {invalid}: at least 4,096 prompt tokens came from a server's prefix"
+        " cache, which MLPerf forbids: vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache",
     ]
     assert (
         maker.tree / "results/8xH200/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt"
