@@ -400,7 +400,8 @@ FAMILY_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", FAMILY_OPTIONS, ids=str)
 def test_families(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """In float32 answers are the CPU's, in bfloat16 most first tokens are, in fp8 another run's."""
-    make_family(name, tmp_path)
+    wide = {"hidden_size": 128} if name == "GPT2LMHeadModel" else {}  # fp8 wants heads of 16 values
+    make_family(name, tmp_path, **wide)
     prompts = random_prompts(list(range(1, 60, 3)))
     prompts = [[3 + token % 300 for token in prompt] for prompt in prompts]
     options = {"dtype": "float32", **options}
