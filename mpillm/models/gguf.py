@@ -8,9 +8,10 @@ tokenizer's rule for splitting text. This takes 5 seconds; a test compares its w
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,8 @@ _TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF's types
+_STRING, _ARRAY = 8, 9
 _RESERVE = 64 << 20  # bytes of disk for the files beside the weights
 
 
@@ -49,8 +52,11 @@ def convert(source: Path, target: Path) -> None:
     import gguf
 
     try:
+        size = _check_counts(source)
         reader = gguf.GGUFReader(source)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
+        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > size:
+            raise ValueError("tensors that overlap")
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{source} is not a GGUF file that we can read: {error}") from error
     try:
@@ -65,9 +71,63 @@ def convert(source: Path, target: Path) -> None:
         _write_tokenizer(source, metadata, target)
     except KeyError as error:
         raise ConfigError(f"{source} has no {error.args[0]}, which the conversion needs") from error
-    _write_weights(source, reader.tensors, config, target / "model.safetensors")
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"{source} is damaged: {type(error).__name__}: {error}") from error
+    try:
+        _write_weights(source, reader.tensors, config, target / "model.safetensors")
+    except ConfigError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConfigError(f"{source} has weights that are damaged: {error}") from error
     # safetensors makes its file readable by the owner only.
     shutil.copymode(target / "config.json", target / "model.safetensors")
+
+
+def _check_counts(source: Path) -> int:
+    """Walk over the header and return the file's size. Raises ValueError for a count beyond the file's end.
+
+    The package gguf believes each count, and goes on for ever behind the end.
+    """
+    with source.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = 4
+        order: Literal["little", "big"] = "big" if data[4:6] == b"\0\0" else "little"
+
+        def skip(n: int) -> None:
+            nonlocal at
+            at += n
+            if at > len(data):
+                raise ValueError("its header has more than the file")
+
+        def number(width: int) -> int:
+            skip(width)
+            return int.from_bytes(data[at - width : at], order)
+
+        def value(kind: int) -> None:
+            if kind == _STRING:
+                skip(number(8))
+            elif kind == _ARRAY:
+                of, n = number(4), number(8)
+                if of == _ARRAY:
+                    raise ValueError("it has arrays in an array")
+                if of != _STRING:
+                    skip(n * _ITEM_BYTES[of])
+                else:
+                    for _ in range(n):
+                        skip(number(8))
+            else:
+                skip(_ITEM_BYTES[kind])
+
+        number(4)  # version
+        n_tensors, n_values = number(8), number(8)
+        for _ in range(n_values):
+            skip(number(8))
+            value(number(4))
+        for _ in range(n_tensors):
+            skip(number(8))
+            skip(8 * number(4) + 4 + 8)  # dimensions, type, place
+        return len(data)
 
 
 def _config(source: Path, metadata: dict[str, Any], tied: bool) -> dict[str, Any]:

@@ -20,14 +20,26 @@ from disagg.errors import ConfigError, nearest
 from mpillm.data.preprocessed.json_rows import json_rows
 
 JSON_SUFFIX = ".json"
+# Bytes that a gzip file may unpack to, for each of its own and besides; gzip's own limit is 1,032.
+_MOST_GZIP, _SMALL_GZIP = 100, 1 << 20
 
 
 class Frame:
     """The columns of a data frame, by name."""
 
-    def __init__(self, file: Path, columns: Sequence[str], values: Callable[[str], NDArray[Any]]) -> None:
-        """`values` returns a column, shape [rows]; its cells may be objects."""
+    def __init__(
+        self,
+        file: Path,
+        columns: Sequence[str],
+        values: Callable[[str], NDArray[Any]],
+        most_bytes: int | None = None,
+    ) -> None:
+        """`values` returns a column, shape [rows]; its cells may be objects, the same one in many rows.
+
+        `most_bytes`: that a column's cells may have in all.
+        """
         self.file, self.columns, self._values = file, tuple(columns), values
+        self._most_bytes = most_bytes
 
     def integers(self, column: str) -> NDArray[np.int64]:
         """Return a column of integers, shape [rows]; ConfigError if it holds anything else."""
@@ -39,10 +51,13 @@ class Frame:
     def texts(self, column: str) -> list[str]:
         """Return a column of texts, numbers as text; ConfigError names the row that holds anything else."""
         texts = []
+        n_bytes = 0
         for row, value in enumerate(self._column(column).tolist()):
             if not isinstance(value, (str, int, float, np.number)) or isinstance(value, bool):
                 raise ConfigError(f"{self.file}: row {row} of column {column} is {_kind_of(value)}, not text")
             texts.append(str(value))
+            n_bytes += len(texts[-1])
+            self._check(column, n_bytes)
         return texts
 
     def tokens(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -66,7 +81,12 @@ class Frame:
                 where = f"{self.file}: row {row} of column {column}"
                 raise ConfigError(f"{where} is not a list of tokens: {error}") from None
             lengths[row] = len(packed) - before
+            self._check(column, packed.itemsize * len(packed))
         return lengths, np.frombuffer(packed, np.int32) if packed else np.zeros(0, np.int32)
+
+    def _check(self, column: str, n_bytes: int) -> None:
+        if self._most_bytes is not None and n_bytes > self._most_bytes:
+            raise ConfigError(f"{self.file}: column {column} asks for more than {self._most_bytes} bytes")
 
     def _column(self, name: str) -> NDArray[Any]:
         if name not in self.columns:
@@ -90,9 +110,11 @@ def read_frame(file: Path) -> Frame:
     except ImportError as error:
         raise ConfigError(f"data set {file} needs {error.name}: pip install 'mpillm[datasets]'") from error
     stream = _opened(file)
+    pickled = stream.getbuffer() if isinstance(stream, io.BytesIO) else stream
     try:
-        data = unpickler.load(stream, stream.getbuffer() if isinstance(stream, io.BytesIO) else stream)
-        return Frame(file, tuple(data.columns), lambda name: data[name].to_numpy())
+        data = unpickler.load(stream, pickled)
+        most = unpickler.most_bytes(len(pickled))
+        return Frame(file, tuple(data.columns), lambda name: data[name].to_numpy(), most)
     except unpickler.Refused as error:
         raise ConfigError(f"{file}: {error}") from None
     except (EOFError, struct.error) as error:
@@ -135,12 +157,21 @@ def _opened(file: Path) -> mmap.mmap | io.BytesIO:
     """Return the file's bytes: mapped, or in memory if they are compressed."""
     try:
         if file.name.endswith(".gz"):
+            most = _MOST_GZIP * file.stat().st_size + _SMALL_GZIP
+            unpacked = io.BytesIO()
             with gzip.open(file) as packed:
-                return io.BytesIO(packed.read())
+                while piece := packed.read(1 << 20):
+                    unpacked.write(piece)
+                    if unpacked.tell() > most:
+                        raise ConfigError(f"{file}: refused: it unpacks to more than {most} bytes")
+            unpacked.seek(0)
+            return unpacked
         with file.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{file}: truncated, or not gzip: {error}") from None
+    except ConfigError:
+        raise
     except ValueError:
         raise ConfigError(f"{file} is empty") from None
     except OSError as error:

@@ -9,6 +9,9 @@ the frame from columns through its public API.
 The base is Python's `pickle._Unpickler`, not the one in C, which makes an object of each token: 40 bytes for
 3 in the file, so memory could not stay below 4 times the file's size. This one reads all integers of a list
 at once, as an array, which is faster too.
+
+A pickle can name what it holds again and again: 75 bytes can ask for gigabytes. So what calls are given, and
+what they make, is counted, and bounded by the data's size.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ _OPCODES = (
     *("GLOBAL", "STACK_GLOBAL"),
 )
 _PYTHONS: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
-_DTYPE = re.compile(r"[biu][1248]|f(2|4|8|16)|c(8|16)|[mM]8|[SU]\d{1,6}|O8?")
+_DTYPE = re.compile(r"[biu][1248]|f(2|4|8|16)|c(8|16)|[mM]8|[SU][1-9]\d{0,5}|O8?")
+# Bytes that a data frame may take for each of its pickle's, and besides. A column of None takes 25.
+_MOST_BYTES, _SMALL = 64, 1 << 20
 _NATIVE = {"|", "=", "<" if sys.byteorder == "little" else ">"}
 
 
@@ -82,12 +87,18 @@ def load(stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> pd.DataFr
     """
     if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
         raise Refused("not a pickle of protocol 2 to 5")
-    made = _Unpickler(stream, data).load()
+    reader = _Unpickler(stream, data)
+    made = reader.load()
     if not isinstance(made, _Frame):
         raise Refused(f"holds {kind_of(made)}, not a pandas data frame")
     if made.manager is None:
         raise Refused("damaged: its data frame has no blocks")
-    return made.manager.frame()
+    return made.manager.frame(reader.spend)
+
+
+def most_bytes(n_pickled: int) -> int:
+    """Return the bytes that a data frame, or a column of it, may take; its pickle has `n_pickled`."""
+    return _MOST_BYTES * n_pickled + _SMALL
 
 
 class _Opcodes(dict[int, Callable[[Any], None]]):
@@ -105,6 +116,27 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> None:
         super().__init__(stream)
         self._stream, self._data = stream, data
+        self._left = most_bytes(len(data))
+
+    def spend(self, n_bytes: int) -> None:
+        """Count bytes that are about to be made. Raises Refused if they are too many for this pickle."""
+        self._left -= n_bytes
+        if self._left < 0:
+            raise Refused(
+                f"refused: {len(self._data)} bytes of pickle ask for more than"
+                f" {most_bytes(len(self._data))} bytes"
+            )
+
+    def _spend_on(self, value: Any, depth: int = 3) -> None:
+        """Count what a call is given: values in tuples, lists and dicts as often as they are there."""
+        if isinstance(value, (str, bytes)):
+            self.spend(len(value))
+        elif isinstance(value, np.ndarray):
+            self.spend(value.nbytes)
+        elif isinstance(value, (tuple, list, dict)) and depth:
+            self.spend(8 * len(value))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._spend_on(item, depth - 1)
 
     def find_class(self, module: str, name: str) -> _Name | None:
         if name not in _ADMITTED.get(module, ()):
@@ -116,13 +148,14 @@ class _Unpickler(pickle._Unpickler):
         name = self.stack[-1]
         if not isinstance(name, _Name) or name not in _CALLS:
             raise Refused(f"refused: the pickle calls {kind_of(name)}, which no data frame needs")
-        self.stack[-1] = _CALLS[name](*of_kind(args, tuple))
+        self._spend_on(of_kind(args, tuple))
+        self.stack[-1] = _CALLS[name](*args)
 
     def _build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
         if isinstance(made, np.ndarray):
-            _fill(made, *state)
+            _fill(self.spend, made, *state)
         elif isinstance(made, np.dtype):
             if state[1] not in _NATIVE:
                 raise Refused("values in the other byte order")
@@ -194,12 +227,14 @@ class _Manager:
             last["axes"],
         )
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self, spend: Callable[[int], None]) -> pd.DataFrame:
         labels, rows = self.axes
         labels = np.array([of_kind(label, str) for label in labels], object)
         parts = []
         for values, places in self.blocks:
+            spend(8 * len(places) if isinstance(places, np.ndarray) else labels.nbytes)
             columns = labels[places]
+            spend(values.nbytes)
             parts.append(
                 pd.DataFrame(values.reshape(len(columns), len(rows)).T, columns=columns, dtype=values.dtype)
             )
@@ -235,13 +270,17 @@ def _index(kind: str, values: Any) -> Any:
     return _block(values["data"], slice(None))[0]
 
 
-def _fill(made: Any, _: int, shape: Any, dtype: Any, is_fortran: Any, raw: Any) -> None:
+def _fill(
+    spend: Callable[[int], None], made: Any, _: int, shape: Any, dtype: Any, is_fortran: Any, raw: Any
+) -> None:
     """Give an array its values. numpy does not check their number against the shape."""
     if of_kind(dtype, np.dtype).hasobject:  # integers among them have become arrays, as in any list
-        raw = [one for item in of_kind(raw, list) for one in (item if type(item) is array else (item,))]
+        spend(8 * sum(len(item) if type(item) is array else 1 for item in of_kind(raw, list)))
+        raw = [one for item in raw for one in (item if type(item) is array else (item,))]
         size = 1
     else:
         size = dtype.itemsize
+        spend(len(of_kind(raw, (list, bytes))))
     expected = size * math.prod(of_kind(n, int) for n in of_kind(shape, tuple))
     if made.size or min(shape, default=0) < 0 or len(of_kind(raw, (list, bytes))) != expected:
         raise Refused(f"damaged: {len(raw) // size} values in an array of shape {shape}")
@@ -267,6 +306,8 @@ def _arrow_texts(data: Any) -> NDArray[Any]:
         raise Refused(f"values of Arrow's type {kind}")
     valid, ends, raw = buffers
     places = np.frombuffer(ends, width)[offset : offset + length + 1]
+    if len(places) != of_kind(length, int) + 1:
+        raise Refused(f"damaged: {len(places)} ends of {length} texts")
     texts = np.empty(length, object)
     if (places[1:] < places[:-1]).any():
         raise Refused("damaged: texts that overlap")

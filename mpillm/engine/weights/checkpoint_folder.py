@@ -73,9 +73,13 @@ def read_header(file: Path) -> dict[str, Entry]:
     try:
         header: dict[str, Any] = json.loads(raw)
         header.pop("__metadata__", None)
-        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*entry["shape"], begin, end - begin)):
+                raise ValueError
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         entries = {name: Entry(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise ConfigError(
             f"{file}: truncated, or not a safetensors file (its header cannot be read)"
         ) from None
@@ -95,7 +99,11 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{index}: no weight_map")
-    return sorted({folder / str(name) for name in weight_map.values()})
+    for name in weight_map.values():
+        # A stranger's index must not choose among this machine's files. Links are whose folder it is.
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(f"{index}: weight_map names {str(name)[:200]!r}, which is not in its folder")
+    return sorted({folder / name for name in weight_map.values()})
 
 
 @contextlib.contextmanager

@@ -126,3 +126,23 @@ def test_convert_garbage(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"not a gguf file at all" * 10)
     with pytest.raises(ConfigError, match="not a GGUF file"):
         convert(tmp_path / "m.gguf", tmp_path)
+
+
+COUNTS = {
+    "an array longer than the file": (0, 1, 9, (0).to_bytes(4, "little") + (1 << 60).to_bytes(8, "little")),
+    "texts beyond the file": (0, 1, 9, (8).to_bytes(4, "little") + (1 << 60).to_bytes(8, "little")),
+    "a text longer than the file": (0, 1, 8, (1 << 60).to_bytes(8, "little")),
+    "more values than the file": (0, 1 << 60, 0, b"x"),
+    "more tensors than the file": (1 << 60, 1, 0, b"x"),
+    "arrays in arrays": (0, 1, 9, ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 5_000),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_convert_believes_no_count(case: str, tmp_path: Path) -> None:
+    n_tensors, n_values, kind, value = COUNTS[case]
+    head = b"GGUF" + (3).to_bytes(4, "little") + n_tensors.to_bytes(8, "little")
+    head += n_values.to_bytes(8, "little") + (1).to_bytes(8, "little") + b"k" + kind.to_bytes(4, "little")
+    (tmp_path / "m.gguf").write_bytes(head + value)
+    with pytest.raises(ConfigError, match=r"m.gguf is not a GGUF file .*(more than the file|in an array)"):
+        convert(tmp_path / "m.gguf", tmp_path)
