@@ -25,7 +25,8 @@ def doubts(result: Mapping[str, Any], *, of_servers: bool = False) -> list[str]:
         said.append(late)
     if disturbed := _disturbances(result, {"stolen"} if of_servers else {"others", "stolen"}):
         said.append(disturbed)
-    said += [found for found in (cached_prompts(result), _other_counts(result)) if found]
+    of_answers = (cached_prompts(result), _other_counts(result), _short_answers(result))
+    said += [found for found in of_answers if found]
     return said
 
 
@@ -41,6 +42,12 @@ def cached_prompts(result: Mapping[str, Any]) -> str:
         f"at least {most:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
         " vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache"
     )
+
+
+def _short_answers(result: Mapping[str, Any]) -> str:
+    """Return how many answers of servers were too short, in words; "" if none."""
+    n = sum(client.get("short_answers", 0) for client in result.get("per_instance", ()))
+    return f"{n:,} answers had fewer tokens than --min_output_len: the server ignores min_tokens" if n else ""
 
 
 def _other_counts(result: Mapping[str, Any]) -> str:

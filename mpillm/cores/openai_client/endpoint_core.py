@@ -73,7 +73,7 @@ class _Statistics:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = dict.fromkeys(
-            ("retokenized", "other_prompt_length", "other_answer_length"), 0
+            ("retokenized", "other_prompt_length", "other_answer_length", "short_answers"), 0
         )
         self.prompt_tokens = 0
         self._names = ("socket_ttft", "socket_tpot", "socket_itl")
@@ -239,8 +239,8 @@ class TrtllmEndpointCore(LLMCore):
         """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
         `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
-        tokens. `cached_prompt_tokens`: what their prefix caches gave in the test, to all their clients, if
-        they say so.
+        tokens. `short_answers`: those of fewer tokens than were asked for. `cached_prompt_tokens`: what the
+        servers' prefix caches gave in the test, to all their clients, if they say so.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
@@ -360,6 +360,8 @@ class TrtllmEndpointCore(LLMCore):
         assert call.endpoint is not None
         counts["retokenized"] += not call.endpoint.dialect.token_ids
         counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
+        n_generated = len(tokens) if call.endpoint.dialect.token_ids else answer.completion_tokens
+        counts["short_answers"] += n_generated is not None and n_generated < call.sampling.min_tokens
         counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
         if self._client.stream:
             self._statistics.add(call, len(tokens))

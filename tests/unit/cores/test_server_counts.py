@@ -7,7 +7,7 @@ import pytest
 from mpillm.cores.openai_client.server_counts import cached_tokens_of, grown
 from mpillm.report.doubts import doubts
 from tests.helpers.endpoint_cores import Rows, requests, started
-from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, head
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
 
 VLLM = """# HELP vllm:prefix_cache_hits_total Prefix cache hits, in terms of number of cached tokens.
 # TYPE vllm:prefix_cache_hits_total counter
@@ -77,3 +77,18 @@ def test_a_server_that_counts_other_tokens() -> None:
         " answers of 6 requests"
     ]
     assert doubts({"per_instance": [client | {"retokenized": 5}]}) == []
+
+
+@pytest.mark.parametrize("least", [0, 4, 5])
+def test_a_server_that_ignores_min_tokens(least: int) -> None:
+    def short(request: Request) -> Reply:
+        n = min(4, request.json["max_tokens"])
+        return plain({**choice([7] * n, "t" * n, "stop"), "usage": {"completion_tokens": n}})
+
+    with ScriptedServer(short) as server, started(server) as core:
+        core.enqueue(requests(max_output=8, min_output=least))
+        Rows(core).until(4)
+        statistics = core.statistics()
+    told = doubts({"per_instance": [statistics]}, of_servers=True)
+    assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * (least == 5)
+    assert statistics["short_answers"] == 4 * (least == 5)
