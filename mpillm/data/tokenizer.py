@@ -180,7 +180,7 @@ def _read_settings(model_path: Path) -> dict[str, Any]:
             content = json.loads(file.read_bytes())
         except FileNotFoundError:
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{file} holds {type(content).__name__}, not an object")

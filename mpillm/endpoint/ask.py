@@ -114,7 +114,7 @@ class Ask:
     async def json(self) -> Json:
         try:
             made = json.loads(await self.read())
-        except ValueError:
+        except (ValueError, RecursionError):
             made = None
         if not isinstance(made, dict):
             raise ApiError(502, f"{self.worker.name}: its answer is not a JSON object", code="bad_answer")

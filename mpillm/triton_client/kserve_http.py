@@ -96,7 +96,7 @@ class HttpConnection:
         except AnswerError:
             self._connection.close()
             raise
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
             self._connection.close()
             raise AnswerError(f"{self.url}: {type(error).__name__}: {error}") from None
 
@@ -105,7 +105,7 @@ def _said(body: bytes) -> str:
     """Return the message of an error, or all of it."""
     try:
         return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body.decode(errors="replace")
 
 

@@ -82,7 +82,7 @@ class Answer:
             return
         try:
             message = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise AnswerError(f"it sent something that is not JSON: {data[:80]!r}") from None
         self._take_message(data, message, at)
 
@@ -135,7 +135,7 @@ def _together(events: list[bytes]) -> list[Any] | None:
     n = len(events) - (events[-1] == _DONE)
     try:
         messages: list[Any] = json.loads(b"[%b]" % b",".join(events[:n]))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return messages if len(messages) == n else None
 
@@ -156,7 +156,7 @@ def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
         return f"HTTP {status}: it redirects to {location[:200]}; name the server that answers"
     try:
         message = json.loads(reply)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = reply.decode(errors="replace").strip()[:200]
     else:
         said = error_text(message if isinstance(message, dict) else {"error": message})

@@ -22,6 +22,7 @@ _BUSY = (429, 503)  # the server has not begun, and may later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _SHOWN_TOKENS = 12  # of a prompt, in messages
+_MOST_REPLY = 1 << 16  # bytes that are kept of a reply that is no answer
 _WATCH_S = 1.0  # between checks for silence
 
 
@@ -45,7 +46,7 @@ class Call:
     """One request, with all its attempts. Times are time.perf_counter(), 0 before there is one."""
 
     __slots__ = (
-        "_client", "_reply", "_reused", "answer", "connection", "ended_at", "endpoint",
+        "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
         "failing_since", "heard_at", "id", "location", "prompt", "retries", "retry_after", "sampling",
         "sent_at", "status",
     )  # fmt: skip
@@ -67,6 +68,7 @@ class Call:
         self.location: str | None = None
         self.answer = Answer(self._client.stream, self.sampling.max_tokens)
         self._reply: list[bytes] = []
+        self._reply_left = _MOST_REPLY
         self._reused = False
 
     def again(self) -> None:
@@ -97,6 +99,9 @@ class Call:
         assert self.endpoint is not None
         self.endpoint.heard_at = at
         if self.status != 200:
+            self._reply_left -= len(data)
+            if self._reply_left < 0:
+                raise AnswerError(f"HTTP {self.status}, and its reply is longer than {_MOST_REPLY} bytes")
             self._reply.append(data)
             return
         answer, client = self.answer, self._client

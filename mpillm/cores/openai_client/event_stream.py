@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
 _FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
+_MOST_BYTES = 1 << 24  # without an event: a line that never ends, or comments
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -14,14 +15,16 @@ class EventStream:
         self._rest = b""
         self._data: list[bytes] = []
         self._begins = True
+        self._waited = 0  # bytes since the last event
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ends in `data`.
 
-        Raises ValueError for a line that is no event's.
+        Raises ValueError for a line that is no event's, or more than 16 MiB without an event.
         """
         if data.startswith(_PLAIN) and data.endswith(b"\n\n") and not (self._rest or self._data):
             plain = data[len(_PLAIN) : -2].split(_BETWEEN)
+            self._waited = 0
             if data.count(b"\n") == 2 * len(plain) and b"\r" not in data:
                 return plain  # whole events of one line each, as almost always: a fifth of the time
         lines = (self._rest + data).split(b"\n")
@@ -29,6 +32,9 @@ class EventStream:
         events: list[bytes] = []
         for line in lines:
             self._take(line, events)
+        self._waited = 0 if events else self._waited + len(data)
+        if self._waited > _MOST_BYTES:
+            raise ValueError(f"it sent {self._waited} bytes without an event's end")
         return events
 
     def finish(self) -> list[bytes]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 _MOST_HEAD = 1 << 16  # bytes of a status line with its headers
+_MOST_INTERIM = 16  # responses such as 100 (Continue) before one
 _MOST_CHUNK = 1 << 28
 _MOST_CHUNK_LINE = 1 << 10
 _HEX = b"0123456789abcdefABCDEF"
@@ -51,6 +52,7 @@ class HttpConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._in_body = False
+        self._interim = 0
         # bytes of the body to come; None: in chunks, or until the connection ends
         self._left: int | None = None
         self._chunked = False
@@ -60,6 +62,7 @@ class HttpConnection(asyncio.Protocol):
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
         self._in_body = False
+        self._interim = 0
         self._transport.write(request)
 
     def close(self) -> None:
@@ -133,6 +136,9 @@ class HttpConnection(asyncio.Protocol):
             status = int(code)
             if status >= 200:
                 break  # before it there may be informational responses, such as 100 (Continue)
+            self._interim += 1
+            if self._interim > _MOST_INTERIM:
+                raise HttpError(f"it sent {self._interim} times HTTP {status} and no answer")
         headers = {}
         for line in lines:
             name, colon, value = line.partition(":")

@@ -78,7 +78,7 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
         names = [model["id"] for model in json.loads(reply)["data"]] if status == 200 else []
     except HttpError as error:
         raise EndpointError(f"{where}: {error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise EndpointError(
             f"{where}: it sent something that is not a list of models: {reply[:80]!r}"
         ) from None
@@ -121,7 +121,7 @@ async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, An
     try:
         status, _, reply = await endpoint.fetch("GET", path, timeout_s)
         made = json.loads(reply) if status == 200 else None
-    except (HttpError, ValueError) as error:
+    except (HttpError, ValueError, RecursionError) as error:
         _log.info("%s%s: %s", endpoint.url, path, error)
         return {}
     return made if isinstance(made, dict) else {}

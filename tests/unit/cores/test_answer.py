@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.cores.openai_client.http_connection import HttpConnection
 from tests.helpers.scripted_server import choice, event
 
 END = event(b"[DONE]")
@@ -93,3 +95,37 @@ def test_text_that_never_ends() -> None:
     with pytest.raises(AnswerError, match=r"^it goes on after the 2 tokens that were asked for$"):
         for _ in range(1000):
             answer.feed(event(choice(text="t")), 0.0)
+
+
+FOR_EVER = {
+    "a line": b"data: " + b"x" * 65_000,
+    "comments": b": busy\n" * 9_000,
+    "data": b"data: x\n" * 8_000,
+}
+
+
+@pytest.mark.parametrize("piece", FOR_EVER.values(), ids=FOR_EVER)
+def test_bytes_for_ever_without_an_event(piece: bytes) -> None:
+    said = read(itertools.chain([EVENTS[0]], itertools.repeat(piece, 400)))
+    assert isinstance(said, str) and "without an event's end" in said
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_json_nested_too_deep(stream: bool) -> None:
+    answer = Answer(stream, max_tokens=6)
+    nested = b"[" * 200_000
+    with pytest.raises(AnswerError, match="it sent something that is not JSON"):
+        answer.feed(event(nested) * 2 if stream else nested, 0.0)
+        answer.finish(0.0)
+    assert failure_text(500, nested).startswith("HTTP 500: [[")
+
+
+@pytest.mark.parametrize("status", [100, 103])
+def test_informational_responses_for_ever(status: int) -> None:
+    receiver, connection = Mock(), HttpConnection()
+    connection.connection_made(Mock())
+    connection.send(b"", receiver)
+    for _ in range(17):
+        connection.data_received(b"HTTP/1.1 %d x\r\n\r\n" % status)
+    (error,) = receiver.on_broken.call_args.args
+    assert f"17 times HTTP {status}" in str(error)

@@ -145,6 +145,10 @@ FAULTS: dict[str, tuple[Reply, str]] = {
         Reply([STREAM, FIRST_TOKEN * 9], "hang"),
         "it goes on after the 4 tokens that were asked for$",
     ),
+    "an error without an end": (
+        Reply([head("500 Internal Server Error"), b"x" * (1 << 17)], "hang"),
+        "HTTP 500, and its reply is longer than 65536 bytes$",
+    ),
     "trailers without an end": (
         Reply([STREAM, FIRST_TOKEN, b"0\r\n" + b"X-More: 1\r\n" * 9000], "hang"),
         "its trailers are longer than 65536 bytes$",
