@@ -315,6 +315,7 @@ OTHERS = {
     *("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "time", "mpi"),
     *("container_image", "container_mounts", "container_workdir", "nodelist", "submit", "wait", "log_root"),
     *("job_name", "account", "partition", "output", "script"),
+    *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
     *(

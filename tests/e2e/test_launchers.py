@@ -21,7 +21,7 @@ WORKER = {"MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
 ALONE: dict[str, list[object]] = {
     "run-harness": ["run-harness", "--core_type", "dummy"],
     "mpirun": ["mpirun", "-n", 2, *RUN],
-    "bench routing": ["bench", "routing"],
+    "bench": ["bench", "routing"],
     "plan": ["plan", "--world_size", 4],
 }
 TITLES = {"openmpi": "Open MPI 5", "mpich": "MPICH"}

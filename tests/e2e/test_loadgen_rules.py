@@ -97,12 +97,14 @@ def test_an_overloaded_server_run_says_so(one: Starter, rate: int) -> None:
     ended = one.run(2, *SERVER, *SLOTS, "--server_target_qps", rate).must(DONE)
     overloaded = rate > 80
     assert ended.result["status"] == "VALID" and ended.result["queue_grew"] is overloaded
-    assert ("DOUBTFUL" in ended.out) == bool(ended.result["doubts"]) == overloaded
+    doubts = ended.result["doubts"]  # that others use this machine, too, perhaps
+    assert any("the queue grew" in doubt for doubt in doubts) is overloaded
+    assert ("DOUBTFUL" in ended.out) == bool(doubts)
     assert f"the queue {'grew' if overloaded else 'did not grow'}" in ended.out
     assert "no latency limit was set" in ended.out and ended.result["latency_limits"] is False
     assert ended.result["offered_per_second"] == pytest.approx(rate, rel=0.2)
     page = (ended.log_dir / "report.html").read_text()
-    assert ('class="verdict valid"' in page) == (not overloaded)
+    assert ('class="verdict valid"' in page) == (not doubts)
 
 
 def test_run_takes_limits(one: Starter) -> None:
