@@ -116,8 +116,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str]], int] | None = None) -> int:
     """Run a command (default: this process's arguments); return its exit code.
 
-    Bad input is one message on stderr and exit code 2. `run`: what takes the arguments, unless they name
-    a command of mpillm.
+    Bad input is one message on stderr and exit code 2. `run`: of another program, in place of mpillm's
+    commands.
     """
     try:
         code = _told(sys.argv[1:] if argv is None else argv, run or _run)

@@ -79,11 +79,12 @@ def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> lis
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    return [
+    loads = (
         other_load(node, [reports[rank].cpu for rank in there])
         for node, there in ranks.items()
         if {*there} <= reports.keys()
-    ]
+    )
+    return [load for load in loads if load is not None]
 
 
 def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:

@@ -55,13 +55,13 @@ class RunSession(Protocol):
         """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
 
     def ready(self) -> str:
-        """Note that all ranks are ready; return a note for the person."""
+        """Note that all ranks are ready; return a note for the console."""
 
     def tested(self) -> None:
         """Note what is known when the test has ended, before the ranks report."""
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Note what the ranks report of the test; return a note for the person."""
+        """Note what the ranks report of the test; return a note for the console."""
 
     def finished(self) -> int:
         """Print the last lines, as everything has ended well; return the exit code."""
@@ -70,7 +70,7 @@ class RunSession(Protocol):
         """Write the run's page; return its path for the console. Never raises."""
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
-        """Note in the result what is known; return what the person should know of it, or "".
+        """Note in the result what is known; return what else to tell on the console, or "".
 
         `reports`: what ranks told as a signal ended them.
         """

@@ -134,7 +134,7 @@ class ServeSession:
         ]
         return max(usages, default=None)
 
-    # --- what all ranks have done; a note for the person ---
+    # --- what all ranks have done; a note for the console ---
 
     def ready(self) -> str:
         startup = time.time() - self._last_start

@@ -212,13 +212,18 @@ def test_kernels_that_start_early_wait_for_each_other(n: int) -> None:
     assert torch.equal(launched, expected) and torch.equal(replayed, expected)
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (21, False), (0, True), (128, True)])
+SHAPES = [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)]
+# Each is compiled anew, seconds each: windows and sinks with two of the shapes.
+ATTENTION = [(*shape, 0, False) for shape in SHAPES] + [
+    (*shape, window, has_sinks)
+    for shape in SHAPES[:2]
+    for window, has_sinks in ((21, False), (0, True), (128, True))
+]
+
+
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "size"),
-    [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)],
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "size", "window", "has_sinks"), ATTENTION)
 def test_attention(
     heads: int,
     kv_heads: int,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 from mpillm.report.doubts import doubts
 from mpillm.telemetry.cpu_use import CpuMeter, CpuUse, other_load
@@ -17,22 +19,28 @@ def ranks(cores: dict[int, tuple[float, float]], own_s: float = 4.5) -> list[Cpu
     return [CpuUse(10.0, own_s, (0,), cores), CpuUse(10.0, own_s, (1,), None)]
 
 
+def loaded(ranks: list[CpuUse], host: str = "h1") -> dict[str, Any]:
+    load = other_load(host, ranks)
+    assert load is not None
+    return load
+
+
 def test_a_quiet_node() -> None:
-    load = other_load("h1", ranks(QUIET))
+    load = loaded(ranks(QUIET))
     assert load == {"host": "h1", "cores": 2, "ranks": 0.9, "others": 0.0, "stolen": 0.0, "disturbed_by": []}
     assert doubts({"other_load": [load]}) == []
 
 
 def test_other_processes() -> None:
-    load = other_load("h1", ranks(QUIET | {1: (10.0, 0.0)}))
+    load = loaded(ranks(QUIET | {1: (10.0, 0.0)}))
     assert (load["others"], load["disturbed_by"]) == (0.6, ["others"])
     said = "disturbed: in the test other processes used 0.6 of the 2 cores of h1"
-    assert doubts({"other_load": [other_load("h0", ranks(QUIET)), load]}) == [said]
+    assert doubts({"other_load": [loaded(ranks(QUIET), "h0"), load]}) == [said]
     assert doubts({"other_load": [load]}, of_servers=True) == [], "they may be the servers"
 
 
 def test_what_a_virtual_machines_host_takes() -> None:
-    load = other_load("h1", ranks(QUIET | {1: (4.0, 0.6)}))
+    load = loaded(ranks(QUIET | {1: (4.0, 0.6)}))
     (said,) = doubts({"other_load": [load]}, of_servers=True)
     assert said == "disturbed: in the test the host of h1, a virtual machine, took 0.06 of its 2 cores"
 
@@ -40,22 +48,46 @@ def test_what_a_virtual_machines_host_takes() -> None:
 def test_too_short_to_tell() -> None:
     """The kernel counts in steps of 10 ms."""
     short = [CpuUse(0.1, 0.05, (0, 1), {0: (0.09, 0.0), 1: (0.09, 0.0)})]
-    assert other_load("h1", short)["disturbed_by"] == []
+    assert loaded(short)["disturbed_by"] == []
 
 
-def test_this_machine() -> None:
-    """A busy process beside this one is seen, this one's own work is not taken for it."""
+BUSY = [sys.executable, "-c", "import time\nwhile time.process_time() < 20: pass"]
+
+
+def test_a_process_of_others() -> None:
+    """It is seen, and this one's own work is not taken for it."""
     meter = CpuMeter(of_node=True)
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    started = subprocess.run(  # its parent ends at once
+        ["sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *BUSY],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     try:
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 2
         while time.monotonic() < until:
             pass
         use = meter.read()
     finally:
-        other.kill()
-        other.wait()
+        os.kill(int(started.stdout), signal.SIGKILL)
     assert use.allowed == tuple(sorted(os.sched_getaffinity(0)))
     assert use.own_s > 0.3
-    load = other_load("here", [use])
-    assert load["others"] > 0.2 and "others" in load["disturbed_by"]
+    load = loaded([use])
+    assert load["others"] > 0.25 and load["disturbed_by"][0] == "others"
+
+
+def test_descendants_are_ours() -> None:
+    """As TensorRT-LLM's workers, which a rank starts."""
+    meter = CpuMeter(of_node=True)
+    with subprocess.Popen(["sh", "-c", '"$@"; true', "sh", *BUSY], start_new_session=True) as child:
+        try:
+            time.sleep(2)
+            use = meter.read()
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert use.own_s > 0.3
+
+
+def test_a_system_that_does_not_say() -> None:
+    assert other_load("h1", [CpuUse(10.0, 4.5, (0,), {})]) is None
+    assert other_load("h1", [CpuUse(10.0, 4.5, (0,), None)]) is None
