@@ -175,3 +175,15 @@ def test_every_room_says_what_lives_there() -> None:
         if path.stem == "__init__" and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert silent == []
+
+
+def test_the_picture_in_the_architecture_has_every_room() -> None:
+    """Of those that are folders, higher ones first."""
+    page = (ROOT / "docs/explain/architecture.md").read_text(encoding="utf-8")
+    (picture,) = re.findall(r"^```\n.*?^```", page, re.MULTILINE | re.DOTALL)
+    shown = [f"mpillm.{name}" for name in re.findall(r"^ (\w+)/ ", picture, re.MULTILINE)]
+    shown = [name if name in FLOOR else name.removeprefix("mpillm.") for name in shown]
+    assert sorted(shown) == sorted(
+        room for room in FLOOR if (ROOT / room.replace(".", "/")).is_dir() and room != "benchmarks"
+    )
+    assert [FLOOR[room] for room in shown] == sorted((FLOOR[room] for room in shown), reverse=True)
