@@ -35,6 +35,7 @@ from mpillm.configurator.field import Reason as Reason
 from mpillm.configurator.found import COMMAND_LINE, CONFIGURATION, DEFAULT, Found, Level, Origin
 
 T = TypeVar("T", bound=type)
+_BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users read, too
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
@@ -46,7 +47,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
 
     def __init__(
         self,
-        values: Mapping[Field, Any] | None = None,
+        values: Mapping[Any, Any] | None = None,
         *,
         origins: Mapping[Field, Origin] | Origin = CONFIGURATION,
         options: Mapping[str, str] | None = None,
@@ -58,6 +59,18 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         self.options = options
         self.environ = environ
         self.below = below
+
+    def subset(self, ctx: Iterable[Hashable], applicable: Iterable[Field]) -> Configuration:
+        """Return the values of `applicable` fields, by name, in the dictionary at the path of keys `ctx`.
+
+        Raises KeyError naming a key of the path that is not there.
+        """
+        values: Any = self.data
+        for key in ctx:
+            if not isinstance(values, Mapping) or key not in values:
+                raise KeyError(f"the configuration has no {key!r} at {tuple(ctx)}")
+            values = values[key]
+        return Configuration({field.name: values[field.name] for field in applicable if field.name in values})
 
     @contextlib.contextmanager
     def autoapply(self) -> Iterator[None]:
@@ -189,40 +202,49 @@ def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]
     return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
 
 
-def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
-    """Decorate a class: its parameter `arg_name` (default: the field's name) receives the field's value."""
+def bind(field: Field, arg_name: str | None = None, explicit: bool = True) -> Callable[[T], T]:
+    """Decorate a class: its parameter `arg_name` (default: the field's name) receives the field's value.
+
+    `explicit`: the parameter stands in the signature of `__init__`; without it `**kwargs` may take it. Raises
+    KeyError if it does not stand there, or the field is bound already.
+    """
 
     def decorate(cls: T) -> T:
-        own = dict(vars(cls).get("_bound_fields", {}))
+        own, name = dict(vars(cls).get(_BOUND, {})), arg_name or field.name
+        if explicit and name not in (names := _parameters(cls)):
+            raise KeyError(f"{cls.__name__} has no parameter {name}{nearest(name, names)}")
         if field in own:
-            raise TypeError(f"{cls.__name__}: {field.name} is bound to {own[field]} already")
-        cls._bound_fields = {field: arg_name or field.name, **own}  # type: ignore[attr-defined]
+            raise KeyError(f"{cls.__name__}: {field.name} is bound to {own[field]} already")
+        setattr(cls, _BOUND, {field: name, **own})
         cls.from_fields = classmethod(_from_fields)  # type: ignore[attr-defined]
+        if hasattr(cls, "immediate_dependencies") and not HelpInfo.has(cls):  # an operation
+            HelpInfo.add_configurable_operation(cls)
         return cls
 
     return decorate
 
 
-def _parameters(cls: type) -> tuple[Collection[str], bool]:
-    """Return the parameters of `cls`, and whether it takes any other keyword, too.
+def _parameters(cls: type) -> Collection[str]:
+    """Return the parameters of `cls`, by name.
 
     An `__init__` that wraps a dataclass's own to take any keyword has no parameters to read: the dataclass's
     fields are the parameters.
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_any and dataclasses.is_dataclass(cls):
-        return {*parameters, *(field.name for field in dataclasses.fields(cls) if field.init)}, False
-    return parameters, takes_any
+    if dataclasses.is_dataclass(cls) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
+        return {*parameters, *(field.name for field in dataclasses.fields(cls) if field.init)}
+    return parameters
 
 
 def bound_fields(cls: type) -> dict[Field, str]:
     """Return the parameter of each field: in `cls`, and in its bases if its `__init__` takes that."""
-    names, _ = _parameters(cls)
-    bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
+    names = _parameters(cls)
+    bound: dict[Field, str] = dict(vars(cls).get(_BOUND, {}))
     for base in cls.__mro__[1:]:
         taken = set(bound.values())
-        for field, name in vars(base).get("_bound_fields", {}).items():
+        for field, name in vars(base).get(_BOUND, {}).items():
             if name in names and name not in taken:
                 bound.setdefault(field, name)
     return bound
@@ -233,10 +255,6 @@ def autoconfigure(cls: T) -> T:
     in."""
     plain = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(plain)
-    names, takes_any = _parameters(cls)
-    for name in vars(cls).get("_bound_fields", {}).values():
-        if name not in names and not takes_any:
-            raise TypeError(f"{cls.__name__} has no parameter {name}{nearest(name, names)}")
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -259,25 +277,36 @@ def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, 
         return cls(*args, **{**config.configure(cls, given), **kwargs})
 
 
+def _path(keyspace: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
+    return tuple(keyspace) if isinstance(keyspace, (list, tuple)) else (keyspace,)
+
+
 class ConfigurationIndex:
     """Configurations by a path of keys: system, workload, scenario, setting, …"""
 
-    def __init__(self) -> None:
+    def __init__(self, index_name: str = "ConfigurationIndex") -> None:
+        """`index_name`: what error messages call it."""
+        self.name = index_name
         self._configurations: dict[tuple[Hashable, ...], Configuration] = {}
 
-    def register(self, keyspace: Sequence[Hashable], config: Configuration) -> None:
-        """Store `config` under a path."""
-        self._configurations[tuple(keyspace)] = config
+    def register(self, keyspace: Hashable | Sequence[Hashable], config: Configuration) -> None:
+        """Store `config` under a path, or a single key. Raises ConfigError if one is stored there."""
+        path = _path(keyspace)
+        if path in self._configurations:
+            raise ConfigError(f"{self.name} has a configuration {'/'.join(map(str, path))} already")
+        self._configurations[path] = config
 
-    def get(self, keyspace: Sequence[Hashable], prefix: Sequence[Hashable] = ()) -> Configuration | None:
+    def get(
+        self, keyspace: Hashable | Sequence[Hashable], prefix: Sequence[Hashable] | None = None
+    ) -> Configuration | None:
         """Return the configuration stored under the path, or None."""
-        return self._configurations.get((*prefix, *keyspace))
+        return self._configurations.get((*(prefix or ()), *_path(keyspace)))
 
     def load_module(
         self,
         module_path: str,
-        prefix: Sequence[Hashable] = (),
-        process_key: Callable[[Any], Sequence[Hashable]] | None = None,
+        prefix: Sequence[Hashable] | None = None,
+        process_key: Callable[[Any], Hashable | Sequence[Hashable]] | None = None,
     ) -> None:
         """Store the configurations in a Python module's dictionary EXPORTS under its keys, which are paths.
 
@@ -287,7 +316,7 @@ class ConfigurationIndex:
         if not isinstance(exports, dict):
             raise ConfigError(f"{module_path} has no dictionary EXPORTS of configurations")
         for key, values in exports.items():
-            path = process_key(key) if process_key else key if isinstance(key, (list, tuple)) else (key,)
+            path = _path(process_key(key) if process_key else key)
             checked = {
                 field: field.check(value, f"{module_path}: {field.name}")
                 if isinstance(value, str) or field.from_string
@@ -295,7 +324,7 @@ class ConfigurationIndex:
                 for field, value in values.items()
             }
             self.register(
-                (*prefix, *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path))
+                (*(prefix or ()), *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path))
             )
 
 
@@ -315,17 +344,36 @@ class HelpInfo:
         cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
 
     @classmethod
-    def fields(cls, classes: Iterable[type]) -> list[Field]:
-        """Return the fields of classes and of those they make, each once."""
-        found: dict[Field, None] = {}
-        waiting, seen = list(classes), set()
+    def add_configurable_operation(cls, op: type) -> None:
+        """Note the `immediate_dependencies()` of an operation. Raises ValueError if it has none."""
+        if not hasattr(op, "immediate_dependencies"):
+            raise ValueError(f"{op.__name__} is no operation: it has no immediate_dependencies()")
+        cls.add_configurator_dependencies(op, op.immediate_dependencies() or ())
+
+    @classmethod
+    def has(cls, user: type) -> bool:
+        """Return whether dependencies of a class have been noted."""
+        return user in cls._dependencies
+
+    @classmethod
+    def get_all_dependencies(cls, user: type) -> set[type]:
+        """Return a class with all that it makes instances of, and these in turn."""
+        return set(cls._in_order([user]))
+
+    @classmethod
+    def _in_order(cls, classes: Iterable[type]) -> list[type]:
+        waiting, seen = list(classes), dict[type, None]()
         while waiting:
             user = waiting.pop(0)
             if user not in seen:
-                seen.add(user)
-                found.update(dict.fromkeys(bound_fields(user)))
+                seen[user] = None
                 waiting += sorted(cls._dependencies.get(user, ()), key=lambda used: used.__qualname__)
-        return list(found)
+        return list(seen)
+
+    @classmethod
+    def fields(cls, classes: Iterable[type]) -> list[Field]:
+        """Return the fields of classes and of those they make, each once."""
+        return list(dict.fromkeys(field for user in cls._in_order(classes) for field in bound_fields(user)))
 
     @classmethod
     def build_help_string(cls, classes: type | Iterable[type]) -> str:

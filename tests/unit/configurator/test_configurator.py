@@ -174,7 +174,7 @@ def test_a_dataclass_whose_init_takes_any_keyword_inherits_bindings() -> None:
         "three": "own",
     }
     assert HelpInfo.fields([Grandchild]) == [second, first]
-    with pytest.raises(TypeError, match=r"Wrong has no parameter tow \(did you mean 'two'\?\)"):
+    with pytest.raises(KeyError, match=r"Wrong has no parameter tow \(did you mean 'two'\?\)"):
 
         @autoconfigure
         @bind(third, "tow")
@@ -182,7 +182,7 @@ def test_a_dataclass_whose_init_takes_any_keyword_inherits_bindings() -> None:
         @dataclasses.dataclass
         class Wrong(Child): ...
 
-    with pytest.raises(TypeError, match="Computed has no parameter made"):
+    with pytest.raises(KeyError, match="Computed has no parameter made"):
 
         @autoconfigure
         @bind(third, "made")
@@ -232,22 +232,57 @@ def test_from_fields_holds_for_what_is_made_inside() -> None:
 
 
 def test_a_binding_without_a_parameter() -> None:
-    with pytest.raises(TypeError, match=r"Thing has no parameter valu \(did you mean 'value'\?\)"):
+    with pytest.raises(KeyError, match=r"Thing has no parameter valu \(did you mean 'value'\?\)"):
 
-        @autoconfigure
         @bind(Field("f"), "valu")
         class Thing:
             def __init__(self, value: int = 0) -> None: ...
 
+    with pytest.raises(KeyError, match="Anything has no parameter hidden"):
+
+        @bind(Field("f"), "hidden")
+        class Anything:
+            def __init__(self, **more: object) -> None: ...
+
+
+def test_a_binding_that_is_not_explicit() -> None:
+    field = Field("f")
+
+    @autoconfigure
+    @bind(field, "hidden", explicit=False)
+    class Anything:
+        def __init__(self, **more: object) -> None:
+            self.more = more
+
+    assert Anything().more == {}
+    with Configuration({field: "x"}).autoapply():
+        assert Anything().more == {"hidden": "x"}
+        assert Anything(hidden="call").more == {"hidden": "call"}
+
 
 def test_a_field_is_bound_once() -> None:
     field = Field("f")
-    with pytest.raises(TypeError, match="Thing: f is bound to one already"):
+    with pytest.raises(KeyError, match="Thing: f is bound to one already"):
 
         @bind(field, "two")
         @bind(field, "one")
         class Thing:
             def __init__(self, one: int = 0, two: int = 0) -> None: ...
+
+
+def test_bindings_have_nv_mittens_name() -> None:
+    assert LLMThing._mitten_bound_fields == {trtllm_runtime_flags: "flags"}  # type: ignore[attr-defined]
+
+
+def test_a_subset_of_a_nested_configuration() -> None:
+    number = Field("number", from_string=int)
+    nested: Configuration = Configuration({"a": {"b": {"seed": 3, "number": 4, "other": 5}}})
+    assert dict(nested.subset(["a", "b"], [seed, number, save_outputs])) == {"seed": 3, "number": 4}
+    assert dict(nested.subset([], [seed])) == {}
+    with pytest.raises(KeyError, match=r"no 'c' at \('a', 'c', 'b'\)"):
+        nested.subset(["a", "c", "b"], [seed])
+    with pytest.raises(KeyError, match="no 'x' at"):
+        nested.subset(["a", "b", "seed", "x"], [seed])
 
 
 def test_a_field_is_one_object_whatever_is_copied() -> None:
@@ -395,8 +430,47 @@ def test_help_of_dependencies() -> None:
     HelpInfo.add_configurator_dependency(User, Used)
     HelpInfo.add_configurator_dependencies(User, {Used})
     assert HelpInfo.fields([User, Used]) == [mine, theirs]
+    assert HelpInfo.get_all_dependencies(User) == {User, Used}
+    assert HelpInfo.get_all_dependencies(Used) == {Used}
+    assert (HelpInfo.has(User), HelpInfo.has(Used)) == (True, False)
     text = HelpInfo.build_help_string(User)
     assert text.index("build:") < text.index("--mine") < text.index("harness:") < text.index("--theirs")
+
+
+def test_an_operation_that_is_bound_depends_on_what_it_says() -> None:
+    first, second = Field("first"), Field("second")
+
+    @bind(first)
+    class Before:
+        def __init__(self, first: str) -> None: ...
+
+    class Between:
+        @classmethod
+        def immediate_dependencies(cls) -> set[type]:
+            return {Before}
+
+    @bind(second)
+    class After(Between):
+        def __init__(self, second: str) -> None: ...
+
+    assert HelpInfo.get_all_dependencies(After) == {After, Before}
+    assert HelpInfo.get_all_dependencies(Between) == {Between}
+    HelpInfo.add_configurable_operation(Between)
+    assert HelpInfo.fields([Between]) == [first]
+    with pytest.raises(ValueError, match="Before is no operation"):
+        HelpInfo.add_configurable_operation(Before)
+
+
+def test_an_index_has_a_name_and_one_configuration_at_a_path() -> None:
+    index = ConfigurationIndex("mine")
+    assert (index.name, ConfigurationIndex().name) == ("mine", "ConfigurationIndex")
+    index.register("key", Configuration({seed: 1}))
+    index.register(("a", "b"), Configuration({seed: 2}))
+    assert dict(index.get("key") or {}) == {seed: 1}
+    assert dict(index.get(["b"], prefix=["a"]) or {}) == {seed: 2}
+    assert index.get(["key"], prefix=None) is index.get("key")
+    with pytest.raises(ValueError, match="mine has a configuration a/b already"):
+        index.register(["a", "b"], Configuration())
 
 
 def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
