@@ -13,13 +13,10 @@ whatever ended the context. A caller with a loop of its own calls `look` there i
 
 from __future__ import annotations
 
-import http.client
 import os
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +25,7 @@ from types import TracebackType
 import psutil
 
 from disagg.errors import ConfigError
+from launch.bounded_http import ReplyError, page
 from launch.children import Child, Children
 from launch.command import Command
 
@@ -114,7 +112,7 @@ class Servers:
                 raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
                 if url not in self._checks or self._checks[url].answered is False:
-                    self._checks[url] = _Check(url)
+                    self._checks[url] = _Check(url, self._checks.get(url))
             again = min(time.monotonic() + _POLL_S, deadline)
             for url in waiting:
                 self._checks[url].wait(again)
@@ -156,7 +154,7 @@ class Servers:
             elif check.is_late(now) and now - self._heard[url] > stall_s:
                 silent.append(url)
             if is_due and answered is not None:
-                self._checks[url] = _Check(url)
+                self._checks[url] = _Check(url, check)
         if silent:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
@@ -175,21 +173,25 @@ class Servers:
     def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
         names = {self._names[url] for url in urls}
         tails = "\n".join(child.tail() for child in self._children.running() if child.name in names)
-        return ServerFailed(f"{what}: {', '.join(sorted(names))}; the end of the log:\n{tails}", self._ready)
+        said = "".join(f"; {url}: {self._checks[url].problem}" for url in urls if self._checks[url].problem)
+        return ServerFailed(
+            f"{what}: {', '.join(sorted(names))}{said}; the end of the log:\n{tails}", self._ready
+        )
 
 
 class _Check:
     """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, before: _Check | None) -> None:
         self.answered: bool | None = None  # None: it is under way
+        self.problem = before.problem if before else ""  # why there is no answer, or was none before
         self.ended = self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
         self._thread.start()
 
     def _run(self, url: str) -> None:
-        answered = _answers(url)
-        self.ended, self.answered = time.monotonic(), answered
+        self.problem = _problem(url)
+        self.ended, self.answered = time.monotonic(), not self.problem
 
     def wait(self, until: float) -> None:
         """Wait for its end, at most until this time of the monotonic clock."""
@@ -252,12 +254,13 @@ def _holder(port: int) -> str:
         return ""
 
 
-def _answers(url: str) -> bool:
+def _problem(url: str) -> str:
+    """Ask for a server's health; return what is wrong, or an empty text."""
     try:
-        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, http.client.HTTPException, OSError):
-        return False
+        status, _ = page(url, _ANSWER_S)
+    except ReplyError as error:
+        return str(error)
+    return "" if status == 200 else f"HTTP {status}"
 
 
 def ports_here(urls: Iterable[str]) -> dict[str, int]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import shutil
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from disagg.errors import ConfigError
+from launch.bounded_http import ReplyError, page
 from launch.command import Command, NotHere
+from launch.outside import one_line
 from launch.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
@@ -181,16 +181,17 @@ def model_table(url: str) -> list[str]:
 
     Without an answer, one line says so.
     """
-    request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
-            models = json.load(answer)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        return [f"{url}: {error}"]
     rows = [("Model", "Version", "Status")]
-    for model in models:
-        why = f": {model['reason']}" if model.get("reason") else ""
-        rows.append((model["name"], model.get("version", ""), model.get("state", "UNAVAILABLE") + why))
+    try:
+        _, body = page(url, _ASK_S, b"{}")
+        for model in json.loads(body):
+            why = f": {model['reason']}" if model.get("reason") else ""
+            row = (model["name"], model.get("version", ""), model.get("state", "UNAVAILABLE") + why)
+            rows.append(tuple(map(one_line, row)))
+    except ReplyError as error:
+        return [f"{url}: {error}"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [f"{url}: it sent something that is not a list of models: {one_line(body, 80)}"]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     edge = "+".join(["", *("-" * (width + 2) for width in widths), ""])
     lines = [

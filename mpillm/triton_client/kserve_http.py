@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
+import http
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPResponse
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from launch.bounded_http import MOST_ANSWER, Bounded, ReplyError
+from launch.outside import one_line
 from mpillm.triton_client.connection import AnswerError, Response, Tensors
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
@@ -28,9 +31,16 @@ class HttpConnection:
     """Keeps a connection open, as a context, for one request at a time."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Connect when a request is made; the server may be silent for `timeout_s`."""
+        """Connect when a request is made; an answer may take `timeout_s` as a whole.
+
+        Raises AnswerError for a wrong address.
+        """
         self.url = url
-        self._connection = http.client.HTTPConnection(url, timeout=timeout_s)
+        self._timeout_s = timeout_s
+        try:
+            self._server = Bounded(url)
+        except ReplyError as error:
+            raise AnswerError(f"{url}: {error}") from None
 
     def __enter__(self) -> HttpConnection:
         return self
@@ -38,7 +48,7 @@ class HttpConnection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._connection.close()
+        self._server.__exit__(kind, error, trace)
 
     def ask(
         self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
@@ -59,7 +69,7 @@ class HttpConnection:
         if outputs:
             body["outputs"] = [{"name": name} for name in outputs]
         with self._answer(f"{model}/infer", body) as response:
-            answer = json.loads(response.read())
+            answer = _object(response.read())
             yield {
                 output["name"]: _array(output["data"], output["datatype"]).reshape(output["shape"])
                 for output in answer["outputs"]
@@ -72,41 +82,46 @@ class HttpConnection:
         """
         with self._answer(f"{model}/generate{'_stream' if stream else ''}", values) as response:
             if not stream:
-                yield json.loads(response.read())
+                yield _object(response.read())
                 return
             while line := response.readline():
                 if line.startswith(b"data:"):
-                    part = json.loads(line[5:])
+                    part = _object(line[5:])
                     if "error" in part:
-                        raise AnswerError(part["error"])
+                        raise AnswerError(one_line(str(part["error"])))
                     yield part
 
     @contextlib.contextmanager
-    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
         """Post; what goes wrong until the answer is read raises AnswerError, and closes the connection.
 
         The next request opens another.
         """
+        data = json.dumps(body).encode()
         try:
-            self._connection.request("POST", f"/v2/models/{path}", json.dumps(body))
-            response = self._connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
-            yield response
-        except AnswerError:
-            self._connection.close()
-            raise
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._connection.close()
-            raise AnswerError(f"{self.url}: {type(error).__name__}: {error}") from None
+            with self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response:
+                if response.status != http.HTTPStatus.OK:
+                    raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
+                yield response
+        except ReplyError as error:
+            raise AnswerError(f"{self.url}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise AnswerError(f"{self.url}: {one_line(f'{type(error).__name__}: {error}')}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    made = json.loads(body)
+    if not isinstance(made, dict):
+        raise TypeError("it sent something that is no JSON object")
+    return made
 
 
 def _said(body: bytes) -> str:
-    """Return the message of an error, or all of it."""
+    """Return the message of an error, or the beginning of it."""
     try:
-        return str(json.loads(body)["error"])
+        return one_line(str(json.loads(body)["error"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        return body.decode(errors="replace")
+        return one_line(body)
 
 
 def _array(data: Sequence[Any], kind: str) -> Any:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from launch.bounded_http import MOST_ANSWER
 from mpillm.cores.openai_client.event_stream import EventStream
 
 _DONE = b"[DONE]"
-_MOST_BYTES = 1 << 28  # of an answer in one piece
 _MOST_PIECES = 64  # of text, for each token that was asked for
 _FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
 
@@ -49,8 +49,8 @@ class Answer:
         """
         if self._events is None:
             self._whole += data
-            if len(self._whole) > _MOST_BYTES:
-                raise AnswerError(f"its answer is longer than {_MOST_BYTES} bytes")
+            if len(self._whole) > MOST_ANSWER:
+                raise AnswerError(f"its answer is longer than {MOST_ANSWER} bytes")
             return
         events = self._events.feed(data)
         if len(events) > 1 and (messages := _together(events)) is not None:

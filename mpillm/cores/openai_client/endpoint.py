@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from launch.bounded_http import MOST_PAGE
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
 
-_MOST_REPLY = 1 << 24  # bytes of the answer to a single request
 CONNECT_S = 10.0  # longest wait for a connection
 API_KEY = "OPENAI_API_KEY"
 """The environment variable with the key for servers, as for OpenAI's client."""
@@ -175,7 +175,7 @@ class _Reply(Receiver):
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.body: list[bytes] = []
-        self._left = _MOST_REPLY
+        self._left = MOST_PAGE
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -184,7 +184,7 @@ class _Reply(Receiver):
     def on_body(self, data: bytes, at: float) -> None:
         self._left -= len(data)
         if self._left < 0:
-            raise HttpError(f"its answer is longer than {_MOST_REPLY} bytes")
+            raise HttpError(f"its answer is longer than {MOST_PAGE} bytes")
         self.body.append(data)
 
     def on_end(self, connection: HttpConnection) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from launch.bounded_http import MOST_EVENT
+
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
 _FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
-_MOST_BYTES = 1 << 24  # without an event: a line that never ends, or comments
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -33,7 +34,7 @@ class EventStream:
         for line in lines:
             self._take(line, events)
         self._waited = 0 if events else self._waited + len(data)
-        if self._waited > _MOST_BYTES:
+        if self._waited > MOST_EVENT:
             raise ValueError(f"it sent {self._waited} bytes without an event's end")
         return events
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Protocol, cast
 
+from launch.bounded_http import MOST_ANSWER
+
 _MOST_HEAD = 1 << 16  # bytes of a status line with its headers
 _MOST_INTERIM = 16  # responses such as 100 (Continue) before one
-_MOST_CHUNK = 1 << 28
 _MOST_CHUNK_LINE = 1 << 10
 _HEX = b"0123456789abcdefABCDEF"
 
@@ -182,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
                     f"it sent {bytes(buffer[start:end])[:60]!r} where the size of a chunk belongs"
                 )
             size = int(text, 16)
-            if size > _MOST_CHUNK:
+            if size > MOST_ANSWER:
                 raise HttpError(f"it sent a chunk of {size} bytes")
             if size == 0:  # trailers, then an empty line
                 after = buffer.find(b"\r\n\r\n", end)

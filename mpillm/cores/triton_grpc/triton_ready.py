@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from disagg.errors import nearest
+from launch.bounded_http import ReplyError, page
 from mpillm.cores.triton_grpc.stream import error_text
 
 _log = logging.getLogger(__name__)
@@ -80,12 +80,9 @@ def _speaks_http(url: str, timeout_s: float) -> bool:
 
     gRPC's own error does not tell: it is that of the address of the host that it tried last.
     """
-    host, _, port = url.rpartition(":")
     try:
-        connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
-        connection.request("GET", "/v2")
-        return bool(connection.getresponse().status)
-    except (OSError, http.client.HTTPException, ValueError):
+        return bool(page(f"http://{url}/v2", timeout_s)[0])
+    except (ReplyError, ValueError):
         return False
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from mpillm.bench.core_model_load import Request, Target, over_http
+from mpillm.triton_client import kserve_http
 from mpillm.triton_client.connection import AnswerError
 from mpillm.triton_client.kserve_http import HttpConnection
+from tests.helpers.endless_server import ENDLESS, OK, endless_server
 
 TIMEOUT_S = 60.0
 
@@ -74,3 +76,58 @@ def test_a_lost_answer_is_an_error_of_the_benchmark(name: str) -> None:
         records = over_http(Target(url, "tensorrt_llm", TIMEOUT_S, False), [request] * 2, np.zeros(2), 1)
     assert [bool(record.error) for record in records] == [True, False]
     assert [record.output_len for record in records] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 200_000,
+        b"[1]",
+        b'{"outputs": [{"name": "a", "datatype": "INT32", "shape": [1], "data": [99999999999999999999]}]}',
+        b'{"outputs": [{"name": "a", "datatype": "BYTES", "shape": [1], "data": [1]}]}',
+        b'{"outputs": [{"name": "a", "datatype": [], "shape": [1], "data": [1]}]}',
+        b'{"outputs": 1}',
+    ],
+)
+def test_an_answer_that_makes_no_sense(body: bytes) -> None:
+    with (
+        server(reply(body)) as url,
+        HttpConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(AnswerError, match=url) as error,
+    ):
+        list(connection.ask("tensorrt_llm", {"a": np.array([1], np.int32)}))
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ENDLESS)
+def test_an_answer_without_end(way: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kserve_http, "MOST_ANSWER", 1 << 22)
+    with (
+        endless_server(*ENDLESS[way]) as url,
+        HttpConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(
+            AnswerError, match=f"{url}: .*(longer than 4194304 bytes|LineTooLong|more than 100 headers)"
+        ),
+    ):
+        list(connection.generate("tensorrt_llm", {}, stream))
+
+
+def test_a_stream_takes_no_longer_than_an_answer_may() -> None:
+    with (
+        endless_server(OK + b"\r\n", b"data: {}\n\n", 0.05) as url,
+        HttpConnection(url, 1.0) as connection,
+        pytest.raises(AnswerError, match=f"{url}: it has not answered within 1 s"),
+    ):
+        list(connection.generate("tensorrt_llm", {}, True))
+
+
+def test_what_a_server_says_is_cut_to_a_printable_line() -> None:
+    said = b"HTTP/1.1 400 Bad\r\nConnection: close\r\n\r\n" + b"\x1b[31m\n" * 10000
+    with (
+        server(said) as url,
+        HttpConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(AnswerError, match="HTTP 400") as error,
+    ):
+        list(connection.generate("tensorrt_llm", {}, False))
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
