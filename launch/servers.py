@@ -183,8 +183,9 @@ class _Check:
     """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
 
     def __init__(self, url: str, before: _Check | None) -> None:
+        """`before`: the last one of this URL."""
         self.answered: bool | None = None  # None: it is under way
-        self.problem = before.problem if before else ""  # why there is no answer, or was none before
+        self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
         self.ended = self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
         self._thread.start()

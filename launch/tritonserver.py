@@ -181,13 +181,13 @@ def model_table(url: str) -> list[str]:
 
     Without an answer, one line says so.
     """
-    rows = [("Model", "Version", "Status")]
+    rows = [["Model", "Version", "Status"]]
     try:
         _, body = page(url, _ASK_S, b"{}")
         for model in json.loads(body):
             why = f": {model['reason']}" if model.get("reason") else ""
             row = (model["name"], model.get("version", ""), model.get("state", "UNAVAILABLE") + why)
-            rows.append(tuple(map(one_line, row)))
+            rows.append([one_line(text) for text in row])
     except ReplyError as error:
         return [f"{url}: {error}"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 
 import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.bounded_http import MOST_ANSWER, MOST_EVENT
 from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.workers import Place, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _MOST = 1 << 31  # the server refuses what is not a number of tokens, or a token
+_EVENT = b"\ndata:"
+_MOST_OUTPUT = 1 << 20  # tokens, where the request does not say how many it wants
+_MOST_PIECES = 64  # events for a token
+_MORE_EVENTS = 16  # besides those with tokens: roles, reasons, usage
 
 
 class Ask:
@@ -35,7 +42,10 @@ class Ask:
         body: Json | None = None,
         max_retries: int | None = None,
     ) -> None:
-        """POST `body`, or GET without one. `silence_s`: how long the server may say nothing.
+        """POST `body`, or GET without one.
+
+        `silence_s`: how long the server may say nothing; and how long it may take for the head of its answer,
+        for a body that is no stream, and for an event of a stream.
 
         `max_retries`: how many other servers may be asked; None: all.
         """
@@ -58,13 +68,14 @@ class Ask:
             if self._place is None:
                 raise self._nobody(tried)
             try:
-                self._response = await self._session.request(
+                asking = self._session.request(
                     "GET" if self._body is None else "POST",
                     self.worker.base + self._path,
                     json=self._body,
                     headers=self._headers,
                     timeout=timeout,
                 )
+                self._response = await asyncio.wait_for(asking, _CONNECT_S + self._silence_s)
                 return self
             except BaseException as error:
                 self._pool.give_back(self._place)
@@ -106,31 +117,65 @@ class Ask:
         return self._response
 
     async def read(self) -> bytes:
+        parts: list[bytes] = []
+
+        async def read_all() -> None:
+            left = MOST_ANSWER
+            async for part in self._there.content.iter_any():
+                if (left := left - len(part)) < 0:
+                    raise self._bad(f"its answer is longer than {MOST_ANSWER} bytes")
+                parts.append(part)
+
         try:
-            return await self._there.read()
+            await asyncio.wait_for(read_all(), self._silence_s)
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             raise self._lost(error) from None
+        return b"".join(parts)
 
     async def json(self) -> Json:
+        data = await self.read()
         try:
-            made = json.loads(await self.read())
+            made = json.loads(data) if len(data) <= LARGE else await asyncio.to_thread(json.loads, data)
         except (ValueError, RecursionError):
             made = None
         if not isinstance(made, dict):
-            raise ApiError(502, f"{self.worker.name}: its answer is not a JSON object", code="bad_answer")
+            raise self._bad("its answer is not a JSON object")
         return made
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it arrives."""
+        """Yield the body of a stream as it arrives."""
+        body = self._body or {}
+        n = body.get("n")
+        _, n_output = _load_of(body)
+        n_choices = n if type(n) is int and n > 0 else 1
+        most = n_choices * ((n_output or _MOST_OUTPUT) * _MOST_PIECES + _MORE_EVENTS)
+        events, waited, heard_at = 0, 0, time.monotonic()
+        tail = b"\n"  # of what came before; too short to be counted again
         try:
             async for chunk in self._there.content.iter_any():
+                new = (seen := tail + chunk).count(_EVENT)
+                tail = seen[1 - len(_EVENT) :]
+                waited = 0 if new else waited + len(chunk)
+                heard_at = time.monotonic() if new else heard_at
+                events += new
+                if waited > MOST_EVENT:
+                    raise self._bad(f"it sent {waited} bytes without an event")
+                if events > most:
+                    raise self._bad(f"it sent more than {most} events")
+                if time.monotonic() - heard_at > self._silence_s:
+                    raise self._lost(asyncio.TimeoutError())
                 yield chunk
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             raise self._lost(error) from None
 
+    def _bad(self, what: str) -> ApiError:
+        return ApiError(502, f"{self.worker.name}: {what}", code="bad_answer")
+
     def _lost(self, error: BaseException) -> ApiError:
         if isinstance(error, asyncio.TimeoutError):
-            silence = f"it said nothing for {self._silence_s:g} s (--stall_timeout)"
+            is_silent = isinstance(error, aiohttp.ServerTimeoutError)
+            how = "said nothing" if is_silent else "did not answer, but said something,"
+            silence = f"it {how} for {self._silence_s:g} s (--stall_timeout)"
             return ApiError(504, f"{self.worker.name}: {silence}", code=f"{self._pool.kind}_server")
         message = f"{self.worker.name} was lost while it answered: {reason(error)}"
         _log.warning("%s", message)

@@ -8,6 +8,7 @@ another server of the same kind only after a connection that was refused, and to
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from mpillm import __version__
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.ask import Ask
-from mpillm.endpoint.body_values import flag, mapping, parse
+from mpillm.endpoint.body_values import LARGE, flag, mapping, parse
 from mpillm.endpoint.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.endpoint.leader_metrics import LeaderMetrics
 from mpillm.endpoint.prometheus import TEXT
@@ -111,7 +112,7 @@ class LeaderService:
 
     async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
         async with self.guard.body(request) as data:
-            body = _read(data)
+            body = _read(data) if len(data) <= LARGE else await asyncio.to_thread(_read, data)
         id_ = next(self._ids)
         asked = {name: value for name, value in body.items() if name != "stream_options"}
         asked |= {
@@ -172,7 +173,7 @@ class LeaderService:
             self._done(began)
         except ApiError as error:
             self.failed += 1
-            await response.write(error_event(error.body()))
+            await response.write(b"\n\n" + error_event(error.body()))  # it may have stopped in a line
         await response.write_eof()
         return response
 

@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,7 @@ class Reply:
     it waits for another request; close: it ends; reset: it breaks; hang: nothing more comes until the server
     is stopped; stop: the whole server ends, as if it had been killed."""
 
-    pieces: Sequence[bytes]
+    pieces: Iterable[bytes]
     then: str = "keep"
 
 

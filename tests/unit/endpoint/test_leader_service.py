@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 from aiohttp import ClientSession, ConnectionTimeoutError
 
 from disagg.instances import Instance
+from mpillm.endpoint import ask
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.endpoint.leader_service import LeaderService
 from mpillm.endpoint.workers import Pool, Worker, wait_ready
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from tests.helpers.endless_server import ENDLESS
 from tests.helpers.scripted_server import (
     DONE,
     STREAM,
@@ -345,6 +348,58 @@ def test_a_generation_server_that_is_lost_in_a_stream() -> None:
             error = json.loads(last.removeprefix("data: "))["error"]
             assert (status, end) == (200, "")
             assert error["message"].startswith(f"{it.names[1]} was lost while it answered")
+
+    asyncio.run(run())
+
+
+def without_end(first: bytes, piece: bytes, pause_s: float = 0.0) -> Reply:
+    def pieces() -> Iterator[bytes]:
+        yield first
+        while True:
+            yield piece
+            time.sleep(pause_s)
+
+    return Reply(pieces())
+
+
+@pytest.mark.parametrize("kind", ["context", "generation"])
+@pytest.mark.parametrize("way", [*ENDLESS, "a drop at a time", "a head, a drop at a time"])
+def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "MOST_ANSWER", 1 << 22)
+    monkeypatch.setattr(ask, "_CONNECT_S", 1.0)
+    slow = {"a drop at a time": ENDLESS["a body of gigabytes"][0], "a head, a drop at a time": b""}
+    reply = without_end(slow[way], b"H", 0.1) if way in slow else without_end(*ENDLESS[way])
+
+    async def run() -> None:
+        contexts = [says(reply)] if kind == "context" else [context]
+        generations = [says(reply)] if kind == "generation" else [generation]
+        async with led(contexts, generations, silence_s=3.0) as it:
+            status, text = await it.ask(BODY)
+            message = json.loads(text)["error"]["message"]
+            assert status in (502, 504) and message.startswith(it.names[kind == "generation"]), text
+            assert len(message) < 400 and re.search(
+                "longer than 4194304 bytes|did not answer, but said something|was lost while it answered",
+                message,
+            )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("piece", "pause_s", "message"),
+    [
+        (chunk(b": still here\n\n"), 0.1, "did not answer, but said something, for 1 s"),
+        (chunk(b"x" * (1 << 16)), 0.0, "bytes without an event"),
+        (chunk(event(choice([7], "t")) * 100), 0.0, r"more than 208 events"),
+    ],
+)
+def test_a_stream_without_end_is_given_up(piece: bytes, pause_s: float, message: str) -> None:
+    async def run() -> None:
+        reply = without_end(STREAM, piece, pause_s)
+        async with led(generations=[says(reply)], silence_s=1.0) as it:
+            _, text = await it.ask({**BODY, "stream": True})
+            last = text.split("\n\n")[-2].removeprefix("data: ")
+            assert re.search(message, json.loads(last)["error"]["message"])
 
     asyncio.run(run())
 
