@@ -12,12 +12,16 @@ import threading
 from collections.abc import Sequence
 from typing import IO, TextIO
 
+from launch.outside import Shown, one_line, printable
+
 _BEGIN, _BETWEEN, _END = "\x1b_mpillm:", "\x1f", "\x1b\\"  # a terminal ignores what is between
+_MOST_DRAWN = 500  # characters of a line
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
 
 
 def frame(lines: Sequence[str]) -> str:
     """Return `lines` as one line for the launcher, which draws them: Open MPI forwards whole lines."""
+    lines = [one_line(line, _MOST_DRAWN) for line in lines]
     return f"{_BEGIN}{_BETWEEN.join(lines)}{_END}\n"
 
 
@@ -36,17 +40,24 @@ class LiveLines:
         with self._lock:
             begin = "\n" if self._ends_in_line else self._clearing()
             self._ends_in_line = False
-            self._put(f"{begin}{_CUT}" + "\n".join(lines) + f"{_WRAP}\n", self.out)
+            drawn = "\n".join(one_line(line, _MOST_DRAWN) for line in lines)
+            self._put(f"{begin}{_CUT}{drawn}{_WRAP}\n", self.out)
             self._n_drawn = len(lines)
 
     def write(self, text: str, to: TextIO | None = None) -> None:
         """Write `text`, to stdout unless `to` says otherwise."""
+        text = printable(text)
         with self._lock:
             if clearing := self._clearing():
                 self._put(clearing, self.out)
             self._put(text, to or self.out)
             if text:
                 self._ends_in_line = not text.endswith("\n")
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Have the launcher draw `lines`."""
+        with self._lock:
+            self._put(frame(lines), self.out)
 
     def pump(self, source: IO[bytes], to: TextIO) -> None:
         """Write the lines of `source` to `to`, and draw the frames among them, until it ends."""
@@ -68,7 +79,10 @@ class LiveLines:
     @staticmethod
     def _put(text: str, to: TextIO) -> None:
         try:
-            to.write(text)
+            if isinstance(to, Shown):
+                to.as_it_is(text)
+            else:
+                to.write(text)
             to.flush()
         # The reader (head, say) has gone, or its disk is full: the run goes on, and its directory has it all.
         except OSError:

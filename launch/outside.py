@@ -1,31 +1,71 @@
 """Text that comes from outside: servers of others, clients, files, models.
 
-It may hold what a terminal obeys (escape sequences, text that runs backwards), several lines, or no end.
+It may hold what a terminal obeys (escape sequences, text that runs backwards), several lines, or no end. It
+reaches terminals through `Shown`, logs through `launch.logs`, and messages through `one_line`.
 """
 
 from __future__ import annotations
 
+import io
+import re
+from typing import TextIO
+
 _MOST = 200  # characters of a line
-_KEPT = "\n\t"
+
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+_LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+# Control characters, and those that change the direction of what is beside them.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+_LINE_CONTROLS = re.compile(rf"{_CONTROLS.pattern}|[\n\t]")
 
 
 def one_line(text: str | bytes, most: int = _MOST) -> str:
-    """Return text from outside as a part of a line: what can't be printed escaped, and cut to `most`
-    characters."""
+    """Return text from outside as a part of a line: control characters escaped, at most `most` characters."""
     if isinstance(text, bytes):
         text = text[: 4 * most + 4].decode(errors="backslashreplace")
-    shown = _escaped(text[: most + 1])
+    shown = _LINE_CONTROLS.sub(_escape, text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 2]} …"
 
 
 def printable(text: str) -> str:
-    """Return text with what can't be printed escaped, but for the ends of lines and tabs."""
-    if text.isprintable():
+    """Return lines of text without colours, and with control characters escaped."""
+    if _CONTROLS.search(text) is None:
         return text
-    return "".join(c if c.isprintable() or c in _KEPT else _escaped(c) for c in text)
+    return _CONTROLS.sub(_escape, _LINE_ENDS.sub("\n", _COLOURS.sub("", text)))
 
 
-def _escaped(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+class Shown(io.TextIOWrapper):
+    """A process's standard output or error: what is written there is `printable`."""
+
+    python_s: TextIO
+    """Python's own, whose end would close what both write to."""
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text))
+
+    def as_it_is(self, text: str) -> None:
+        """Write text of our own, with control characters."""
+        super().write(text)
+
+
+def shown(stream: TextIO) -> TextIO:
+    """Return what takes the place of Python's own standard output or error; another stream is given back."""
+    if type(stream) is not io.TextIOWrapper:
+        return stream
+    made = Shown(
+        stream.buffer,
+        stream.encoding,
+        # For terminals that lack a character.
+        errors="backslashreplace" if stream.errors == "backslashreplace" else "replace",
+        newline="\n",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+    made.python_s = stream
+    return made

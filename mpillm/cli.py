@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import io
 import os
 import pwd
 import signal
@@ -19,6 +18,7 @@ from disagg.errors import ConfigError, nearest
 from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
+from launch.outside import shown
 from launch.signals import stop_signals
 from mpillm import __version__
 from mpillm.core_names import BROUGHT_BY, lacks
@@ -135,8 +135,7 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run a command; tell of errors."""
     _open_closed()
     _know_home()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for terminals that lack a character
+    sys.stdout, sys.stderr = shown(sys.stdout), shown(sys.stderr)
     try:
         code = run(argv)
         sys.stdout.flush()  # so that we report a full disk, not Python at its exit

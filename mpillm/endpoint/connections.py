@@ -13,6 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
+from launch.outside import one_line
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.http_errors import error_response
+
 _MOST = 1 << 16
 _SPARE, _SPARE_PART = 192, 8  # files that are no connections of clients: so many, and this part of all
 
@@ -77,6 +81,24 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._others.remove(self)
         super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Log an error before a route was reached, and answer it: in a line, without all that was sent."""
+        super().handle_error(request, status, exc, message)
+        said = (
+            "internal error"
+            if status == 500 or not message
+            else one_line(message.partition("\n")[0]).rstrip(":")
+        )
+        response = error_response(ApiError(status, said))
+        response.force_close()
+        return response
 
     def abort(self) -> None:
         if self.transport is not None:

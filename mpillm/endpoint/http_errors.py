@@ -7,6 +7,7 @@ import logging
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from launch.outside import one_line
 from mpillm.endpoint.api_error import ApiError
 
 _RETRY_AFTER_S = "1"
@@ -34,6 +35,6 @@ def without_what_is_no_http(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg, record.args = f"{record.getMessage()}: {error!r}", ()
+        record.msg, record.args = "%s: %s", (record.getMessage(), one_line(repr(error)))
         record.exc_info = None
     return True

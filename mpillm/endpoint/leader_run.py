@@ -14,6 +14,7 @@ import aiohttp
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from disagg.world_plan import check_pairs
+from launch.logs import log_to
 from launch.signals import Echoes
 from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
@@ -46,7 +47,7 @@ def lead(config: RunConfig) -> int:
         for kind, section in HALVES.items()
     )
     bound = bind(yaml.hostname, yaml.port)
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    log_to(sys.stdout, "%(asctime)s %(message)s", "%H:%M:%S", logging.WARNING)
     loop = new_loop()
     try:
         return loop.run_until_complete(_Lead(config, contexts, generations).run(bound))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
-from launch.live_lines import LiveLines, frame
+from launch.live_lines import LiveLines
 from mpillm.errors import Failure
 from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
@@ -116,8 +116,10 @@ class Console:
     def _draw(self, lines: Sequence[str]) -> None:
         if self._terminal:
             self._lines.draw(lines)
+        elif self._frames:
+            self._lines.tell(lines)
         else:
-            self._lines.write(frame(lines) if self._frames else "\n".join(lines) + "\n")
+            self._lines.write("\n".join(lines) + "\n")
 
     def _lately(self, now: Progress) -> str:
         """Return the throughput since the last bar that is no older than the window."""

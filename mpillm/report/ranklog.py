@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import sys
 from pathlib import Path
 
 from launch.environment import without_secrets
+from launch.logs import log_to
 
 _TAIL_BYTES = 1 << 16
 # Python's names of the signals that end a process and that it can tell of.
@@ -41,9 +41,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
         sys.stderr.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    logging.basicConfig(
-        stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    log_to(file, "%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     faulthandler.enable(file)  # a signal that ends the process leaves the threads' stacks
     return path
 

@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from launch.logs import log_to
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.triton_parameters import in_vain, text_parameter
 from mpillm.core_names import DEFAULT
@@ -81,7 +82,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; an exception is shown in the server's log, and the model is not ready."""
         faulthandler.enable()  # a crash of the process shows where in Python its threads were
-        logging.basicConfig(level=logging.INFO, format=f"{args['model_name']}: %(levelname)s %(message)s")
+        log_to(sys.stderr, f"{args['model_name']}: %(levelname)s %(message)s")
         config = json.loads(args["model_config"])
         parameters = config["parameters"]
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)

@@ -5,17 +5,16 @@ MPI_Comm_spawn starts it (`engine_ranks.join`).
 
 from __future__ import annotations
 
-import logging
+import sys
 
+from launch.logs import log_to
 from mpillm.triton_models.engine_ranks import make_core, spawned
 
 
 def main() -> None:
     """Load this rank's part, and follow the leader to its end."""
     ranks, config = spawned()
-    logging.basicConfig(
-        level=logging.INFO, format=f"rank {ranks.rank} of the engine: %(levelname)s %(message)s"
-    )
+    log_to(sys.stderr, f"rank {ranks.rank} of the engine: %(levelname)s %(message)s")
     core = make_core(config, ranks)
     core.load()
     ranks.follow(core)

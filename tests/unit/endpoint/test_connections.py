@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
+import logging
 import resource
 
 import pytest
 
+from launch.logs import log_to
 from mpillm.endpoint import connections, http_thread
 from tests.helpers.http_api import api, run
 
@@ -71,3 +75,41 @@ def test_connections_leave_files_for_the_run(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         monkeypatch.undo()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x1b[2J" + b"x" * 8000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: here\r\nX: " + b"\x01\x1b[31m" * 1000 + b"\r\n\r\n",
+        b"GET /\x1b[31m HTTP/9.9x" + b"y" * 8000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A" * 100_000,
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\x07\r\n\r\n",
+    ],
+    ids=["no HTTP", "a header", "a version", "a line without end", "a length"],
+)
+def test_what_is_no_http_is_neither_logged_nor_echoed_as_it_came(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many come."""
+    log = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log_to(log, "%(message)s")
+
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            for _ in range(200):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(sent)
+                reply = await reader.read()
+                writer.close()
+                assert b" 400 " in reply.partition(b"\r\n")[0] and len(reply) < 700
+                assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"].isprintable()
+            await a.idle()
+
+    run(test)
+    assert len(log.getvalue()) < 20_000
+    assert log.getvalue().replace("\n", "").isprintable()

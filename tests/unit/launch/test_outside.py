@@ -1,0 +1,110 @@
+"""Text from outside on its way to terminals, logs and messages."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from launch.live_lines import LiveLines, frame
+from launch.logs import log_to
+from launch.outside import one_line, printable
+
+CLEAR = "\x1b[2J"
+EVIL = f"a{CLEAR}\x1b]0;title\x07\x9b31m\u202eb\r\nc\x00"
+
+
+def is_tame(text: str) -> bool:
+    return all(c.isprintable() or c in "\n\t \u3000" for c in text)
+
+
+def test_control_characters_are_shown_and_lines_stay() -> None:
+    assert printable("plain\ttext\n\u3000\u4e2d\u6587\u200d") == "plain\ttext\n\u3000\u4e2d\u6587\u200d"
+    assert printable(EVIL) == "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202eb\nc\\x00"
+    assert printable("\x1b[31mred\x1b[0m 10%\r20%\r\n") == "red 10%\n20%\n"
+
+
+def test_a_line_has_a_limit() -> None:
+    assert one_line("two\nlines") == "two\\nlines"
+    assert one_line("x" * 10**6, 20) == "x" * 18 + " …"
+    assert one_line(b"\xff\x1b" + b"y" * 10**6, 20) == "\\xff\\x1b" + "y" * 10 + " …"
+    assert len(one_line("\x00" * 100, 50)) == 50
+    assert one_line("") == one_line(b"") == ""
+
+
+def test_what_a_command_prints_is_tame() -> None:
+    """Also its errors, and what is written through a console: whatever a file or a server has put into it."""
+    code = (
+        "import sys; from mpillm import cli; from mpillm.report.console import Console\n"
+        "def run(words):\n"
+        "    print(words[0]); print(words[0], file=sys.stderr)\n"
+        "    console = Console(); console.line(words[0]); console.answers([(1, words[0], words[0])])\n"
+        "    raise cli.ConfigError(words[0])\n"
+        f"sys.exit(cli.main([{EVIL!r}], run))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == 2
+    out, err = done.stdout.decode(), done.stderr.decode()
+    assert out.count("\\x1b[2J") == 4 and err.count("\\x1b[2J") == 2
+    assert is_tame(out + err), out + err
+
+
+def test_a_bar_is_drawn_and_nothing_else_moves_the_cursor() -> None:
+    out = io.StringIO()
+    lines = LiveLines(out, out)
+    lines.draw([EVIL])
+    assert CLEAR not in out.getvalue() and "\x1b[?7l" in out.getvalue()
+    lines.write(EVIL)
+    assert CLEAR not in out.getvalue()
+    assert CLEAR not in frame([EVIL]) and frame([EVIL]).count("\n") == 1
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Send the root logger's records to a text, for this test."""
+    stream = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log_to(stream, "LOG %(levelname)s %(message)s")
+    return stream
+
+
+def test_no_line_of_a_stranger_looks_like_a_record(log: io.StringIO) -> None:
+    logging.warning("from outside: %s", f"{EVIL}\nLOG ERROR forged")
+    try:
+        raise ValueError("no\nLOG ERROR forged")
+    except ValueError:
+        logging.exception("it failed")
+    text = log.getvalue()
+    assert is_tame(text) and "Traceback" in text
+    assert [line[:9] for line in text.splitlines() if line.startswith("LOG")] == ["LOG WARNI", "LOG ERROR"]
+    assert text.count("forged") == 3  # the second one in its own source, too
+
+
+def test_a_record_has_a_limit(log: io.StringIO) -> None:
+    logging.warning("%s", "x" * 10**7)
+    assert len(log.getvalue()) < 20_000 and "(10000012 characters)" in log.getvalue()
+
+
+def test_a_stranger_fills_no_disk(log: io.StringIO) -> None:
+    """So many records come from one place in the code; others are there, and it says how many are not."""
+    at = 1e9
+
+    def say(text: str, n: int) -> None:
+        for _ in range(n):
+            record = logging.LogRecord("a", logging.WARNING, "file", 1, text, (), None)
+            record.created = at
+            logging.getLogger().handle(record)
+
+    say("bad request", 100_000)
+    logging.warning("something else")
+    assert log.getvalue().count("bad request") == 50 and "something else" in log.getvalue()
+    at += 11
+    say("bad request", 2)
+    assert log.getvalue().endswith(
+        "LOG WARNING bad request (before it 99950 of these were left out)\nLOG WARNING bad request\n"
+    )
