@@ -1,7 +1,7 @@
 """A port with a door: who connects is a stranger until its greeting is there, and strangers get little.
 
-So many of them may wait, each for so long. When it is full, the one that has waited longest makes room: those
-who know what to say need no time for it.
+So many of them may wait, each for so long. When it is full, one of the address that has most of them makes
+room, the one that has waited longest: those who know what to say need no time for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Door:
         self._n_bytes = n_bytes
         self._admit = admit
         self._closed = False
-        self._strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # until when, what; oldest first
+        # Until when, what they have said, from where; oldest first.
+        self._strangers: dict[socket.socket, tuple[float, bytearray, str]] = {}
         self._events = selectors.DefaultSelector()
         self._events.register(listener, _READ, self._accept)
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -70,7 +71,7 @@ class Door:
             for key, _ in self._events.select(patience):
                 key.data()
             now = time.monotonic()
-            for connection in [one for one, (until, _) in self._strangers.items() if until < now]:
+            for connection in [one for one, (until, *_) in self._strangers.items() if until < now]:
                 self._let_go(connection)
         self._listener.close()
         for connection in [*self._strangers]:
@@ -80,7 +81,7 @@ class Door:
         if len(self._strangers) >= _STRANGERS:
             self._crowded()
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except BlockingIOError:  # it has gone by now
             return
         except OSError:  # no file descriptor is left, or nobody is let in any more
@@ -88,13 +89,15 @@ class Door:
                 self._crowded()
             return
         connection.setblocking(False)
-        self._strangers[connection] = time.monotonic() + _GREETING_S, bytearray()
+        self._strangers[connection] = time.monotonic() + _GREETING_S, bytearray(), address[0]
         self._events.register(connection, _READ, lambda: self._hear(connection))
 
     def _crowded(self) -> None:
         """Make room for one more."""
         if self._strangers:
-            self._let_go(next(iter(self._strangers)))
+            hosts = [host for _, _, host in self._strangers.values()]
+            most = max(hosts, key=hosts.count)
+            self._let_go(next(one for one, (_, _, host) in self._strangers.items() if host == most))
             time.sleep(_CROWDED_S)
         else:
             time.sleep(_PAUSE_S)
@@ -102,7 +105,7 @@ class Door:
     def _hear(self, connection: socket.socket) -> None:
         if connection not in self._strangers:  # it had to go in this turn
             return
-        _, said = self._strangers[connection]
+        _, said, _ = self._strangers[connection]
         try:
             more = connection.recv(self._n_bytes - len(said))
         except BlockingIOError:

@@ -15,7 +15,7 @@ from aiohttp import web
 from mpillm.comms.kv_socket import is_loopback
 from mpillm.config.run_config import RunConfig
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.connections import note_whole
+from mpillm.endpoint.connections import note_begun, note_whole
 from mpillm.endpoint.http_errors import error_response
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Guard:
     async def answered(self, handler: Handler, request: web.Request, name: str) -> web.StreamResponse:
         """Return what a handler answers, its errors in OpenAI's form. `name`: the request's, for a person."""
         self.active += 1
+        note_begun(request)
         try:
             self._check(request)
             return await handler(request)

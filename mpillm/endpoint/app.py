@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -24,6 +26,7 @@ from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.choices import Choice, Piece
+from mpillm.endpoint.connections import address_of
 from mpillm.endpoint.disaggregated_params import Half
 from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
 _MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
+_SPARE_PART = 8  # of the queue, beyond it: for addresses that have no more than that many open requests
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
@@ -73,6 +77,7 @@ class Service:
         self._lost = lost
         self._half = half
         self._started = int(time.time())
+        self._n_open: Counter[str] = Counter()  # answers, by their clients' addresses
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
 
     def app(self) -> web.Application:
@@ -178,14 +183,19 @@ class Service:
             else:
                 prompts = encode(asked, self._served)
         self.guard.check_open()
-        most = self._max_queue_size - asked.n * len(prompts)
-        if len(self._requests) > most and self._requests.waiting > most:  # who waits is counted one by one
-            raise ApiError(
-                429,
-                f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
-                code="queue_full",
-            )
+        client, n = address_of(request), asked.n * len(prompts)
+        self._check_queue(client, n)
         self._check_memory(asked, prompts)
+        with self._open_of(client, n):
+            return await self._generate(request, asked, prompts, half)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        asked: Asked,
+        prompts: Sequence[tuple[NDArray[np.int32], int]],
+        half: Half | None,
+    ) -> web.StreamResponse:
         each = [one for one in prompts for _ in range(asked.n)]
         shapes = Shapes(asked, _request_id.get(), self._served.names[0])
         if half is not None and half.is_context:
@@ -208,6 +218,31 @@ class Service:
                 if half is not None and arrival is not None:
                     half.ended(choice.answer, arrival)
                 self._requests.give_up(choice.answer)  # unless it has ended
+
+    @contextlib.contextmanager
+    def _open_of(self, client: str, n: int) -> Iterator[None]:
+        """Count `n` answers among those that a client's address has open, while they are."""
+        self._n_open[client] += n
+        try:
+            yield
+        finally:
+            self._n_open[client] -= n
+            if not self._n_open[client]:
+                del self._n_open[client]
+
+    def _check_queue(self, client: str, n: int) -> None:
+        """Raise ApiError if there is no room for `n` more answers to the client of this address."""
+        most = self._max_queue_size - n
+        if len(self._requests) <= most or (waiting := self._requests.waiting) <= most:  # counted one by one
+            return
+        spare = self._max_queue_size // _SPARE_PART
+        if waiting <= most + spare and self._n_open[client] + n <= spare:
+            return
+        raise ApiError(
+            429,
+            f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
+            code="queue_full",
+        )
 
     def _check_memory(self, asked: Asked, prompts: Sequence[tuple[NDArray[np.int32], int]]) -> None:
         """Raise ApiError if the prompts and the answers that may come would take too much memory."""

@@ -21,7 +21,7 @@ MOST = 8
 
 
 async def gone(reader: asyncio.StreamReader) -> bool:
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(ConnectionError):
         return await reader.read(1) == b""
     return True
 
@@ -45,6 +45,74 @@ def test_who_has_waited_longest_for_a_whole_request_makes_room(
             assert await gone(strangers[0][0])
             for _, writer in strangers:
                 writer.close()
+            await a.idle()
+
+    run(test)
+
+
+def test_one_address_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever came first: the crowd is of one address."""
+    monkeypatch.setattr(http_thread, "raise_limit", lambda: MOST)
+
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            other = ("127.0.0.2", 0)  # all of 127.0.0.0/8 is this machine's, on Linux
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=other)
+            crowd = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MOST)]
+            assert await gone(crowd[0][0])
+            writer.write(HEAD + b"\r\n" + BODY)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            for _, one in crowd:
+                one.close()
+            await a.idle()
+
+    run(test)
+
+
+def test_the_networks_of_addresses() -> None:
+    class Transport(asyncio.BaseTransport):
+        def get_extra_info(self, name: str, default: object = None) -> object:
+            return peer
+
+    seen = []
+    for host in (
+        "10.0.0.1",
+        "::ffff:10.0.0.1",
+        "2001:db8::1",
+        "2001:db8::f:2",
+        "2001:db9::1",
+        "fe80::1%eth0",
+    ):
+        peer = (host, 1, 0, 0)
+        seen.append(connections.client_of(Transport()))
+    assert seen[:2] == ["10.0.0.1", "::ffff:10.0.0.1"] and seen[2] == seen[3]
+    assert len({*seen}) == 5
+
+
+def test_a_first_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has sent one may wait longer before the next, and for the body and the answer."""
+    monkeypatch.setattr(connections, "FIRST_S", 1.0)
+
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            silent, _ = await asyncio.open_connection(host, int(port))
+            slow, drops = await asyncio.open_connection(host, int(port))
+            honest, writer = await asyncio.open_connection(host, int(port))
+            writer.write(HEAD + b"\r\n" + BODY[:-1])
+            for byte in HEAD:
+                with contextlib.suppress(ConnectionError):
+                    drops.write(bytes([byte]))
+                    await drops.drain()
+                await asyncio.sleep(0.03)
+            assert await gone(silent) and await gone(slow)
+            writer.write(BODY[-1:])
+            assert (await honest.readline()).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(1.5)
+            assert not honest.at_eof()
+            writer.close()
             await a.idle()
 
     run(test)

@@ -9,13 +9,14 @@ import json
 import socket
 from typing import Any
 
+import aiohttp
 import pytest
 
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
 from mpillm.endpoint.protocol import Served
-from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, api, asked, run
+from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Api, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 0}),
@@ -361,6 +362,33 @@ def test_limits_of_bodies_and_of_the_queue() -> None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await a.idle()
+
+    run(test)
+
+
+def test_a_full_queue_has_room_for_a_client_of_another_address() -> None:
+    """An eighth more, for those who have no more than that."""
+
+    async def test() -> None:
+        other = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))  # as all of 127.0.0.0/8, this machine's
+        async with (
+            api(core={"ttft_ms": HOUR_MS}, max_queue_size=16) as a,
+            aiohttp.ClientSession(connector=other) as b,
+        ):
+            waiting = [asyncio.ensure_future(a.answer("/v1/completions", prompt=[[1]] * 4)) for _ in range(4)]
+            await a.until(lambda: a.world.open.waiting == 16)
+            await a.error(429, "/v1/completions", {"prompt": [1]})
+            here = Api(a.world, a.service, b, a.base)
+            await here.error(429, "/v1/completions", {"prompt": [[1]] * 3})
+            waiting.append(asyncio.ensure_future(here.answer("/v1/completions", prompt=[[1]] * 2)))
+            await a.until(lambda: a.world.open.waiting == 18)
+            await here.error(429, "/v1/completions", {"prompt": [1]})
+            await a.error(429, "/v1/completions", {"prompt": [1]})
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await a.idle()
+            assert not a.service._n_open
 
     run(test)
 

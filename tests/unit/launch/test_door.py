@@ -60,6 +60,16 @@ def test_the_strangers_that_have_waited_longest_make_room(admitted: Admitted) ->
         assert len(admitted.door._strangers) <= door._STRANGERS
 
 
+def test_strangers_of_another_address_make_no_room(admitted: Admitted) -> None:
+    with contextlib.ExitStack() as stack:
+        other = ("127.0.0.2", 0)  # all of 127.0.0.0/8 is this machine's, on Linux
+        slow = stack.enter_context(socket.create_connection(admitted.address, PATIENCE_S, other))
+        strangers = [stack.enter_context(admitted.call()) for _ in range(3 * door._STRANGERS)]
+        assert all(closed(one) for one in strangers[: 2 * door._STRANGERS])
+        slow.sendall(GREETING)
+        assert closed(slow) and admitted.said == [GREETING]
+
+
 def test_a_greeting_has_a_deadline_for_all_of_it(admitted: Admitted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each byte, nor for the next event."""
     monkeypatch.setattr(door, "_GREETING_S", 0.5)
