@@ -49,7 +49,7 @@ help:
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/howto/pipeline.md"
 	@echo "make size       lines and tokens of code in each folder, beside the last release"
-	@echo "make clean      delete .venv, .venv-peers and caches (runs and models, in build/, stay)"
+	@echo "make clean      delete .venv, .venv-peers and caches (runs, in mpillm-runs/, and models, in build/, stay)"
 
 run: $(STAMP)
 	@set -e; mkdir -p build; $(PY) -m mpillm fetch-model $(MODEL) > build/fetch-model.txt || { cat build/fetch-model.txt; exit 1; }; \

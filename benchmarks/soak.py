@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive, seconds
 from mpillm.runs.whole_runs import run_in
@@ -40,7 +41,7 @@ class Options(Values):
         choices=("aggregated", "disaggregated"),
         group="benchmark",
     )
-    log_dir = Field("log_dir", "run directory, which stays", default="build/runs/soak", group="benchmark")
+    log_dir = Field("log_dir", "run directory, which stays", default=f"{RUNS}/soak", group="benchmark")
 
 
 DESCRIPTION = (

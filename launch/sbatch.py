@@ -27,6 +27,7 @@ from disagg.errors import ConfigError
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
 from launch.launcher import RANK_COMMANDS
 from launch.mpirun import INSTANCE_LOST
+from launch.places import RUNS
 
 _POLL_S = 2.0
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
@@ -80,7 +81,7 @@ class Job:
     container_workdir: str | None = None
     setup: tuple[str, ...] = ()
     python: str = sys.executable
-    log_root: str = "build/runs"
+    log_root: str = str(RUNS)
 
     @property
     def is_harness(self) -> bool:
@@ -216,14 +217,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--log_root",
-        default="build/runs",
-        help="folder that gets one for each start of the job [default: build/runs]",
+        default=str(RUNS),
+        help=f"folder that gets one for each start of the job [default: {RUNS}]",
     )
     add(
         "--script",
-        default="build/job.sub",
+        default=f"{RUNS}/job.sub",
         metavar="FILE",
-        help="where to write the script [default: build/job.sub]",
+        help=f"where to write the script [default: {RUNS}/job.sub]",
     )
     add("--dry_run", action="store_true", help="show the script, write nothing")
     add("--submit", action="store_true", help="submit it")

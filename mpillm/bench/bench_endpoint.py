@@ -15,6 +15,7 @@ import numpy as np
 
 from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
+from launch.places import RUNS
 from mpillm.config.values import Values
 from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
@@ -108,7 +109,7 @@ class Options(Values):
         group="benchmark",
     )
     result_filename = Field("result_filename", "write the result as JSON to this file", group="benchmark")
-    log_dir = Field("log_dir", "folder for the page [default: build/runs/TIME-endpoint]", group="benchmark")
+    log_dir = Field("log_dir", f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark")
     save_detailed = Field(
         "save_detailed",
         "with the latencies and texts of each request",

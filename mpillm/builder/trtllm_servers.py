@@ -15,6 +15,7 @@ from launch.command import NotHere
 from launch.disagg_servers import disaggregated_servers as launched
 from launch.environment import launch_type
 from launch.launcher import one_of_several
+from launch.places import SERVERS
 from launch.servers import Server, ports_here
 from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
 from mpillm.builder.served import check_agreement, llm_api_options, on_this_host, served
@@ -23,7 +24,7 @@ from mpillm.config.backends import TrtllmEndpointConfig
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 
-_EXTRA_OPTIONS = Path("build/servers/extra_llm_api_options.yaml")
+_EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"
 
 
 def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -46,8 +47,8 @@ def _parser() -> Parser:
         usage="python -m mpillm accuracy RUN_DIR [options]",
         description="Score the answers of an accuracy run, and write RUN_DIR/accuracy.txt and accuracy.json.",
         epilog="examples:\n"
-        "  python -m mpillm accuracy build/runs/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
-        "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
+        f"  python -m mpillm accuracy {RUNS}/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
+        f"  python -m mpillm accuracy {RUNS}/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
         " docs/howto/submission.md says how",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch import mpirun
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         usage="python -m mpillm certify RUN_DIR [options]",
         description="Run the same test on as many ranks, with a core that takes no time for answers of"
         " the same length, and state how much of each latency and of the throughput is the harness's own.",
-        epilog="example:\n  python -m mpillm certify build/runs/first",
+        epilog=f"example:\n  python -m mpillm certify {RUNS}/first",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)

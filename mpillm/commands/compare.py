@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page
@@ -26,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
         description="Compare runs: first the options that differ, then each figure with its 95 % confidence"
         f" interval, from {BLOCKS} blocks of each run's requests. The change is against the first run. How"
         " much two runs of the same options differ, the blocks of one run can't tell: `ab` measures that.",
-        epilog="example:\n  python -m mpillm compare build/runs/first build/runs/second",
+        epilog=f"example:\n  python -m mpillm compare {RUNS}/first {RUNS}/second",
     )
     parser.add_argument("directories", nargs="*", metavar="DIR", help="run directories, two or more")
     parser.add_argument(
-        "--log_dir", metavar="DIR", help="folder for the page [default: build/runs/TIME-compare]"
+        "--log_dir", metavar="DIR", help=f"folder for the page [default: {RUNS}/TIME-compare]"
     )
     parser.add_argument("--output", metavar="FILE", help="write the comparison to this JSON file, too")
     options = parser.parse_args(argv)

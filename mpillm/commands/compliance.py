@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         usage="python -m mpillm compliance RUN_DIR [options]",
         description="Check a run that was made with --compliance_test TEST06, TEST07 or TEST09, and write"
         " RUN_DIR/TEST06 (and so on) for the submission.",
-        epilog="example:\n  python -m mpillm compliance build/runs/test06",
+        epilog=f"example:\n  python -m mpillm compliance {RUNS}/test06",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)

@@ -14,6 +14,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher
+from launch.places import RUNS
 from mpillm import __version__
 from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
@@ -31,9 +32,7 @@ class Options(Values):
     """Options of ``doctor``."""
 
     json = Field("json", "print JSON", boolean, default=False, group="output")
-    log_dir = Field(
-        "log_dir", "the run directory whose disk to examine", default="build/runs", group="output"
-    )
+    log_dir = Field("log_dir", "the run directory whose disk to examine", default=str(RUNS), group="output")
     deadline = Field(
         "deadline", "longest time for the examination, seconds", seconds, default=30.0, group="deadlines"
     )

@@ -15,6 +15,7 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.command import NotHere
+from launch.places import SERVERS
 from launch.tritonserver import More, Ports, Repository, find_tritonserver, read_repository, triton_server
 from mpillm.builder.triton_servers import embedded_mpirun
 from mpillm.commands.run_llm_server import run_servers
@@ -72,7 +73,7 @@ class _Options(Values):
         "oversubscribe", "give mpirun this option of Open MPI's", boolean, default=False, group=_GROUP
     )
     dry_run = Field("dry_run", "print the command without running it", boolean, default=False, group=_GROUP)
-    log_dir = Field("log_dir", "for its output [default: build/servers/<time>]", group=_GROUP)
+    log_dir = Field("log_dir", f"for its output [default: {SERVERS}/<time>]", group=_GROUP)
     load_deadline = Field("load_deadline", "time to get ready", seconds, default=1800.0, group=_GROUP)
     stall_timeout = Field(
         "stall_timeout",

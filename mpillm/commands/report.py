@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -26,8 +27,8 @@ def _parser() -> Parser:
         description="Write report.html and trace.json of runs again, also of failed, killed and damaged ones:"
         " the page says what is missing.",
         epilog="examples:\n"
-        "  python -m mpillm report build/runs/*\n"
-        "  python -m mpillm report build/runs/accuracy --price_per_gpu_hour 2.5",
+        f"  python -m mpillm report {RUNS}/*\n"
+        f"  python -m mpillm report {RUNS}/accuracy --price_per_gpu_hour 2.5",
     )
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory")
     return parser

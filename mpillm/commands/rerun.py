@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import mpirun
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         prog="mpillm rerun",
         usage="python -m mpillm rerun RUN_DIR [options]",
         description="Repeat a run: the same options on as many ranks. What is different here is said first.",
-        epilog="example:\n  python -m mpillm rerun build/runs/first --log_dir build/runs/second",
+        epilog=f"example:\n  python -m mpillm rerun {RUNS}/first --log_dir {RUNS}/second",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)

@@ -19,6 +19,7 @@ from launch.ancestors import end_with_launcher
 from launch.check_world import check_world
 from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
+from launch.places import SERVERS
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from launch.tritonserver import model_table
 from mpillm.comms.start import mpi_library
@@ -89,7 +90,7 @@ def run_servers(
 ) -> int:
     """Start servers, say when they are ready, and wait until one ends. Returns the exit code, as `main`."""
     check_ports(servers)
-    folder = Path(log_dir) if log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(log_dir) if log_dir else SERVERS / time.strftime("%Y%m%d-%H%M%S")
     with as_writable(folder):
         write_files(folder, servers)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -15,7 +16,7 @@ from mpillm.experiments.table import table
 from mpillm.files import write_text
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import path_shown
-from mpillm.report.run_list import LATEST, RUNS, find_runs, find_series
+from mpillm.report.run_list import LATEST, find_runs, find_series
 
 
 class _Options(Values):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
@@ -63,7 +64,7 @@ def _parser() -> Parser:
         usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name"
         " NAME [options]",
         description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
-        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us"
+        epilog=f"example:\n  python -m mpillm submission {RUNS}/* --output build/submission --submitter Us"
         " --system_name 8xH200",
     )
     parser.add_argument(

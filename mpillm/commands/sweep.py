@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         " varied. With --log_dir the points that have a result there are not run again, so that a sweep that"
         " was ended goes on; those that failed or are half written are.",
         epilog="examples:\n"
-        "  python -m mpillm sweep -n 3 --core_type dummy --max_batch_size 4 8 16 --log_dir build/runs/sweep\n"
+        f"  python -m mpillm sweep -n 3 --core_type dummy --max_batch_size 4 8 16 --log_dir {RUNS}/sweep\n"
         "  python -m mpillm sweep --grid grid.yaml --output sweep.json",
     )
     options, words = parse_series(argv, Options, parser)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, complete
 from mpillm.configurator import Configuration
@@ -24,7 +25,7 @@ class SeriesOptions(Values):
 
     mpirun_options = MPIRUN_OPTIONS
     log_dir = Field(
-        "log_dir", "folder for the runs' directories [default: build/runs/TIME-COMMAND]", group=GROUP
+        "log_dir", f"folder for the runs' directories [default: {RUNS}/TIME-COMMAND]", group=GROUP
     )
     output = Field("output", "write the figures to this JSON file, too", group=GROUP)
 

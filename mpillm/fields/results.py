@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.places import RUNS
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import boolean, not_negative
 from mpillm.fields.effects import REPORTED, SUBMITTED
@@ -11,7 +12,7 @@ class OutputFields(Options):
     """What stays: run directories and submissions."""
 
     log_dir = Field(
-        "log_dir", "the run directory [default: build/runs/<time>-<model>-<scenario>]", group="output"
+        "log_dir", f"the run directory [default: {RUNS}/<time>-<model>-<scenario>]", group="output"
     )
     save_outputs = Field(
         "save_outputs",

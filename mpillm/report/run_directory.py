@@ -13,6 +13,7 @@ from typing import Any
 import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
+from launch.places import RUNS
 from mpillm import workloads
 from mpillm.comms.messages import JoinReport
 from mpillm.config.run_config import RunConfig
@@ -64,10 +65,14 @@ def unused(path: Path) -> Path:
     return found
 
 
+def new_folder(name: str) -> Path:
+    """Return a new path in the folder of runs, by the time and a name. Nothing is there yet."""
+    return unused(RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+
+
 def series_folder(log_dir: str | None, command: str) -> Path:
     """Return the folder for what a command writes: --log_dir, or a new one."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(log_dir) if log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
+    return Path(log_dir) if log_dir else new_folder(command)
 
 
 def lock(folder: Path) -> None:
@@ -100,8 +105,7 @@ def take_directory(config: RunConfig, name: str) -> Path:
 
     `name`: what the default directory is called, after the time.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{name}")
+    path = Path(config.log_dir) if config.log_dir else new_folder(name)
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:

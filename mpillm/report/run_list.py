@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.places import RUNS
 from mpillm.files import read_json
 from mpillm.report.run_files import stopped_by
 
-RUNS = Path("build/runs")
 LATEST = "latest"
 SERIES_PAGES = (
     "compare.html",
@@ -67,7 +67,7 @@ def find_series(folder: Path) -> list[Path]:
 
 
 def run_path(text: str) -> Path:
-    """Return the path of a run as typed; `latest` is the newest of build/runs. Raises ConfigError."""
+    """Return the path of a run as typed; `latest` is the newest of mpillm-runs. Raises ConfigError."""
     if text != LATEST or Path(text).exists():
         return Path(text)
     newest = max(_plans(RUNS), key=lambda plan: plan.stat().st_mtime, default=None)

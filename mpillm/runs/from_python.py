@@ -9,7 +9,6 @@ import contextlib
 import html
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import BY_NAME
 from mpillm.report.page.page import write_page
 from mpillm.report.request_log import read_requests, tpot_s
-from mpillm.report.run_directory import unused
+from mpillm.report.run_directory import new_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import CONSOLE, run_in, served_in
 
@@ -147,7 +146,7 @@ def run(
     """Run a test on `ranks` ranks, as ``mpirun -n ranks python -m mpillm run``, and return it.
 
     `options` are those of `run --help`, by name (``mode="disaggregated"``): text, numbers, bools, or a dict
-    for options of flags. `log_dir`: a new one in build/runs unless given. `mpirun_options`: as one text.
+    for options of flags. `log_dir`: a new one in mpillm-runs unless given. `mpirun_options`: as one text.
     `echo`: print what it prints. `deadline_s`: for all of it; each phase has a deadline of its own.
 
     A verdict INVALID is a result. Raises ConfigError for wrong options, RunFailed if there is no verdict,
@@ -204,7 +203,7 @@ def serve(
 def _folder(log_dir: str | Path | None, name: str) -> Path:
     if log_dir is not None:
         return Path(log_dir)
-    return unused(Path("build/runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    return new_folder(name)
 
 
 def _words(model_path: str | Path | None, options: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import disagg
 from launch.children import Children
 from launch.command import Command
+from launch.places import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.disagg_yaml import generated
 from mpillm.config.idle import idle
@@ -63,7 +64,7 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
     """
     name = run_name(config)
     of_other_tests = [one.name for one in idle(config, RUN) if one.is_error]
-    log_dir = Path(config.log_dir or Path("build/runs") / time.strftime("%Y%m%d-%H%M%S"))
+    log_dir = Path(config.log_dir or RUNS / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:
         log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")
     words = [

@@ -95,7 +95,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
     ),
     r"python -m mpillm mpirun {} {} …": Elsewhere("tests/unit/commands/test_what_users_type.py"),
-    r".* report (build/runs/.*|latest)": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
+    r".* report (mpillm-runs/.*|latest)": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
     r".* launch-triton-server .*": Elsewhere(
         "a repository must be there: tests/unit/commands/test_launch_triton_server.py"
     ),
@@ -206,16 +206,16 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* accuracy .*--mbxp .*": Elsewhere(
         "tests/unit/submission/test_accuracy.py: it takes a file that another program writes"
     ),
-    r".* accuracy build/runs/accuracy --dataset_path .*": Typed(
+    r".* accuracy mpillm-runs/accuracy --dataset_path .*": Typed(
         before=(
             *RUNS[1:2],
-            "mkdir -p build && mv runs build/runs && mv build/runs/server-accuracy build/runs/accuracy",
+            "mv runs mpillm-runs && mv mpillm-runs/server-accuracy mpillm-runs/accuracy",
             f"python -c '{OPEN_ORCA}' && mkdir MODEL_DIR && cp tokenizer.json MODEL_DIR",
         ),
         says="rouge1",
     ),
     r".* (rerun|certify) .*": Elsewhere("tests/e2e/test_rerun.py"),
-    r".* (advise|find-max-qps|ab|sweep) .*|.* compare (DIR|build/runs/first) .*": Elsewhere(
+    r".* (advise|find-max-qps|ab|sweep) .*|.* compare (DIR|mpillm-runs/first) .*": Elsewhere(
         "several runs each: tests/e2e/test_experiments.py"
     ),
     r".* (accuracy|compliance) {}": Elsewhere(
@@ -223,13 +223,13 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* accuracy runs/server-accuracy": Typed(before=RUNS[1:2], says="rouge1"),
     r".* compliance runs/server-test06": Typed(before=RUNS[2:], says="TEST06 verification complete"),
-    r".* compliance build/runs/test06": Typed(
-        before=(RUNS[2], "mkdir build/runs; mv runs/server-test06 build/runs/test06"),
+    r".* compliance mpillm-runs/test06": Typed(
+        before=(RUNS[2], "mkdir mpillm-runs; mv runs/server-test06 mpillm-runs/test06"),
         says="TEST06 verification complete",
     ),
     r".* submission runs/\* .*": Typed(before=JUDGED, code=TEST_FAILED, says="the model is a tiny one"),
-    r".* submission build/runs/\* .*": Typed(
-        before=(*JUDGED, "mv runs build/runs"), code=TEST_FAILED, says="the model is a tiny one"
+    r".* submission mpillm-runs/\* .*": Typed(
+        before=(*JUDGED, "mv runs mpillm-runs"), code=TEST_FAILED, says="the model is a tiny one"
     ),
 }
 ADVICE = commands()

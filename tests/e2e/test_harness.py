@@ -70,6 +70,7 @@ def test_dry_run_passes_everything_else_on(one: Starter, tmp_path: Path) -> None
             " '--triton_grpc_ports=host_0:8001,8002|host_1:8001'"
             " '--stop_words=[\"a b\"]'" in line
         )
-        assert f"--scenarios=Offline --benchmarks={workload} --log_dir=build/runs/" in line and line.endswith(
-            f"-{workload}-Offline"
+        assert (
+            f"--scenarios=Offline --benchmarks={workload} --log_dir=mpillm-runs/" in line
+            and line.endswith(f"-{workload}-Offline")
         )

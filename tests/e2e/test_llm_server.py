@@ -140,7 +140,7 @@ def test_a_taken_port(place: Path, one: Starter) -> None:
     with socket.create_server(("127.0.0.1", port)):
         ended = one.command([one.python, "-m", "mpillm", *triton_options(ports)]).end(30).must(USAGE)
     assert f"can't listen on port {port} for gRPC of tritonserver 1: process {os.getpid()}" in ended.message
-    assert not (place / "build").exists()
+    assert not (place / "build").exists() and not (place / "mpillm-runs").exists()
 
 
 def test_endpoints(place: Path, one: Starter) -> None:
@@ -154,19 +154,19 @@ def test_endpoints(place: Path, one: Starter) -> None:
     flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util"
     flags += ",kvcache_free_gpu_mem_frac:0.7"
     shown = one.mpillm(*options, flags, "--dry_run").must(DONE).out
-    assert not (place / "build").exists()
+    assert not (place / "build").exists() and not (place / "mpillm-runs").exists()
     command = one.command([one.python, "-m", "mpillm", *options, flags, "--tensor_parallelism=2"])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
     with urllib.request.urlopen(f"http://localhost:{port}/health") as answer:
         assert answer.status == 200
     command.process.terminate()
     command.end(20)
-    (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
+    (log,) = (place / "mpillm-runs/servers").glob("*/trtllm-serve_0.log")
     words = (
         "serve llama --host 127.0.0.1 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
     )
     assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
-    yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
+    yaml = (place / "mpillm-runs/servers/extra_llm_api_options.yaml").read_text()
     assert yaml in shown
     assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
 

@@ -71,7 +71,7 @@ def test_what_is_left_to_fill_in_is_not_submitted(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no value for --job_name, --account, --partition: fill it in"):
         main([*OPTIONS, "--submit", *BASH])
-    assert Path("build/job.sub").read_text() == SAMPLE
+    assert Path("mpillm-runs/job.sub").read_text() == SAMPLE
 
 
 @pytest.mark.parametrize("told, code", [("5", 5), ("", 5)])
@@ -86,14 +86,14 @@ def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "TOLD": told}
     for restart, folder in ((None, "slurm-7-0"), ("2", "slurm-7-2")):
         more = {} if restart is None else {"SLURM_RESTART_COUNT": restart}
-        done = subprocess.run(["bash", "build/job.sub"], env=env | more, capture_output=True, text=True)
+        done = subprocess.run(["bash", "mpillm-runs/job.sub"], env=env | more, capture_output=True, text=True)
         logs = tmp_path / "my runs" / folder
         assert (done.returncode, done.stderr) == (code, "")
         srun, _, command = done.stdout.partition(" python3 -m ")
         assert srun == "--mpi=pmi2 --kill-on-bad-exit=0"
         assert command == f"mpillm run --model_path a b --log_dir {logs}/run\n"
         assert logs.is_dir()
-    assert "#SBATCH --gpus-per-node=h200:8\n" in Path("build/job.sub").read_text()
+    assert "#SBATCH --gpus-per-node=h200:8\n" in Path("mpillm-runs/job.sub").read_text()
 
 
 def test_a_harness_is_started_once(capsys: pytest.CaptureFixture[str]) -> None:

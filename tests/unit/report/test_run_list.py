@@ -11,7 +11,7 @@ from mpillm.cli import main
 from tests.helpers.pages import loads_nothing, words
 from tests.helpers.run_directories import make_run, write
 
-RUNS = Path("build/runs")
+RUNS = Path("mpillm-runs")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
         f"{RUNS}/{name}" for name in ("sweep/point", "bad", "old")
     ]
     assert "INVALID" in lines[0] and "2.5 s" in lines[0] and "no outcome" in lines[1]
-    assert lines[-1] == "page  build/runs/index.html"
+    assert lines[-1] == "page  mpillm-runs/index.html"
 
 
 def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
@@ -50,7 +50,7 @@ def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
 
 def test_latest_is_the_newest_run_in_every_command_that_takes_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "latest"]) == 0
-    assert capsys.readouterr().out.strip() == "build/runs/sweep/point/report.html"
+    assert capsys.readouterr().out.strip() == "mpillm-runs/sweep/point/report.html"
     for command in ("accuracy", "certify", "compliance", "rerun", "submission", "compare"):
         more = {
             "submission": ["--output", "o", "--submitter", "a", "--system_name", "b"],
@@ -58,7 +58,7 @@ def test_latest_is_the_newest_run_in_every_command_that_takes_one(capsys: pytest
         }
         main([command, "latest", *more.get(command, []), *(["--dry_run"] if command == "rerun" else [])])
         said = capsys.readouterr()
-        assert "build/runs/sweep/point" in said.err + said.out or command == "rerun", (command, said)
+        assert "mpillm-runs/sweep/point" in said.err + said.out or command == "rerun", (command, said)
         assert "latest" not in said.err, (command, said)
 
 
@@ -68,5 +68,5 @@ def test_without_runs_latest_says_so(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["report", "latest"]) == 2
-    assert "latest: there is no run in build/runs" in capsys.readouterr().err
+    assert "latest: there is no run in mpillm-runs" in capsys.readouterr().err
     assert main(["runs"]) == 2
