@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mpillm import __version__
 from mpillm.report.numbers import milliseconds
@@ -87,7 +88,13 @@ def link_to_run(run: Path, folder: Path, text: str) -> Html:
     page = run.absolute() / PAGE
     if not page.exists():
         return escape(text)
-    return Html(f'<a href="{escape(os.path.relpath(page, folder.absolute()))}">{escape(text)}</a>')
+    return link(os.path.relpath(page, folder.absolute()), text)
+
+
+def link(path: str, text: str = "") -> Html:
+    """Return a link to a file, by its path from the page's folder. `text`: by default the path."""
+    # Quoted: a file may be called javascript:x, or have a # or a % in its name.
+    return Html(f'<a href="{escape(quote(path))}">{escape(text or path)}</a>')
 
 
 def doubts_list(doubts: Sequence[str]) -> Html:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpillm.report.numbers import milliseconds, short
-from mpillm.report.page.document import Html, document, escape, link_to_run, section
+from mpillm.report.page.document import Html, document, escape, link, link_to_run, section
 from mpillm.report.run_list import ListedRun
 
 _GOOD, _BAD = ("VALID", "SERVED"), ("INVALID", "FAILED")
@@ -18,8 +18,7 @@ COLUMNS = ("started", "verdict", "what", "tokens/s", "samples/s", "TTFT p99", "T
 def index_page(folder: Path, runs: Sequence[ListedRun], series: Sequence[Path]) -> str:
     """Return the page. `series`: pages of commands that start several runs."""
     rows = [(*cells_of(one)[:1], _verdict(one), *cells_of(one)[2:-1], _link(one, folder)) for one in runs]
-    names = [escape(os.path.relpath(page, folder)) for page in series]
-    pages = "".join(f'<li><a href="{name}">{name}</a></li>' for name in names)
+    pages = "".join(f"<li>{link(os.path.relpath(page, folder))}</li>" for page in series)
     head = f"<header><h1>{escape(folder)}</h1><p>{len(runs):,} runs, newest first</p></header>"
     several = f"<section><h2>Several runs together</h2><ul>{pages}</ul></section>" if pages else ""
     return document(f"runs: {folder}", (head, section("Runs", COLUMNS, rows), several), [])

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
-from mpillm.report.page.document import escape, section, table
+from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
 from mpillm.report.run_directory import PAGE, RANKS, TRACE
 from mpillm.report.run_files import RunFiles
@@ -98,7 +98,7 @@ def failures(run: RunFiles) -> str:
         who = "" if rank is None else f"rank {rank}: "
         more = f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""
         if isinstance(rank, int) and (log := run.log_of(rank)):
-            more += f'<p>See <a href="{log}">{log}</a>.</p>'
+            more += f"<p>See {link(log)}.</p>"
         if trace:
             more += f"<details><summary>Traceback</summary><pre>{escape(trace)}</pre></details>"
         said.append(f"<li><strong>{escape(who)}{escape(failure.get('cause', ''))}</strong>{more}</li>")
@@ -324,4 +324,4 @@ def files(run: RunFiles) -> str:
 
 
 def _link(name: str, more: str = "") -> str:
-    return f'<li><a href="{escape(name)}">{escape(name)}</a>{more}</li>'
+    return f"<li>{link(name)}{more}</li>"

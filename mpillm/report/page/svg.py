@@ -199,7 +199,7 @@ def lanes(rows: Sequence[dict[str, Any]], start: float, end: float) -> str:
                 x = left + (max(a, start) - start) * scale
                 w = max(0.6, (min(b, end) - max(a, start)) * scale)
                 parts.append(
-                    f'<rect class="k{kind}" x="{x:.1f}" y="{y + top}" width="{w:.1f}" height="{height}"/>'
+                    f'<rect class="k{kind:d}" x="{x:.1f}" y="{y + top}" width="{w:.1f}" height="{height}"/>'
                 )
     height = len(rows) * (_ROW + _GAP) + 16
     parts.append(f'<text x="{left}" y="{height - 2}">{start:.1f} s</text>')

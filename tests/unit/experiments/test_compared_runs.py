@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from mpillm.cli import main
-from tests.helpers.pages import embedded, loads_nothing, words
+from tests.helpers.pages import (
+    EVIL,
+    check_made_of,
+    embedded,
+    leaves,
+    loads_nothing,
+    poisoned,
+    replaced,
+    words,
+)
 from tests.helpers.run_directories import comparable_run as run
-from tests.helpers.run_directories import make_run
+from tests.helpers.run_directories import make_run, write
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +133,28 @@ def test_another_environment_and_doubts_are_said(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "commit: 1111 in A, 2222 here" in out and "torch: 2.12 in A, 2.13 here" in out
     assert "numpy" not in out and "host" not in out and out.count("doubtful: the queue grew") == 1
+
+
+def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:
+    """Names of folders, options, and whatever stands in result.json: all texts, and a text for each value."""
+
+    def page() -> str:
+        assert main(["compare", str(a), str(b), "--log_dir", "page"]) == 0
+        return (tmp_path / "page" / "compare.html").read_text()
+
+    a = run(tmp_path / "a", 0.1, max_batch_size=8)
+    b = run(tmp_path / "b", 0.2, seed=1, max_batch_size=16, dtype="float16")
+    (b / "report.html").touch()
+    honest = page()
+    b = b.rename(tmp_path / EVIL.replace("/", "_"))
+    before = {name: json.loads((b / name).read_text()) for name in ("result.json", "config.json")}
+    for name, value in before.items():
+        write(b / name, poisoned(value) if name == "config.json" else value | {"mode": EVIL, EVIL: EVIL})
+        check_made_of(text := page(), honest)
+        assert "alert(1)" in text
+        write(b / name, value)
+        for way in leaves(value):
+            write(b / name, replaced(value, way, EVIL))
+            if main(["compare", str(a), str(b), "--log_dir", "page"]) == 0:
+                check_made_of((tmp_path / "page" / "compare.html").read_text(), honest)
+        write(b / name, value)

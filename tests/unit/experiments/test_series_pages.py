@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.pages import embedded, loads_nothing, words
+from mpillm.loadtest.load_test import Record
+from tests.helpers import series_pages
+from tests.helpers.pages import EVIL, check_made_of, embedded, loads_nothing, words
 from tests.helpers.series_pages import PAGES
 
 
@@ -49,3 +52,33 @@ def test_the_page_of_a_load_test_has_distributions_and_what_was_in_flight(tmp_pa
     assert [label for label, _ in charts["cdf-ttft"]["marks"]] == ["p50 99.5 ms", "p90 139 ms", "p99 148 ms"]
     assert max(charts["open"]["lines"][0]["y"]) == pytest.approx(2, abs=1)
     assert charts["cdf-ttft"]["limit"] == ["limit", 500]
+
+
+EVIL_NAME = EVIL.replace("/", "_")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_element_is_made_from_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PAGES[name](tmp_path / "runs")
+    tests = [replace(one, why=EVIL) for one in series_pages.TESTS]
+    monkeypatch.setattr(series_pages, "TESTS", tests)
+    for page in ("ab_page", "advise_page", "endpoint_page"):
+        made = getattr(series_pages, page)
+
+        def evil(*arguments: Any, made: Any = made) -> str:
+            return str(made(*(_evil(one) for one in arguments)))
+
+        monkeypatch.setattr(series_pages, page, evil)
+    text = PAGES[name](tmp_path / EVIL_NAME)
+    check_made_of(text, honest)
+    assert "alert(1)" in text
+
+
+def _evil(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value == "latency_mean" else value + EVIL  # the metric, not a text
+    if isinstance(value, Path | Record):
+        return value
+    if isinstance(value, dict):
+        return {name: _evil(one) for name, one in value.items()}
+    return type(value)(map(_evil, value)) if isinstance(value, list | tuple) else value

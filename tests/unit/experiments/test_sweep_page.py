@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.sweep_page import sweep_page
 from mpillm.report.page.document import document
-from tests.helpers.pages import embedded, loads_nothing, words
+from tests.helpers.pages import (
+    EVIL,
+    check_made_of,
+    embedded,
+    leaves,
+    loads_nothing,
+    poisoned,
+    replaced,
+    words,
+)
 
 
 def point(size: int, per_user: float | None, per_gpu: float, **more: Any) -> dict[str, Any]:
@@ -73,3 +83,18 @@ def test_data_can_t_end_the_script_of_a_page() -> None:
     text = document("</title><script>", ["</main>"], [], {"rows": ["</script>"]})
     assert json.loads(embedded(text))["lanes"] == {"rows": ["</script>"]}
     assert "<title>&lt;/title&gt;" in text
+
+
+def test_no_element_is_made_from_data(tmp_path: Path) -> None:
+    """Whatever texts the points have, and for each value a text in turn."""
+    found = [point(4, 90.0, 100.0), point(8, 50.0, 200.0), {**FAILED}]
+    fixed = {"dtype": "bfloat16"}
+    honest = "".join(sweep_page(tmp_path / "runs", found, front, fixed) for front in (pareto(found), [0]))
+    evil = sweep_page(tmp_path / EVIL.replace("/", "_"), poisoned(found), pareto(found), poisoned(fixed))
+    check_made_of(evil, honest)
+    assert "alert(1)" in evil
+    for i in range(3):
+        for way in leaves(found[i]):
+            bad = [*found[:i], replaced(found[i], way, EVIL), *found[i + 1 :]]
+            with contextlib.suppress(TypeError, ValueError):  # what should be a number
+                check_made_of(sweep_page(tmp_path / "runs", bad, [0], fixed), honest)

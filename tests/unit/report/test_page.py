@@ -19,7 +19,16 @@ from mpillm.report.page.facts import Facts
 from mpillm.report.page.page import page, write_page
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_files import RunFiles
-from tests.helpers.pages import embedded, loads_nothing, words
+from tests.helpers.pages import (
+    EVIL,
+    check_made_of,
+    embedded,
+    leaves,
+    loads_nothing,
+    poisoned,
+    replaced,
+    words,
+)
 from tests.helpers.run_directories import make_run, write
 
 EMPTY: dict[str, list[float]] = {"start": [], "end": [], "busy_s": [], "n": [], "kind": []}
@@ -401,3 +410,58 @@ def test_a_valid_test_with_doubts_is_not_shown_as_good(tmp_path: Path, doubts: l
     assert ('class="verdict doubtful"' in shown) == bool(doubts)
     assert all(f"Doubtful: {one}." in shown for one in doubts)
     assert "300 queries/s offered, 179 answered" in shown and "No latency limit was set" in shown
+
+
+TEXTS = ("result.json", "plan.json", "config.json", "telemetry.json", "ranks.json")
+
+
+@pytest.fixture
+def rich(run: Path) -> Path:
+    """Return a run with everything that a page shows."""
+    result = json.loads((run / "result.json").read_text())
+    failure = {"rank": 1, "cause": "it fell", "traceback": "Traceback\n it", "doctor": "limits"}
+    result |= {
+        "status": "FAILED",
+        "phase": "test",
+        "failures": [failure],
+        "lost": [{"instance": 1, "rank": 2, "cause": "gone", "at_s": 1.5, "retried": 3}],
+        "phases_s": {"load": 1.5},
+        "url": "http://here:1/v1",
+        "doubts": ["others used the machine"],
+        "mode": "disaggregated",
+        "core_type": "dummy",
+    }
+    write(run / "result.json", result)
+    (run / "ranks" / "rank_0001.log").touch()
+    (run / "javascript:alert(1)").touch()
+    (run / '"><x-evil>').touch()
+    return run
+
+
+def test_no_element_of_a_page_is_made_from_data(run: Path, rich: Path) -> None:
+    """Whatever texts the files have, in every place that has one."""
+    honest = page(RunFiles.read(rich))
+    for name in TEXTS:
+        before = json.loads((rich / name).read_text())
+        write(rich / name, poisoned(before))
+        check_made_of(page(RunFiles.read(rich)), honest)
+        write(rich / name, before)
+    for name in TEXTS:
+        write(rich / name, poisoned(json.loads((rich / name).read_text())))
+    text = page(RunFiles.read(rich))
+    check_made_of(text, honest)
+    assert "alert(1)" in text
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_element_of_a_page_is_made_from_what_should_be_a_number(rich: Path, name: str) -> None:
+    """Or a flag, or another word: each value in turn."""
+    honest = page(RunFiles.read(rich))
+    before = json.loads((rich / name).read_text())
+    shown = 0
+    for way in leaves(before):
+        write(rich / name, replaced(before, way, EVIL))
+        text = page(RunFiles.read(rich))
+        check_made_of(text, honest)
+        shown += text != honest
+    assert shown > 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from mpillm.cli import main
-from tests.helpers.pages import loads_nothing, words
+from tests.helpers.pages import EVIL, check_made_of, leaves, loads_nothing, poisoned, replaced, words
 from tests.helpers.run_directories import make_run, write
 
 RUNS = Path("mpillm-runs")
@@ -70,3 +71,25 @@ def test_without_runs_latest_says_so(
     assert main(["report", "latest"]) == 2
     assert "latest: there is no run in mpillm-runs" in capsys.readouterr().err
     assert main(["runs"]) == 2
+
+
+def test_no_element_of_the_index_is_made_from_data() -> None:
+    """Names of folders, and what stands in result.json and config.json."""
+
+    def index() -> str:
+        assert main(["runs"]) == 0
+        return (RUNS / "index.html").read_text()
+
+    honest = index()
+    (RUNS / "old").rename(evil := RUNS / f"javascript:{EVIL.replace('/', '_')}")
+    (RUNS / "sweep").rename(RUNS / f"javascript:2{EVIL.replace('/', '_')}")
+    check_made_of(text := index(), honest)
+    assert "alert(1)" in text
+    for name in ("result.json", "config.json"):
+        value = json.loads((evil / name).read_text())
+        write(evil / name, poisoned(value))
+        check_made_of(index(), honest)
+        for way in leaves(value):
+            write(evil / name, replaced(value, way, EVIL))
+            check_made_of(index(), honest)
+        write(evil / name, value)
