@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: slurm test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: slurm test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make test-kills  ranks killed and stopped at random, with --on_instance_loss fail and continue: MPILLM_KILLS rounds (20), about 10 s each; and each kind of rank in each phase"
+	@echo "make fuzz       whatever strangers' files and messages may hold, to each reader for SECONDS (60): 35 minutes"
 	@echo "make triton     install a real tritonserver into $(TRITON); make test-triton runs the tests with it"
 	@echo "make test-peers  real vLLM, transformers serve, openai, AIPerf and GuideLLM, installed into .venv-peers (4 GB): half an hour on 2 cores"
 	@echo "make slurm      install a real Slurm (Debian, root) and open a shell on two nodes of it; make test-slurm runs the tests with it"
@@ -77,6 +78,11 @@ test-mpi: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PY) -m pytest $(UNTESTED) -m "slow and not triton and not peers and not slurm and not hosts and not browser" $(PYTEST_ARGS) tests
+
+# Each reader of files and messages, so many seconds each.
+SECONDS ?= 60
+fuzz: $(STAMP)
+	MPILLM_FUZZ_SECONDS=$(SECONDS) $(PY) -m pytest -rP $(PYTEST_ARGS) tests/unit/fuzz
 
 test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py

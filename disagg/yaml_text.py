@@ -136,6 +136,8 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
         text = "a huge number"
+    except RecursionError:
+        text = "nested too deeply"
     return (
         f"{text if len(text) <= 80 else text[:77] + '...'} ({kinds.get(type(value), type(value).__name__)})"
     )

@@ -180,7 +180,7 @@ def spans_hosts(options: Sequence[str], env: Mapping[str, str]) -> bool:
     if has_option(options, _HOSTS) or env.get("PBS_NODEFILE") or env.get("LSB_HOSTS"):
         return True
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
-    return nodes.isdigit() and int(nodes) > 1
+    return nodes.isdecimal() and int(nodes) > 1
 
 
 def command_line(

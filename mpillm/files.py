@@ -37,6 +37,12 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
 
 
+def excerpt(value: Any) -> str:
+    """Return a value of a JSON file or body as a message shows it: 60 characters at most."""
+    made = json.dumps(value)
+    return made if len(made) <= 60 else made[:57] + "..."
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Do as `read_json`, for a file that must hold an object."""
     value = read_json(path)
@@ -46,16 +52,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_written(path: Path) -> Iterator[None]:
-    """Turn errors about missing or wrong entries of a JSON file into a ConfigError that names the file."""
+def as_written(path: Path, else_it_is: str = "damaged, or not written by a run") -> Iterator[None]:
+    """Turn errors about missing or wrong entries of a JSON file into a ConfigError that names the file.
+
+    `else_it_is`: what the file is if it has such errors.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: damaged, or not written by a run: {type(error).__name__} {error}"
-        ) from error
+        raise ConfigError(f"{path}: {else_it_is}: {type(error).__name__} {str(error)[:200]}") from error
 
 
 @contextlib.contextmanager

@@ -201,7 +201,7 @@ def _row(
 
 def _pair(text: str) -> tuple[int, int]:
     n_in, slash, n_out = text.partition("/")
-    if not (slash and n_in.isdigit() and n_out.isdigit() and int(n_in) and int(n_out)):
+    if not (slash and n_in.isdecimal() and n_out.isdecimal() and int(n_in) and int(n_out)):
         raise ConfigError(f"--pairs {text}: expected tokens in/out, as 128/2048")
     return int(n_in), int(n_out)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError, about
 from mpillm.builder.preconditions import Layout
 from mpillm.builder.trtllm_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN_CONVERT, Tool
+from mpillm.engine.model.model_config import architecture_of
 
 
 class Converter(NamedTuple):
@@ -64,7 +65,7 @@ CONVERTERS = (
 @about("model_path")
 def converter_for(config: dict[str, Any], model: str) -> Converter:
     """Return the converter for a model's `config.json`. Raises ConfigError if there is none."""
-    name = (config.get("architectures") or [config.get("model_type")])[0]
+    name = architecture_of(config)
     for converter in CONVERTERS:
         if name in converter.architectures:
             return converter

@@ -36,7 +36,7 @@ _MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # o
 
 def terminal_columns() -> int:
     """Return the columns of the terminal that one sees, also behind a pipe to a pager; 80 without one."""
-    if os.environ.get("COLUMNS", "").isdigit():
+    if os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     for number in (1, 2, 0):
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 from disagg.errors import ConfigError, nearest
-from disagg.yaml_text import plain
+from disagg.yaml_text import plain, shown
 from mpillm.configurator.effect import EVERYWHERE, Effect
 
 if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
@@ -148,6 +148,11 @@ class Field(Generic[T]):
         """The default as on the command line; empty without one."""
         return "" if self.default is None or self.default == {} else self.text(self.default)
 
+    @property
+    def _expected(self) -> str:
+        reads = f"what {getattr(self.from_string, '__name__', self.name)} reads"
+        return str(getattr(self.from_string, "expects", reads))
+
     def text(self, value: Any) -> str:
         """Return the text that `parse` reads as `value`."""
         return (
@@ -174,11 +179,8 @@ class Field(Generic[T]):
         try:
             return self.from_string(text) if self.from_string else text
         except (ValueError, RecursionError) as error:
-            expected = getattr(
-                self.from_string, "expects", f"what {getattr(self.from_string, '__name__', self.name)} reads"
-            )
             why = f" ({error})" if isinstance(error, Reason) else ""
-            raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
+            raise ConfigError(f"{source} {text}: expected {self._expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
         """Return the value of a file's entry, as `parse` would read it from text.
@@ -204,6 +206,8 @@ class Field(Generic[T]):
             text = value if isinstance(value, str) else self.text(value)
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that contains itself
             raise ConfigError(f"{source}: {error}") from None
+        except (TypeError, AttributeError):  # a value of a kind that the field has no text for
+            raise ConfigError(f"{source} {shown(value)}: expected {self._expected}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
         return self.parse(text, source)

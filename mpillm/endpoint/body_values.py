@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.files import excerpt
 
 LARGE = 1 << 16
 """Bytes of a body, beyond which it is parsed beside the event loop."""
@@ -69,7 +70,7 @@ def number(body: Json, name: str, least: float, most: float, *, whole: bool = Fa
         or not math.isfinite(value)
     ):
         what = "a whole number" if whole else "a number"
-        raise ApiError(400, f"{name} {shown(value)}: expected {what} from {least} to {most}", name)
+        raise ApiError(400, f"{name} {excerpt(value)}: expected {what} from {least} to {most}", name)
     return value
 
 
@@ -77,7 +78,7 @@ def flag(body: Json, name: str) -> bool:
     """Return a boolean of the body, False by default. Raises ApiError for anything else."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"{name} {shown(value)}: expected true or false", name)
+        raise ApiError(400, f"{name} {excerpt(value)}: expected true or false", name)
     return bool(value)
 
 
@@ -85,14 +86,8 @@ def mapping(body: Json, name: str) -> Json:
     """Return an object of the body, empty by default. Raises ApiError for anything else."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} {shown(value)}: expected an object", name)
+        raise ApiError(400, f"{name} {excerpt(value)}: expected an object", name)
     return value or {}
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it."""
-    made = json.dumps(value)
-    return made if len(made) <= 60 else made[:57] + "..."
 
 
 def _kind(value: Any) -> str:

@@ -21,7 +21,8 @@ from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import Messages, Tokenizer
 from mpillm.endpoint.api_error import ApiError, Json
-from mpillm.endpoint.body_values import flag, mapping, number, parse, shown, text, token_ids
+from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
+from mpillm.files import excerpt
 
 # Plain numbers: operations on flags take ten times as long.
 _IGNORE_EOS, _STREAM = int(RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP), int(RequestFlag.STREAM)
@@ -142,7 +143,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
     if model is not None and model not in served.names:
         raise ApiError(
             404,
-            f"the model {shown(model)} does not exist; this server has {served.names[0]}",
+            f"the model {excerpt(model)} does not exist; this server has {served.names[0]}",
             "model",
             "model_not_found",
         )
@@ -351,4 +352,4 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 def _refuse(name: str, value: Any) -> None:
     why = f": {_WHY[name]}" if name in _WHY else ""
-    raise ApiError(400, f"{name} {shown(value)} is not supported{why}", name, "unsupported_parameter")
+    raise ApiError(400, f"{name} {excerpt(value)} is not supported{why}", name, "unsupported_parameter")

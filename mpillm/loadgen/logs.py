@@ -99,7 +99,7 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
         entries = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not valid JSON (cut by a full disk, or truncated for a submission?): {error}"
         ) from error
@@ -113,7 +113,7 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
                 int(entry["token_count"]) if "token_count" in entry else None,
             )
             answers.setdefault(answer.index, answer)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} is not an accuracy log of int32 tokens: {type(error).__name__}: {error}"
         ) from error

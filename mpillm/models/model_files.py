@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from disagg.errors import ConfigError, about
 from mpillm import fields
 from mpillm.configurator import Field
-from mpillm.files import read_json
+from mpillm.files import excerpt, read_json
 
 T = TypeVar("T", bound="Slice")
 
@@ -24,7 +23,7 @@ class Slice:
     def from_json(cls: type[T], data: Any, where: str) -> T:
         """Raise ConfigError, which begins with `where`, for a value of another type than the field's."""
         if not isinstance(data, dict):
-            raise ConfigError(f"{where}: {json.dumps(data)[:60]}; must be an object")
+            raise ConfigError(f"{where}: {excerpt(data)}; must be an object")
         values: dict[str, Any] = {}
         hints = get_type_hints(cls)
         for known in dataclasses.fields(cls):
@@ -42,7 +41,7 @@ class Slice:
             elif _is(value, kind):
                 values[known.name] = value
             else:
-                raise ConfigError(f"{at}: {json.dumps(value)[:60]}; must be {_KIND_NAMES[kind]}")
+                raise ConfigError(f"{at}: {excerpt(value)}; must be {_KIND_NAMES[kind]}")
         return cls(**values)
 
     @classmethod

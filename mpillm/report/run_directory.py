@@ -227,7 +227,7 @@ class RunDirectory:
                 else "effective_test_mode"
             )
         if failed:
-            causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
+            causes = "; ".join(str(failure.get("cause")) for failure in failures_in(result))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
         with as_written(path / "config.json"):
             config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
@@ -266,6 +266,12 @@ class RunDirectory:
 def _one(value: Any) -> str:
     """Return the one name in a field that may hold several, but not for a run."""
     return str(value[0] if isinstance(value, (list, tuple)) else value or "")
+
+
+def failures_in(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the failures that a `result.json` lists; what is none, in a damaged file, is passed over."""
+    found = result.get("failures")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from mpillm.files import read_json
 from mpillm.loadgen.logs import DETAIL, read_detail
 from mpillm.report.ranklog import log_name
 from mpillm.report.request_log import damaged_requests
-from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE
+from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_in
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("
@@ -97,7 +97,7 @@ class RunFiles:
     @property
     def failed_ranks(self) -> set[int]:
         """Return the ranks that the run names as why it failed."""
-        ranks = (one.get("rank") for one in self.result.get("failures") or [])
+        ranks = (one.get("rank") for one in failures_in(self.result))
         return {rank for rank in ranks if isinstance(rank, int)}
 
     def log_of(self, rank: int) -> str:
@@ -125,8 +125,7 @@ class RunFiles:
 
 def stopped_by(result: Mapping[str, Any]) -> str:
     """Return what a person or a batch system did that ended a run: "Ctrl-C in phase test"; else ""."""
-    failures = result.get("failures") or []
-    causes = [str(one.get("cause")) for one in failures]
+    causes = [str(one.get("cause")) for one in failures_in(result)]
     if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
         return ""
     who, phase = causes[0].removeprefix(_INTERRUPTED).removesuffix(")"), result.get("phase")

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,17 @@ def _folders(file: Path) -> Iterator[Path]:
         yield cache_folder() / "datasets" / f"{_short(str(file.resolve()))}-{file.name}"
 
 
+def load_npy(file: Path, is_mapped: bool) -> Any:
+    """Return the array in a .npy file, or an archive of arrays.
+
+    Raises OSError, EOFError, and ValueError for any other mistake in it.
+    """
+    try:
+        return np.load(file, "r" if is_mapped else None, allow_pickle=False)
+    except (ArithmeticError, MemoryError, SyntaxError, TypeError, tokenize.TokenError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def _read(folder: Path) -> Arrays | None:
     """Return a stored conversion; None if there is none or it is damaged."""
     try:
@@ -93,8 +105,8 @@ def _read(folder: Path) -> Arrays | None:
         for name in json.loads((folder / _CONTENTS).read_text(encoding="utf-8")):
             file = folder / f"{name}.npy"
             # An empty array cannot be mapped.
-            arrays[name] = np.load(file, "r" if file.stat().st_size > _SAMPLE else None)
-    except (OSError, ValueError, EOFError):
+            arrays[name] = load_npy(file, is_mapped=file.stat().st_size > _SAMPLE)
+    except (OSError, TypeError, ValueError, EOFError, RecursionError):
         return None
     return arrays
 

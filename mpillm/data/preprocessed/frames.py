@@ -144,7 +144,7 @@ def _json_frame(file: Path) -> Frame:
 
     def column(name: str) -> NDArray[Any]:
         cells = [row[name] for row in rows]
-        if all(type(cell) is int for cell in cells):
+        if all(type(cell) is int and -(2**63) <= cell < 2**63 for cell in cells):
             return np.array(cells, np.int64)
         values = np.empty(len(cells), object)
         values[:] = cells

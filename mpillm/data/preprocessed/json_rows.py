@@ -37,10 +37,13 @@ def json_rows(file: Path) -> Iterator[dict[str, Any]]:
                 try:
                     row, end = decode(text, place)
                 except ValueError as error:  # perhaps only because there is more to read
-                    if not (more := stream.read(_CHUNK)):
+                    # twice as much: a long row is not read again for each piece of it
+                    if not (more := stream.read(max(_CHUNK, len(text) - place))):
                         raise ConfigError(f"{file}: truncated, or not JSON: {error}") from None
                     text, place = text[place:] + more, 0
                     continue
+                except RecursionError:
+                    raise ConfigError(f"{file}: not a data set: nested too deep") from None
                 if not isinstance(row, dict):
                     raise ConfigError(f"{file}: not a JSON list of objects, which a data set is")
                 yield row

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.preprocessed.converted import Arrays, converted
+from mpillm.data.preprocessed.converted import Arrays, converted, load_npy
 from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, read_frame
 from mpillm.workloads.workload import Columns, Workload
 
@@ -203,7 +203,7 @@ def _padded(frame: Frame, column: str) -> NDArray[np.int32]:
 def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype[np.int64]]:
     """Map the array of integers in a .npy file."""
     try:
-        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+        mapped = load_npy(file, is_mapped=True)
     except FileNotFoundError:
         raise ConfigError(f"data set {file.parent} has no {file.name}") from None
     except OSError as error:

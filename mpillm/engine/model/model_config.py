@@ -6,7 +6,6 @@ preset: a `config.json` that comes with mpillm, for seeded random weights. `mode
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm.engine.dtypes import N_BYTES, STORED
 from mpillm.engine.model.families import CORRECTION, FAMILIES, FUSED, Family, Latent, Raw
 from mpillm.engine.weights.quantization import Stored, parse_quantization
-from mpillm.files import read_object
+from mpillm.files import as_written, excerpt, read_object
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
@@ -29,6 +28,7 @@ _FIXED: Raw = {
     "hidden_act": ("silu", None),
     "partial_rotary_factor": (1, None),
 }
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000  # a stranger's file must not ask for all memory
 # As safetensors names them
 CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
@@ -227,25 +227,33 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
 
 def check_architecture(raw: dict[str, Any], source: Path) -> None:
     """Raise ConfigError if the torch core does not support the architecture in `config.json`'s `raw`."""
-    name = _architecture(raw)
+    name = architecture_of(raw)
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{source}: architecture {name} is not supported by the torch core; supported: {supported}"
+            f"{source}: architecture {name[:60]} is not supported by the torch core; supported: {supported}"
         )
 
 
-def _architecture(raw: Raw) -> str:
-    return str((raw.get("architectures") or [raw.get("model_type")])[0])
+def architecture_of(raw: Raw) -> str:
+    """Return the name of the architecture in `config.json`'s `raw`."""
+    names = raw.get("architectures") or [raw.get("model_type")]
+    return str(names[0] if isinstance(names, list) else names)
 
 
 def parse_model(raw: Raw, source: Path) -> ModelConfig:
+    """Return the model in a `config.json`, `raw`. Raises ConfigError if it cannot run here."""
+    with as_written(source, "no config.json of a model"):
+        return _parsed(raw, source)
+
+
+def _parsed(raw: Raw, source: Path) -> ModelConfig:
     def number(name: str, default: float | None = None, where: Raw | None = None) -> float:
         value = (raw if where is None else where).get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(
-                f"{source}: {theirs.get(name, name)} is {json.dumps(value)}; must be a positive number"
+                f"{source}: {theirs.get(name, name)} is {excerpt(value)}; must be a positive number"
             )
         return value
 
@@ -253,16 +261,20 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
         value = number(name, default)
         if not isinstance(value, int):
             raise ConfigError(f"{source}: {theirs.get(name, name)} is {value}; must be an integer")
+        if value > _MOST:
+            raise ConfigError(
+                f"{source}: {theirs.get(name, name)} is {excerpt(value)}; must be {_MOST} at most"
+            )
         return value
 
-    name = _architecture(raw)
+    name = architecture_of(raw)
     family = FAMILIES.get(name, Family())  # which the caller has checked
     theirs = {ours: field for field, ours in family.renames.items()}
     raw = {**family.defaults, **{family.renames.get(field, field): raw[field] for field in raw}}
     for field, allowed in {**_FIXED, **family.fixed}.items():
         if raw.get(field) not in allowed:
             raise ConfigError(
-                f"{source}: {field} {json.dumps(raw.get(field))} is not supported by the torch core"
+                f"{source}: {field} {excerpt(raw.get(field))} is not supported by the torch core"
             )
     hidden, heads = integer("hidden_size"), integer("num_attention_heads")
     kv_heads = 1 if family.latent else integer("num_key_value_heads", heads)
@@ -283,6 +295,8 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
     if dtype not in CHECKPOINT_DTYPES.values():
         raise ConfigError(f"{source}: dtype {dtype} is not one of {', '.join(CHECKPOINT_DTYPES.values())}")
     n_layers = integer("num_hidden_layers")
+    if n_layers > _MOST_LAYERS:
+        raise ConfigError(f"{source}: num_hidden_layers is {n_layers}; must be {_MOST_LAYERS} at most")
     slides = _sliding_layers(raw, n_layers, family, source)
     # transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -378,15 +392,15 @@ def _sliding_layers(raw: Raw, n_layers: int, family: Family, source: Path) -> li
         return [False] * n_layers
     if family.slides is None:
         raise ConfigError(
-            f"{source}: sliding_window {json.dumps(raw['sliding_window'])} is not supported by the torch"
-            f" core for {_architecture(raw)}"
+            f"{source}: sliding_window {excerpt(raw['sliding_window'])} is not supported by the torch"
+            f" core for {architecture_of(raw)}"
         )
     if (types := raw.get("layer_types")) is None:
         return [family.slides(i, raw) for i in range(n_layers)]
     known = "full_attention", "sliding_attention"
     if not isinstance(types, list) or len(types) != n_layers or any(kind not in known for kind in types):
         raise ConfigError(
-            f"{source}: layer_types {json.dumps(types)}: must name {' or '.join(known)}"
+            f"{source}: layer_types {excerpt(types)}: must name {' or '.join(known)}"
             f" for each of {n_layers} layers"
         )
     return [kind == "sliding_attention" for kind in types]
@@ -421,12 +435,12 @@ def _rope_scaling(rope: Raw, source: Path) -> RopeScaling:
     given = {name: rope[name] for name in (*needed, *others) if rope.get(name) is not None}
     for name, value in given.items():
         if not _is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{source}: {name} is {json.dumps(value)}; must be a positive number")
+            raise ConfigError(f"{source}: {name} is {excerpt(value)}; must be a positive number")
     if kind != "yarn":
         return RopeScaling(kind, **given)
     for name in ("mscale", "mscale_all_dim"):
         if not _is_number(rope.get(name) or 0.0):
-            raise ConfigError(f"{source}: {name} is {json.dumps(rope[name])}; must be a number")
+            raise ConfigError(f"{source}: {name} is {excerpt(rope[name])}; must be a number")
     if "attention_factor" not in given:
         # As the paper has it; DeepSeek's models weigh it against another one.
         more, all_ = (rope.get(name) for name in ("mscale", "mscale_all_dim"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from mpillm.engine.weights.memory import (
     stages,
 )
 from mpillm.engine.weights.quantization import ALGORITHMS, held
-from mpillm.files import read_object
+from mpillm.files import excerpt, read_object
 from mpillm.telemetry.free_memory import available_bytes
 
 _CHOICES = {
@@ -352,9 +351,7 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
         where = folder / file if folder else file
-        raise ConfigError(
-            f"{where}: eos_token_id {json.dumps(value)}: must be a token id or an array of them"
-        )
+        raise ConfigError(f"{where}: eos_token_id {excerpt(value)}: must be a token id or an array of them")
     return tuple(ids)
 
 

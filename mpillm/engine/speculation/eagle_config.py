@@ -11,14 +11,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
-from mpillm.engine.model.model_config import ModelConfig, parse_model
+from mpillm.engine.model.model_config import ModelConfig, architecture_of, parse_model
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig
 from mpillm.engine.weights.checkpoint_folder import read_header, weight_files
 from mpillm.engine.weights.entries import Entry
-from mpillm.files import read_object
+from mpillm.files import as_written, read_object
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # Fields of variants that are not built, each with what it has to be.
@@ -64,10 +65,15 @@ def read_eagle(folder: Path, target: ModelConfig) -> EagleConfig:
     if not source.is_file():
         raise ConfigError(f"{source}: no such file; an EAGLE-3 head is a folder with one")
     raw = read_object(source)
-    names = raw.get("architectures") or [None]
-    if names[0] not in _ARCHITECTURES:
+    with as_written(source, "no config.json of an EAGLE-3 head"):
+        return _read(folder, source, raw, target)
+
+
+def _read(folder: Path, source: Path, raw: dict[str, Any], target: ModelConfig) -> EagleConfig:
+    name = architecture_of(raw)
+    if name not in _ARCHITECTURES:
         raise ConfigError(
-            f"{source}: architecture {names[0]} is no EAGLE-3 head: {', '.join(_ARCHITECTURES)}"
+            f"{source}: architecture {name[:60]} is no EAGLE-3 head: {', '.join(_ARCHITECTURES)}"
         )
     more = raw.get("eagle_config") or {}
     for name, allowed in _PLAIN.items():

@@ -77,6 +77,9 @@ def read_header(file: Path) -> dict[str, Entry]:
             begin, end = entry["data_offsets"]
             if any(type(n) is not int or n < 0 for n in (*entry["shape"], begin, end - begin)):
                 raise ValueError
+            item = ITEM_BYTES.get(entry["dtype"])  # of those that are read here
+            if item is not None and item * math.prod(entry["shape"]) != end - begin:
+                raise ValueError
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         entries = {name: Entry(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
@@ -103,6 +106,8 @@ def weight_files(folder: Path) -> list[Path]:
         # A stranger's index must not choose among this machine's files. Links are whose folder it is.
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(f"{index}: weight_map names {str(name)[:200]!r}, which is not in its folder")
+        if not name.isprintable():
+            raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is no file's name")
     return sorted({folder / name for name in weight_map.values()})
 
 

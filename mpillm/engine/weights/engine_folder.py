@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mpillm
 from disagg.errors import ConfigError, about
+from mpillm.engine.model.model_config import architecture_of
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import digests, read_header, weight_files
 from mpillm.engine.weights.entries import Entry, rank_entries
@@ -83,7 +84,7 @@ def engine_json(
         name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")
     }
     # TensorRT-LLM's name for it
-    pretrained["architecture"] = raw.get("architectures", [raw.get("model_type")])[0]
+    pretrained["architecture"] = architecture_of(raw)
     quantized = {
         "quant_algo": _ALGORITHMS[quantization],
         "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization],

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.engine.lora import MODULES
+from mpillm.files import excerpt
 
 _MODULE_OF = {
     "q_proj": "attn_q",
@@ -47,14 +48,18 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = _tensors(folder)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1 or not math.isfinite(alpha):
+            raise ValueError(f"r {rank}, lora_alpha {alpha}")
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{folder}: no adapter of PEFT can be read there ({what})") from error
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in neutral:
-            raise ConfigError(f"{folder}/adapter_config.json: {name} {config[name]!r} can't be converted")
+            raise ConfigError(
+                f"{folder}/adapter_config.json: {name} {excerpt(config[name])} can't be converted"
+            )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm.engine.model.families import Experts, Raw
-from mpillm.files import read_object
+from mpillm.files import excerpt, read_object
 
 ALGORITHMS = ("int8", "fp8")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
@@ -109,7 +109,7 @@ def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quant
 
     def refuse(what: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
-            f"{source}: quantization_config: {what} {json.dumps(value)} is not supported by the torch core;"
+            f"{source}: quantization_config: {what} {excerpt(value)} is not supported by the torch core;"
             f" supported: {supported}"
         )
 

@@ -10,7 +10,7 @@ from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
-from mpillm.report.run_directory import PAGE, RANKS, TRACE
+from mpillm.report.run_directory import PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
 
 _MOST_CARDS = 128
@@ -93,7 +93,7 @@ def missing(notes: Sequence[str]) -> str:
 def failures(run: RunFiles) -> str:
     """Return why the run failed, and what it lost."""
     said = []
-    for failure in [] if run.stopped_by else run.result.get("failures") or []:
+    for failure in [] if run.stopped_by else failures_in(run.result):
         rank, trace = failure.get("rank"), failure.get("traceback")
         who = "" if rank is None else f"rank {rank}: "
         more = f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""

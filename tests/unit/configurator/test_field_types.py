@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
@@ -61,6 +63,13 @@ def test_every_field_is_an_attribute_of_its_name() -> None:
 def test_a_default_is_a_value_of_the_field(field: Field) -> None:
     read = field.check(field.default, "default")
     assert (read, type(read)) == (field.default, type(field.default))
+
+
+@pytest.mark.parametrize("value", [{"ttft": None}, {"": []}, [[]], object(), {1: {2: 3}}])
+def test_values_of_kinds_that_a_field_has_no_text_for(value: object) -> None:
+    for field in FIELDS:
+        with contextlib.suppress(ConfigError):  # some take a list, or a text
+            field.check(value, "a file")
 
 
 @pytest.mark.slow

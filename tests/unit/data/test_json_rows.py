@@ -71,6 +71,8 @@ WHOLE = json.dumps(ROWS)
         ('[{"tok_input": [1.5], "output": "a"}]', "row 0 of column tok_input is not a list of tokens"),
         ('[{"tok_input": [2147483648], "output": "a"}]', "an integer does not fit int32"),
         ("[]", "no column tok_input"),
+        ('[{"tok_input": 9223372036854775808, "output": "a"}]', "row 0 of column tok_input is not a list"),
+        ('[{"tok_input": ' + "[" * 100_000, "nested too deep"),
     ],
 )
 def test_a_wrong_file(text: str, message: str, tmp_path: Path) -> None:
@@ -78,3 +80,20 @@ def test_a_wrong_file(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         loader_of(file, workloads.get("llama3.1-8b")).load()
     assert str(file) in str(error.value)
+
+
+def test_a_long_row_is_not_read_again_for_each_piece_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_CHUNK", 16)
+    tried: list[int] = []
+    decode = json.JSONDecoder.raw_decode
+
+    def counting(self: json.JSONDecoder, text: str, place: int = 0) -> Any:
+        tried.append(len(text) - place)
+        return decode(self, text, place)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
+    text = json.dumps([{"text": "a" * 100_000}])
+    assert len(list(json_rows(write(tmp_path, text)))) == 1
+    assert sum(tried) < 4 * len(text)

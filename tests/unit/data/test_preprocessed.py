@@ -245,3 +245,14 @@ def test_lengths_that_do_not_fit_the_model(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             load(path, limits)
         assert str(tmp_path / TOKENS) in str(error.value) and message in str(error.value)
+
+
+@pytest.mark.parametrize("damage", [b"'descr': '<i4", b"\0" * 13, b"{(((((((((((("])
+def test_a_header_that_numpy_cannot_read(damage: bytes, tmp_path: Path) -> None:
+    """It raises other errors than it says."""
+    file = arrays(tmp_path) / "input_lens.npy"
+    file.write_bytes(file.read_bytes()[:10] + damage + file.read_bytes()[10 + len(damage) + 3 :])
+    with pytest.raises(
+        ConfigError, match=r"input_lens.npy: (truncated, or not a .npy file|.*expected integers)"
+    ):
+        PreprocessedLoader(tmp_path).load()

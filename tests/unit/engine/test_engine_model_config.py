@@ -207,6 +207,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ),
         ({"architectures": None, "model_type": "qwen2"}, "qwen2 is not supported"),
         ({"attention_bias": True}, "attention_bias true"),
+        ({"architectures": 8}, "architecture 8 is not supported"),
+        ({"architectures": {"a": 1}}, "architecture {'a': 1} is not supported"),
+        ({"rope_scaling": 8, "rope_parameters": None}, "no config.json of a model: TypeError"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; must be 10000 at most"),
+        ({"vocab_size": 10**400}, r"vocab_size is 1000.*\.\.\.; must be 2147483647 at most"),
         ({"mlp_bias": True}, "mlp_bias true"),
         (
             {"architectures": ["GPT2LMHeadModel"], "activation_function": "relu"},
@@ -317,9 +322,9 @@ def test_bad_files(tmp_path: Path) -> None:
     header, n_data = read_header(good)
     write_file(file, {name: entry for name, entry in header.items() if name != "model.norm.weight"}, n_data)
     says("no tensor model.norm.weight in model.safetensors")
-    header["lm_head.weight"]["dtype"] = "F8_E4M3"
+    header["lm_head.weight"]["dtype"] = "F8_E5M2"
     write_file(file, header, n_data)
-    says("tensor lm_head.weight is of type F8_E4M3; can read F32, BF16, F16")
+    says("tensor lm_head.weight is of type F8_E5M2; can read F32, BF16, F16")
     file.unlink()
     says("model.safetensors: no such file")
     index = tmp_path / "model.safetensors.index.json"

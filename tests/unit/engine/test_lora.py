@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.lora import MODULES, Adapters
 from mpillm.engine.special import Special
@@ -125,3 +127,19 @@ def test_the_longest_unused_are_forgotten(models: Models) -> None:
     assert adapters.get(1, None) is first
     with pytest.raises(ValueError, match="exceed lora_cache_host_memory_bytes 1"):
         Adapters(1).get(1, make)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"r": 0, "lora_alpha": 4}',
+        '{"r": 2, "lora_alpha": NaN}',
+        '{"r": Infinity, "lora_alpha": 4}',
+        "[" * 100_000,
+    ],
+)
+def test_an_adapter_that_cannot_be(config: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="no adapter of PEFT can be read there"):
+        convert(tmp_path, "float16")

@@ -132,6 +132,7 @@ def test_variables_are_carried_to_other_hosts() -> None:
         (["--host=a"], {}, True),
         ([], {"SLURM_JOB_NUM_NODES": "1"}, False),
         ([], {"SLURM_JOB_NUM_NODES": "2"}, True),
+        ([], {"SLURM_JOB_NUM_NODES": "²"}, False),
         ([], {"PBS_NODEFILE": "/x"}, True),
     ],
 )

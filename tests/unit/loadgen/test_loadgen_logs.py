@@ -42,6 +42,8 @@ def test_answers(tmp_path: Path) -> None:
         ('[{"data": "01020304"}]', "not an accuracy log of int32 tokens: KeyError: 'qsl_idx'"),
         ("{}[", "is not valid JSON"),
         ("[1]", "not an accuracy log of int32 tokens: TypeError"),
+        ('[{"qsl_idx": Infinity, "data": ""}]', "not an accuracy log of int32 tokens: OverflowError"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_bad_log(tmp_path: Path, text: str, says: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.experiments.compared_runs import ComparedRun
+from mpillm.report.page.page import write_page
+from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_files import RunFiles
 from tests.helpers.run_directories import make_run, write
 
@@ -76,3 +80,17 @@ def test_what_is_no_run_is_refused(tmp_path: Path, made: str) -> None:
         path.mkdir()
     with pytest.raises(ConfigError, match=r"not a run directory|no such run directory"):
         RunFiles.read(path)
+
+
+def test_failures_that_are_none(tmp_path: Path) -> None:
+    """Of a result.json that was damaged: what is no failure is passed over, by every reader."""
+    path = make_run(tmp_path / "run")
+    lists: list[Any] = ["text", 7, [1, "x", None], {"a": 1}, [{"rank": [], "cause": None}]]
+    for failures in lists:
+        write(path / "result.json", {"status": "FAILED", "failures": failures})
+        run = RunFiles.read(path)
+        assert run.stopped_by == "" and run.failed_ranks == set()
+        assert "What went wrong" in write_page(path).read_text() or failures != [{"rank": [], "cause": None}]
+        for read in (RunDirectory.read, ComparedRun.read):
+            with pytest.raises(ConfigError, match=str(path)):
+                read(path)

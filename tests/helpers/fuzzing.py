@@ -1,0 +1,231 @@
+"""Fuzzing: whatever a stranger's file or message holds is read or refused, in bounded time and memory.
+
+In `make test` each test tries a few examples, the same ones each time. With MPILLM_FUZZ_SECONDS (`make fuzz`)
+it goes on for so long, each time with others; what failed is tried first the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+SECONDS = float(os.environ.get("MPILLM_FUZZ_SECONDS", "0"))
+_CPU_S = 10.0  # of one example; other work on the machine does not count
+_MEMORY = 256 << 20  # bytes that one example may take
+_ADDRESSES = 2 << 30  # bytes beyond which an allocation fails, before the machine has no more
+_MOST_MESSAGE = 20_000  # characters of a refusal
+
+
+class _TooLong(BaseException):
+    """Raised in the main thread, past whatever catches exceptions."""
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Fail if the block takes too much CPU time or memory."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S)
+    try:
+        yield
+    except _TooLong as error:
+        raise AssertionError(f"it takes more than {_CPU_S:g} s of CPU time") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+    assert taken < _MEMORY, f"it takes {taken} bytes of memory"
+
+
+@contextlib.contextmanager
+def _few_addresses() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _ADDRESSES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def fuzz(
+    *strategies: st.SearchStrategy[Any],
+    refused_by: type[Exception] | tuple[type[Exception], ...] = (),
+    examples: int = 60,
+) -> Callable[[Callable[..., None]], Callable[[Path], None]]:
+    """Make a test of a function that reads what the strategies draw, its other arguments.
+
+    The first is a folder of its own, the same one each time. It may raise `refused_by`, with a message of
+    some length, and nothing else. `examples`: in `make test`.
+    """
+
+    def decorate(read: Callable[..., None]) -> Callable[[Path], None]:
+        def one(tmp_path: Path, drawn: tuple[Any, ...]) -> None:
+            with _bounded():
+                try:
+                    read(tmp_path, *drawn)
+                except refused_by as error:
+                    assert 0 < len(str(error)) < _MOST_MESSAGE, "a refusal without a reason, or a long one"
+
+        many = functools.partial(
+            settings,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+        )
+        if SECONDS:
+            limits = many(max_examples=200, derandomize=False, print_blob=True)
+        else:
+            limits = many(max_examples=examples, derandomize=True, database=None)
+        run = limits(given(drawn=st.tuples(*strategies))(one))
+
+        def test(tmp_path: Path) -> None:
+            end, times = time.monotonic() + SECONDS, 0
+            with _few_addresses():
+                while True:
+                    run(tmp_path)
+                    times += 1
+                    if time.monotonic() >= end:
+                        break
+            if SECONDS:
+                print(f"\n{read.__module__.rpartition('.')[2]} {read.__name__}: {200 * times} examples")
+
+        test.__doc__ = read.__doc__
+        return test
+
+    return decorate
+
+
+# --- what is drawn ---
+
+_CHARACTERS = st.text(max_size=12) | st.text(
+    "\0\x1b[2J\r\n\"'\\<&>{}:,/.%\x85\u2028\U0001f600 aé0-", max_size=12
+)
+ODD_TEXT = st.one_of(
+    _CHARACTERS,
+    st.just("\ud800"),  # half of a character
+    st.sampled_from(
+        ["", "NaN", "1e999", "-1", "null", "../../etc/passwd", "/", "<script>", "A" * 5000, "${x}", "%s"]
+    ),
+)
+ODD_NUMBER: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from([0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63, -(2**63), 2**64, 10**30, 10**400]),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([0.0, -0.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]),
+)
+_LEAF: st.SearchStrategy[Any] = st.none() | st.booleans() | ODD_NUMBER | ODD_TEXT
+
+
+def _nested(depth: int) -> Any:
+    made: Any = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+ODD_VALUE: st.SearchStrategy[Any] = st.one_of(
+    _LEAF,
+    st.recursive(
+        _LEAF,
+        lambda one: st.lists(one, max_size=4) | st.dictionaries(ODD_TEXT, one, max_size=4),
+        max_leaves=8,
+    ),
+    st.sampled_from([100, 600]).map(_nested),
+)
+"""What JSON can hold."""
+
+
+@st.composite
+def changed(draw: st.DrawFn, seeds: Sequence[Any], most: int = 4) -> Any:
+    """Draw one of `seeds`, JSON, with some parts, at any depth, replaced, left out, renamed or doubled."""
+    made = json.loads(json.dumps(draw(st.sampled_from(list(seeds)))))
+    for _ in range(draw(st.integers(0, most))):
+        made = _change(draw, made)
+    return made
+
+
+def _change(draw: st.DrawFn, value: Any) -> Any:
+    inside = isinstance(value, (dict, list)) and value
+    if not inside or draw(st.integers(0, 9)) == 0:
+        return draw(ODD_VALUE)
+    places = list(value) if isinstance(value, dict) else list(range(len(value)))
+    at = draw(st.sampled_from(places))
+    how = draw(st.integers(0, 9))
+    if how == 0:
+        del value[at]
+    elif how == 1 and isinstance(value, dict):
+        value[draw(ODD_TEXT)] = value.pop(at)
+    elif how == 1:
+        value.append(value[at])
+    elif how == 2:
+        other = draw(st.sampled_from(places))
+        value[at], value[other] = value[other], value[at]
+    else:
+        value[at] = _change(draw, value[at])
+    return value
+
+
+_WORDS = [
+    b"",
+    b"\0",
+    b"\xff" * 4,
+    b"\xff" * 8,
+    b"\0" * 8,
+    b"\x7f" + b"\xff" * 7,
+    b"\r\n",
+    b"\n\n",
+    b"[" * 3000,
+    b'"',
+    b"\x80",
+]
+_PIECE = (
+    st.sampled_from(_WORDS)
+    | st.binary(max_size=9)
+    | st.integers(0, 300).map(lambda n: n.to_bytes(8, "little"))
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, seeds: Sequence[bytes], words: Sequence[bytes] = (), most: int = 5) -> bytes:
+    """Draw one of `seeds` with bytes replaced, left out, put in (also `words`), doubled or cut off."""
+    made = bytearray(draw(st.sampled_from(list(seeds))))
+    piece = _PIECE | st.sampled_from(list(words)) if words else _PIECE
+    for _ in range(draw(st.integers(0, most))):
+        at = draw(st.integers(0, len(made)))
+        how = draw(st.integers(0, 6))
+        if how <= 1:
+            new = draw(piece)
+            made[at : at + len(new)] = new
+        elif how == 2:
+            made[at:at] = draw(piece)
+        elif how == 3:
+            del made[at : at + draw(st.integers(1, 16))]
+        elif how == 4:
+            made[at:at] = made[at : at + draw(st.integers(1, 64))] * draw(st.integers(1, 3))
+        elif how == 5 and at < len(made):
+            made[at] ^= 1 << draw(st.integers(0, 7))
+        else:
+            del made[at:]
+    return bytes(made)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Write JSON; halves of characters stay escapes."""
+    return json.dumps(value).encode()

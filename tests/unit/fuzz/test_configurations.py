@@ -1,0 +1,182 @@
+"""What says how to run: the disaggregation YAML, configuration files, user.conf, launchers' variables."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import strategies as st
+
+import disagg
+from disagg import ConfigError
+from launch.launcher import find_launcher, refuse_copies
+from launch.mpirun import slots, spans_hosts
+from mpillm.config.options import parse
+from mpillm.configurator.command_line import Parser
+from mpillm.fields import BY_NAME, FIELDS
+from mpillm.loadgen.settings import LoadGenConfig, load_settings
+from tests.helpers.fuzzing import ODD_NUMBER, ODD_TEXT, ODD_VALUE, changed, damaged, fuzz
+
+YAML = [
+    {
+        "hostname": "h0",
+        "port": 8000,
+        "model": "m",
+        "backend": "pytorch",
+        "context_servers": {
+            "num_instances": 2,
+            "tensor_parallel_size": 2,
+            "moe_expert_parallel_size": 1,
+            "urls": ["h0:8001", "h1:8001"],
+            "kv_cache_config": {"free_gpu_memory_fraction": 0.5, "tokens_per_block": 32},
+            "cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 100},
+            "router": {"type": "Round_Robin"},
+            "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        },
+        "generation_servers": {"num_instances": 1, "pipeline_parallel_size": 2, "max_batch_size": 64},
+    },
+    {
+        "executors": {"num_instances": 3, "max_seq_len": 100, "lora_config": {"a": [1, None]}},
+        "max_retries": 1,
+    },
+    {"disagg_cluster": {"uri": "http://a"}, "generation_servers": {"num_instances": 0}},
+]
+TEXTS = [yaml.safe_dump(one).encode() for one in YAML]
+WORDS = [
+    b"<<: *a\n",
+    b"&a ",
+    b"*a",
+    b"!!int x",
+    b"!!python/object:x ",
+    b"? ",
+    b"2024-99-99",
+    b"0x",
+    b"---\n",
+    b"{",
+    b"\t",
+    b"~",
+]
+
+
+def yaml_text(value: Any) -> bytes:
+    return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+def _read_disagg(folder: Path, text: bytes) -> None:
+    (file := folder / "disagg.yaml").write_bytes(text)
+    config = disagg.load(str(file))
+    assert disagg.parse(disagg.dump(config)) == config
+    if config.n_workers < 1000:
+        disagg.plan(config, config.n_workers + 1)
+
+
+@fuzz(changed(YAML).map(yaml_text) | damaged(TEXTS, WORDS), refused_by=ConfigError)
+def test_disaggregation_yaml(folder: Path, text: bytes) -> None:
+    _read_disagg(folder, text)
+
+
+OPTIONS = [
+    {
+        "benchmark": "llama2-70b",
+        "scenario": "Server",
+        "server_target_qps": 3.5,
+        "min_duration": "10s",
+        "tensor_parallelism": 2,
+        "trtllm_runtime_flags": {"max_batch_size": 48, "enable_chunked_context": True},
+        "goodput": "ttft:100 tpot:20",
+    },
+    [
+        {"name": "a", "benchmarks": "mixtral-8x7b", "dataset": "synthetic", "input_mean": 9},
+        {"core_type": "dummy"},
+    ],
+]
+
+
+def _read_options(file: Path) -> None:
+    config = parse(["--config_file", str(file)], Parser(prog="mpillm x"), FIELDS)
+    config.to_json()
+
+
+@fuzz(
+    changed(OPTIONS).map(yaml_text) | damaged([yaml_text(one) for one in OPTIONS], WORDS),
+    refused_by=ConfigError,
+)
+def test_configuration_file_in_yaml(folder: Path, text: bytes) -> None:
+    (file := folder / "options.yaml").write_bytes(text)
+    _read_options(file)
+
+
+NAMES = sorted(BY_NAME)
+# Values by field; the text of the file is ours, since it is a program, which may do anything.
+VALUES = st.dictionaries(
+    st.sampled_from(["gpu_batch_size", "precision", "min_duration", "trtllm_build_flags", *NAMES]),
+    ODD_VALUE | st.sampled_from(["{'llama2-70b': 96}", "object()", "lambda: 1", "{1, 2}", "b'x'"]),
+    max_size=4,
+)
+FORMS = ["exports", "class", "odd"]
+
+
+def _program(values: dict[str, Any], form: str) -> str:
+    if form == "class":
+        head = "from mpillm.user_config import *\n@ConfigRegistry.register(HarnessType.Custom)\n"
+        body = [f"    {name} = {value!r}" for name, value in values.items()]
+        return "\n".join([f"{head}class A(ServerGPUBaseConfig):", "    benchmark = 'llama2-70b'", *body, ""])
+    head = "import code.common.constants as C\nimport code.fields.harness as h\nnan = inf = float('nan')\n"
+    pairs = ", ".join(f"getattr(h, {name!r}): {value!r}" for name, value in values.items())
+    exported = repr(values) if form == "odd" else "{C.WorkloadSetting(): {" + pairs + "}}"
+    return f"{head}EXPORTS = {exported}\n"
+
+
+@fuzz(VALUES, st.sampled_from(FORMS), refused_by=ConfigError)
+def test_configuration_file_in_python(folder: Path, values: dict[str, Any], form: str) -> None:
+    place = folder / "configs" / "S" / "Offline"
+    place.mkdir(parents=True, exist_ok=True)
+    (file := place / "llama2-70b.py").write_text(
+        _program(values, form), encoding="utf-8", errors="backslashreplace"
+    )
+    _read_options(file)
+
+
+CONF = [b"*.Server.target_qps = 5\nllama2-70b.*.min_duration = 600\n# x\n*.Offline.min_query_count = 0x10\n"]
+
+
+@fuzz(
+    damaged(
+        CONF, [b"*.*.", b" = ", b"1e400", b"99999999999999999", b"ttft_latency", b"mode = 2\n", b"nan", b"."]
+    ),
+    st.sampled_from(["Server", "Offline", "SingleStream"]),
+    refused_by=ConfigError,
+)
+def test_user_conf(folder: Path, text: bytes, scenario: str) -> None:
+    (file := folder / "user.conf").write_bytes(text)
+    load_settings(LoadGenConfig(scenario, "PerformanceOnly", user_conf=str(file)), 100).to_json()
+
+
+VARIABLES = [
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
+    *(
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_JOB_NUM_NODES",
+        "SLURM_NNODES",
+        "SLURM_STEP_ID",
+    ),
+    *("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "PBS_NODEFILE", "LSB_HOSTS", "PALS_RANKID", "MPI_LOCALNRANKS"),
+]
+SAID = (
+    ODD_TEXT.map(lambda text: text.replace("\0", ""))
+    | ODD_NUMBER.map(str)
+    | st.sampled_from(["²", "٣", "0", "1", "2"])
+)
+
+
+@fuzz(st.dictionaries(st.sampled_from(VARIABLES), SAID, max_size=6), refused_by=ConfigError)
+def test_variables_of_launchers(_: Path, env: dict[str, str]) -> None:
+    find_launcher(env)
+    spans_hosts((), env)
+    slots(env)
+    with contextlib.suppress(ConfigError):
+        refuse_copies("run", env)

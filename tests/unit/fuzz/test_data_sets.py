@@ -1,0 +1,144 @@
+"""Data sets: pickled frames, JSON lists, JSONL, arrays, ShareGPT, and conversions that are kept."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.preprocessed import converted
+from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.submission.references import read_references
+from mpillm.triton_client.prompts_file import read_prompts
+from mpillm.workloads import WORKLOADS
+from mpillm.workloads.workload import Columns
+from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+
+FRAMES = [file.read_bytes() for file in sorted(Path("tests/data/frames").glob("*.pkl"))]
+NAMES = [
+    b"\x8c\x06pandas\x8c\x09DataFrame\x93",
+    b"\x8c\x05numpy\x8c\x05dtype\x93",
+    b")R",
+    b"\x85R",
+    b"h\x00",
+    b"}",
+    b"](",
+    b"e",
+    b"b",
+    b"t",
+    b"0",
+]
+COLUMNS = Columns(tokens="tok_input", lengths="tok_input_length", references=("output",))
+LIMITS = Limits(vocab_size=256, max_seq_len=1000, max_output_len=10)
+
+
+@fuzz(damaged(FRAMES, NAMES), st.booleans(), refused_by=ConfigError, examples=150)
+def test_pickled_frames(folder: Path, data: bytes, packed: bool) -> None:
+    file = folder / ("frame.pkl.gz" if packed else "frame.pkl")
+    file.write_bytes(gzip.compress(data, 1) if packed else data)
+    loader = PreprocessedLoader(file, COLUMNS)
+    try:
+        loader.references()
+    except ConfigError as error:
+        assert str(error)
+    load_dataset(loader, ByteTokenizer(), LIMITS)
+
+
+@fuzz(damaged([gzip.compress(FRAMES[0])]), refused_by=ConfigError)
+def test_gzip(folder: Path, data: bytes) -> None:
+    (file := folder / "frame.pkl.gz").write_bytes(data)
+    load_dataset(PreprocessedLoader(file, COLUMNS), ByteTokenizer(), LIMITS)
+
+
+ROWS = [
+    [
+        {"tok_input": [1, 2, 3], "tok_input_length": 3, "output": "a"},
+        {"tok_input": [4], "tok_input_length": 1, "output": "b"},
+    ]
+]
+
+
+@fuzz(changed(ROWS).map(json_bytes) | damaged([json_bytes(ROWS[0])]), refused_by=ConfigError)
+def test_frames_in_json(folder: Path, data: bytes) -> None:
+    (file := folder / "frame.json").write_bytes(data)
+    loader = PreprocessedLoader(file, COLUMNS)
+    try:
+        loader.references()
+    except ConfigError as error:
+        assert str(error)
+    load_dataset(loader, ByteTokenizer(), LIMITS)
+
+
+LINES = [
+    {"prompt": "hello"},
+    {"input_tokens": [1, 2, 3]},
+    {"conversations": [{"from": "human", "value": "a"}]},
+]
+JSONL = b"\n".join(map(json_bytes, LINES[:2])) + b"\n"
+SHARE_GPT = json_bytes(
+    [{"id": "a", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}]
+)
+
+
+@fuzz(
+    st.lists(changed(LINES).map(json_bytes), min_size=1, max_size=3).map(b"\n".join)
+    | damaged([JSONL, b"\xef\xbb\xbf" + JSONL, SHARE_GPT]),
+    refused_by=ConfigError,
+    examples=120,
+)
+def test_lines(folder: Path, data: bytes) -> None:
+    (file := folder / "prompts.jsonl").write_bytes(data)
+    load_dataset(file, ByteTokenizer(), LIMITS)
+
+
+def npy(values: Any) -> bytes:
+    made = io.BytesIO()
+    np.save(made, np.array(values, np.int32))
+    return made.getvalue()
+
+
+TOKENS, LENGTHS, STOPS = npy([[5, 6, 0], [7, 0, 0]]), npy([2, 1]), npy([[9, 9, 9, 9]] * 2)
+NPY = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]
+
+
+@fuzz(
+    damaged([TOKENS], NPY, most=2),
+    damaged([LENGTHS], NPY, most=2),
+    damaged([STOPS], NPY, most=1),
+    refused_by=ConfigError,
+)
+def test_arrays(folder: Path, tokens: bytes, lengths: bytes, stops: bytes) -> None:
+    for name, data in (("input_ids_padded", tokens), ("input_lens", lengths), ("stop_ids_padded", stops)):
+        (folder / f"{name}.npy").write_bytes(data)
+    load_dataset(loader_of(folder, None), ByteTokenizer(), LIMITS)
+
+
+@fuzz(changed([["lengths", "tokens"]]), damaged([npy([2, 1])], NPY), examples=60)
+def test_conversions_that_are_kept(folder: Path, names: Any, array: bytes) -> None:
+    """What is damaged is made again."""
+    (folder / "contents.json").write_bytes(json_bytes(names))
+    for name in ("lengths", "tokens"):
+        (folder / f"{name}.npy").write_bytes(array)
+    converted._read(folder)
+
+
+@fuzz(
+    changed([[{"input": "a", "instruction": "b", "output": "c d"}]]).map(json_bytes), refused_by=ConfigError
+)
+def test_prompts_for_triton(folder: Path, data: bytes) -> None:
+    (file := folder / "prompts.json").write_bytes(data)
+    read_prompts(file)
+
+
+@fuzz(changed([{"output": "x", "highlights": "y"}]).map(json.dumps), refused_by=ConfigError)
+def test_references(folder: Path, line: str) -> None:
+    (file := folder / "references.jsonl").write_text(line, encoding="utf-8")
+    read_references(WORKLOADS["llama2-70b"], str(file))

@@ -1,0 +1,339 @@
+"""Files of a model: GGUF, safetensors, config.json and what stands beside it, adapters, engines."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.weights import peft_adapter
+from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
+from mpillm.engine.weights.engine_folder import FORMAT, read_engine
+from mpillm.models import gguf
+from mpillm.models.model_files import EngineConfig, GenerationConfig
+from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+from tests.helpers.gguf_files import write_gguf
+
+pytest.importorskip("torch")
+
+
+@cache
+def gguf_file() -> bytes:
+    """Return a whole file; its weights are few."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "m.gguf"
+        write_gguf(file, {"model.norm.weight": np.ones(64, np.float32)})
+        return file.read_bytes()
+
+
+GGUF_WORDS = [
+    struct.pack("<IQ", 8, 3),
+    struct.pack("<IQ", 9, 1),
+    b"llama.block_count",
+    b"GGUF",
+    struct.pack("<I", 12),
+]
+
+
+@fuzz(st.deferred(lambda: damaged([gguf_file()], GGUF_WORDS)), refused_by=ConfigError)
+def test_gguf(folder: Path, data: bytes) -> None:
+    (file := folder / "m.gguf").write_bytes(data)
+    (folder / "out").mkdir(exist_ok=True)
+    gguf.convert(file, folder / "out")
+
+
+@fuzz(
+    st.deferred(lambda: damaged([gguf_file()[:600] + bytes(40)], GGUF_WORDS, most=2)), refused_by=ConfigError
+)
+def test_gguf_head(folder: Path, data: bytes) -> None:
+    """Most of a file is its tokens."""
+    (file := folder / "m.gguf").write_bytes(data)
+    (folder / "out").mkdir(exist_ok=True)
+    gguf.convert(file, folder / "out")
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "eos_token_id": [1, 2],
+}
+QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    },
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+        }
+    },
+}
+MODELS = [
+    LLAMA,
+    LLAMA | {"quantization_config": QUANTIZED},
+    LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    LLAMA
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 8,
+        "rope_local_base_freq": 100.0,
+        "query_pre_attn_scalar": 4,
+        "rope_scaling": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    LLAMA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": 4,
+        "kv_lora_rank": 4,
+        "qk_nope_head_dim": 2,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+    LLAMA
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "layer_types": ["full_attention"]},
+]
+
+
+@fuzz(changed(MODELS, most=3), refused_by=ConfigError, examples=120)
+def test_config_of_a_model(folder: Path, config: Any) -> None:
+    (folder / "config.json").write_bytes(json_bytes(config))
+    model = load_model_config(str(folder))
+    if model.n_layers * max(1, model.n_experts) < 1000:
+        model.tensors()
+
+
+def header_of(shapes: dict[str, list[int]]) -> dict[str, Any]:
+    made, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * int(np.prod(shape))
+        made[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    return made
+
+
+KV_SCALES = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    },
+}
+SCALED = LLAMA | {"quantization_config": KV_SCALES}
+LAYER = "model.layers.0"
+TENSORS = {
+    "model.embed_tokens.weight": [8, 4],
+    "model.norm.weight": [4],
+    **{f"{LAYER}.self_attn.{name}_scale": [1] for name in "kv"},
+    **{f"{LAYER}.self_attn.{name}_proj.weight": [4 if name in "qo" else 2, 4] for name in "qkvo"},
+    **{f"{LAYER}.mlp.{name}_proj.weight": [4, 4] for name in ("gate", "up", "down")},
+    **{f"{LAYER}.{name}_layernorm.weight": [4] for name in ("input", "post_attention")},
+}
+HEADER = header_of(TENSORS) | {"__metadata__": {"format": "pt"}}
+SIZE = 4 * sum(int(np.prod(shape)) for shape in TENSORS.values())
+
+
+def safetensors(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + bytes(SIZE)
+
+
+WHOLE = safetensors(json_bytes(HEADER))
+
+
+@fuzz(
+    changed([HEADER]).map(lambda header: safetensors(json_bytes(header))) | damaged([WHOLE]),
+    changed([{"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}]) | st.none(),
+    refused_by=ConfigError,
+    examples=120,
+)
+def test_safetensors(folder: Path, data: bytes, index: Any) -> None:
+    (folder / "model.safetensors").write_bytes(data)
+    (folder / INDEX).unlink(missing_ok=True)
+    if index is not None:
+        (folder / INDEX).write_bytes(json_bytes(index))
+    (folder / "config.json").write_bytes(json_bytes(SCALED))
+    check_scales(checkpoint_files(folder, load_model_config(str(folder))))
+
+
+def test_the_seed_of_safetensors_is_a_model(tmp_path: Path) -> None:
+    """Otherwise little of the reader is reached."""
+    (tmp_path / "model.safetensors").write_bytes(WHOLE)
+    (tmp_path / "config.json").write_bytes(json_bytes(SCALED))
+    check_scales(checkpoint_files(tmp_path, load_model_config(str(tmp_path))))
+
+
+ADAPTER = {"r": 2, "lora_alpha": 4, "use_rslora": True, "bias": "none", "peft_type": "LORA"}
+LORA = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": [2, 2] for part in "AB"}
+
+
+@fuzz(
+    changed([ADAPTER]),
+    changed([header_of(LORA)]).map(
+        lambda header: struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(32)
+    ),
+    refused_by=ConfigError,
+)
+def test_adapter(folder: Path, config: Any, tensors: bytes) -> None:
+    (folder / "adapter_config.json").write_bytes(json_bytes(config))
+    (folder / "adapter_model.safetensors").write_bytes(tensors)
+    peft_adapter.convert(folder, "float16")
+
+
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 3,
+            "content": "<s>",
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+}
+SETTINGS = {
+    "eos_token": {"content": "<s>"},
+    "bos_token": "<s>",
+    "chat_template": [
+        {"name": "default", "template": "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"}
+    ],
+}
+TEMPLATE = (
+    b"{% for m in messages %}{{ bos_token + m['content'] }}"
+    b"{% if m.x %}{{ raise_exception('x') }}{% endif %}{% endfor %}"
+)
+JINJA = [
+    b"{{",
+    b"}}",
+    b"{%",
+    b" - 1",
+    b" / 0",
+    b"m['x'].y",
+    b"range(9)",
+    b"| tojson",
+    b"messages[9]",
+    b"{% generation %}",
+    b"namespace()",
+    b" ** 2",
+]
+
+
+@fuzz(
+    changed([TOKENIZER]), changed([SETTINGS]), st.none() | damaged([TEMPLATE], JINJA), refused_by=ConfigError
+)
+def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes | None) -> None:
+    (folder / "tokenizer.json").write_bytes(json_bytes(tokenizer))
+    (folder / "tokenizer_config.json").write_bytes(json_bytes(settings))
+    (file := folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        file.write_bytes(template)
+    made = load_tokenizer(folder)
+    made.encode_text("abab")
+    made.encode_chat([{"role": "user", "content": "ab"}])
+
+
+ENGINE = {
+    "format": FORMAT,
+    "pretrained_config": LLAMA
+    | {
+        "dtype": "float32",
+        "mapping": {"tp_size": 2, "pp_size": 1, "moe_ep_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    },
+    "build_config": {
+        "max_input_len": 10,
+        "max_batch_size": 4,
+        "plugin_config": {"use_paged_context_fmha": True},
+    },
+    "source": {"digests": ["a", "b"]},
+}
+GENERATION = [
+    {
+        "generation_config": {
+            "eos_token_id": 2,
+            "max_output_len": 9,
+            "temperature": 0.5,
+            "top_k": 1,
+            "streaming": True,
+        }
+    },
+    {"eos_token_id": [1, 2], "do_sample": True, "max_new_tokens": 3, "top_p": 0.5},
+]
+
+
+@fuzz(changed([ENGINE]), changed(GENERATION), refused_by=ConfigError)
+def test_engine(folder: Path, engine: Any, generation: Any) -> None:
+    (folder / "config.json").write_bytes(json_bytes(engine))
+    for read in (lambda: read_engine(folder), lambda: EngineConfig.from_engine_dir(folder)):
+        try:
+            read()
+        except ConfigError as error:
+            assert str(error)
+    GenerationConfig.from_json(generation, "it").values("it")

@@ -1,0 +1,424 @@
+"""What comes over a socket: messages of ranks, greetings, KV caches, bodies, states, answers of servers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import itertools
+import socket
+import struct
+import threading
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from launch.callers import KEY, Callers
+from mpillm.comms import messages
+from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
+from mpillm.comms.messages import REQUEST, RESPONSE, Batch
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
+from mpillm.cores.openai_client.server_counts import cached_tokens_of
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.disaggregated_params import GENERATION_ONLY, Half, KvFormat
+from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
+from mpillm.triton_models.requests import Refused
+from mpillm.triton_models.requests import read as read_tensors
+from tests.helpers.fuzzing import ODD_VALUE, changed, damaged, fuzz, json_bytes
+
+HOST = "127.0.0.1"
+
+
+# --- ranks ---
+
+
+def batch(dtype: Any) -> bytes:
+    rows = np.zeros(2, dtype)
+    rows["n_tokens"] = [2, 1]
+    return Batch(rows, np.array([5, 6, 7], np.int32)).pack().tobytes()
+
+
+BATCHES = {"REQUEST": (REQUEST, batch(REQUEST)), "RESPONSE": (RESPONSE, batch(RESPONSE))}
+KIND = st.sampled_from(sorted(BATCHES))
+
+
+@fuzz(
+    KIND.flatmap(lambda kind: st.tuples(st.just(kind), damaged([BATCHES[kind][1]]))),
+    refused_by=(ValueError, struct.error),
+)
+def test_batches(_: Path, drawn: tuple[str, bytes]) -> None:
+    """What is whole is what was sent. (Ranks are one user's: how many tokens a row has is theirs to say.)"""
+    kind, data = drawn
+    made = Batch.unpack(np.frombuffer(data, np.uint8), BATCHES[kind][0])
+    assert made.pack().tobytes() == data
+    assert sum(map(len, made.split())) == len(made)
+
+
+NUMBERS = [messages.GRANT, messages.WINDOW, messages.CANCEL, messages.SETTLE, messages.ACCEPT, messages.FIRST]
+
+
+@fuzz(
+    st.sampled_from(NUMBERS),
+    damaged([struct.pack("<qq", 1, 2)]),
+    refused_by=(ValueError, TypeError, IndexError),
+)
+def test_numbers(_: Path, message: Any, data: bytes) -> None:
+    message.read(np.frombuffer(data, np.uint8))
+
+
+IDS = itertools.count(2)
+HELLO = struct.Struct(f"!{KEY}II64s")
+
+
+@cache
+def callers() -> tuple[Callers, list[Any]]:
+    said: list[Any] = []
+    return Callers("fuzzed-callers", HELLO, said.append, said.append), said
+
+
+@cache
+def store() -> tuple[KvStore, bytes]:
+    made = KvStore(HOST, 60.0)
+    made.open(1)
+    made.put(1, np.arange(100, dtype=np.uint8))
+    return made, made.key(1) or b""
+
+
+GREETINGS = st.deferred(lambda: damaged([HELLO.pack(callers()[0].key, 3, 9, b"host"), store()[1]], most=3))
+
+
+@fuzz(st.lists(GREETINGS, min_size=1, max_size=4), st.booleans(), examples=30)
+def test_doors(_: Path, greetings: list[bytes], pauses: bool) -> None:
+    """A lifeline's, the roll call's, a KV cache's: whatever strangers say, who comes after them is heard."""
+    (roll, said), (kept, _key) = callers(), store()
+    for greeting in greetings:
+        for port in (roll.port, kept.port):
+            with socket.create_connection((HOST, port), 30.0) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(greeting)
+                if pauses:
+                    stranger.shutdown(socket.SHUT_WR)
+    with socket.create_connection((HOST, roll.port), 30.0) as caller:
+        caller.sendall(HELLO.pack(roll.key, 3, len(said), b"me"))
+        caller.sendall(b".")
+        assert caller.recv(1) == b""
+    kept.open(id_ := next(IDS))
+    kept.put(id_, np.arange(100, dtype=np.uint8))
+    assert len(fetch(HOST, kept.port, kept.key(id_) or b"", 100, 30.0)) == 100
+
+
+CACHE = np.arange(64, dtype=np.uint8)
+ANSWER = struct.pack("<qI", 64, 0x1EC6A6D8) + CACHE.tobytes()
+
+
+@fuzz(
+    damaged([ANSWER, struct.pack("<qI", -1, 0), struct.pack("<qI", 1 << 62, 0)]),
+    refused_by=CacheLost,
+    examples=40,
+)
+def test_a_server_of_caches(_: Path, data: bytes) -> None:
+    with socket.create_server((HOST, 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(16)
+                connection.sendall(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            fetch(HOST, listening.getsockname()[1], bytes(16), 64, 20.0)
+        finally:
+            thread.join(30.0)
+
+
+# --- clients of our endpoint ---
+
+SERVED = Served(
+    ("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200), gives_logprobs=True, is_half=True
+)
+DISAGGREGATED = {
+    "request_type": GENERATION_ONLY,
+    "first_gen_tokens": [3],
+    "ctx_request_id": 1,
+    "encoded_opaque_state": "a.b",
+    "disagg_request_id": 9,
+}
+BODIES = [
+    {
+        "model": "dummy",
+        "prompt": ["hello", [1, 2, 3]],
+        "max_tokens": 5,
+        "min_tokens": 1,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "seed": 7,
+        "n": 2,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+        "logprobs": 2,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "best_of": 1,
+        "user": "u",
+    },
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "t"}]},
+        ],
+        "max_completion_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "disaggregated_params": DISAGGREGATED,
+        "prompt_token_ids": [1, 2],
+    },
+]
+JSON_WORDS = [
+    b"1e999",
+    b"NaN",
+    b"-Infinity",
+    b"\\ud800",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"9" * 5000,
+    b"null",
+    b"\\u0000",
+]
+
+
+@fuzz(
+    changed(BODIES).map(json_bytes) | damaged([json_bytes(one) for one in BODIES], JSON_WORDS),
+    st.booleans(),
+    refused_by=ApiError,
+    examples=200,
+)
+def test_bodies(_: Path, data: bytes, chat: bool) -> None:
+    asked = read(data, chat, SERVED)
+    for prompt, wanted in encode(asked, SERVED):
+        assert 0 < len(prompt) < 200 and wanted > 0
+        row = np.zeros(1, REQUEST)
+        for name, value in asked.row.items():
+            row[name] = value
+
+
+@fuzz(changed([{"offset": 1.5}]).map(json_bytes), refused_by=ApiError)
+def test_clock_offsets(_: Path, data: bytes) -> None:
+    read_clock_offset(data)
+
+
+PROMPT = np.array([5, 6, 7], np.int32)
+STATE = KvState("context server 0", HOST, 1, "00" * 16, "any", request_digest(PROMPT, 3))
+
+
+def signed(state: Any) -> str:
+    text = base64.b64encode(json_bytes(state)).decode()
+    return f"{text}.{Seal('secret')._signature(text)}"
+
+
+STATES = changed([dataclasses.asdict(STATE)])
+
+
+@fuzz(
+    STATES.map(lambda state: f"{base64.b64encode(json_bytes(state)).decode()}.")
+    | STATES.map(signed)
+    | damaged([signed(dataclasses.asdict(STATE)).encode()]).map(lambda data: data.decode("latin-1"))
+    | ODD_VALUE,
+    st.sampled_from([None, "secret", "another"]),
+    refused_by=ApiError,
+    examples=120,
+)
+def test_opaque_states(_: Path, state: Any, secret: str | None) -> None:
+    """Without a secret they are believed if they name this machine; nothing listens there."""
+    found = Seal(secret).read(state)
+    assert secret is not None or found.host == "localhost" or found.host.startswith(("127.", "::1"))
+    assert len(bytes.fromhex(found.key)) == 16 and 0 < found.port < 1 << 16
+
+
+@fuzz(changed([DISAGGREGATED]), st.booleans(), refused_by=ApiError)
+def test_disaggregated_params(_: Path, params: Any, context: bool) -> None:
+    body = json_bytes({"prompt": [5, 6, 7], "disaggregated_params": params})
+    kept = store()[0] if context else None
+    seal = Seal("ours")  # which has signed none: no connection is made
+    half = Half("context" if context else "generation", "it", KvFormat("any", 1), HOST, kept, {}, 1.0, seal)
+    try:
+        asked = half.check(read(body, False, SERVED), SERVED)
+        if not context:
+            asyncio.run(half.fetch(asked, PROMPT, SERVED))
+    finally:
+        if half._fetchers is not None:
+            half._fetchers.shutdown()
+
+
+TENSORS: dict[str, Any] = {
+    "input_ids": np.array([[5, 6, 7]], np.int32),
+    "input_lengths": np.array([[3]], np.int32),
+    "request_output_len": np.array([[4]], np.int32),
+    "end_id": np.array([[2]], np.int32),
+    "temperature": np.array([[0.5]], np.float32),
+    "runtime_top_k": np.array([[3]], np.int32),
+    "runtime_top_p": np.array([[0.5]], np.float32),
+    "seed": np.array([[7]], np.uint64),
+    "beam_width": np.array([[1]], np.int32),
+    "len_penalty": np.array([[1.0]], np.float32),
+    "early_stopping": np.array([[True]], np.bool_),
+    "streaming": np.array([[False]], np.bool_),
+    "stop_words_list": np.array([[7, 8, 9, 0], [1, 3, -1, -1]], np.int32),
+    "bad_words_list": np.array([[7], [1]], np.int32),
+    "embedding_bias": np.array([[0.0, 1.0]], np.float32),
+    "repetition_penalty": np.array([[1.0]], np.float32),
+    "presence_penalty": np.array([[0.0]], np.float32),
+    "return_log_probs": np.array([[True]], np.bool_),
+    "min_tokens": np.array([[1]], np.int32),
+    "pad_id": np.array([[0]], np.int32),
+    "num_return_sequences": np.array([[1]], np.int32),
+    "runtime_top_p_reset_ids": np.array([[0]], np.int32),
+}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the tensors of a request, of their types, with any values and shapes."""
+    made = dict(TENSORS)
+    for name in draw(st.lists(st.sampled_from(sorted(TENSORS)), max_size=12)):
+        if name not in made or draw(st.integers(0, 4)) == 0:
+            made.pop(name, None)
+            continue
+        dtype, shape = (
+            made[name].dtype,
+            draw(st.sampled_from([(1,), (1, 1), (0,), (1, 0), (2, 3), (3,), (2, 1), ()])),
+        )
+        raw = draw(
+            st.binary(min_size=64, max_size=64) | st.sampled_from([bytes(64), b"\xff" * 64, b"\x7f" * 64])
+        )
+        n = int(np.prod(shape, dtype=int))
+        made[name] = (
+            np.frombuffer(raw, np.uint8)[: n * dtype.itemsize]
+            .view(dtype if dtype != np.bool_ else np.uint8)
+            .astype(dtype)
+            .reshape(shape)
+        )
+    return made
+
+
+@fuzz(tensors(), st.booleans(), refused_by=Refused, examples=200)
+def test_tensors_of_triton(_: Path, given: dict[str, Any], special: bool) -> None:
+    asked = read_tensors(given, False, takes_special=special)
+    assert asked.prompt and asked.max_output >= 1
+
+
+# --- servers of others ---
+
+EVENT = {
+    "id": "a",
+    "object": "text_completion",
+    "choices": [{"index": 0, "text": "t", "token_ids": [5], "finish_reason": None, "logprobs": None}],
+}
+LAST = {
+    "choices": [{"index": 0, "text": "u", "token_ids": [6], "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+}
+STREAM = b"".join(b"data: %b\n\n" % json_bytes(one) for one in (EVENT, LAST)) + b"data: [DONE]\n\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(STREAM), STREAM)
+PLAIN = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(json_bytes(LAST)), json_bytes(LAST))
+ERROR = b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 24\r\n\r\n{"error":{"message":"x"}}'
+HTTP_WORDS = [
+    b"\r\n",
+    b"0\r\n\r\n",
+    b"ffffffff\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\n",
+    b"Content-Length: 5\r\n",
+    b": ",
+    b"data: ",
+    b"\n\n",
+    b"-1",
+]
+EVENTS = st.lists(changed([EVENT, LAST, {"error": {"message": "m"}}], most=3), min_size=1, max_size=4)
+
+
+class Receiver:
+    """Reads an answer as a client does."""
+
+    def __init__(self, stream: bool) -> None:
+        self.answer = Answer(stream, 4)
+        self.status = 0
+        self.errors: list[Exception] = []
+        self.ended = 0
+
+    def on_head(self, status: int, headers: Any) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes, at: float) -> None:
+        if self.status == 200:
+            self.answer.feed(data, at)
+        else:
+            failure_text(self.status, data)
+
+    def on_end(self, connection: HttpConnection) -> None:
+        self.ended += 1
+        if self.status == 200:
+            self.answer.finish(1.0)
+
+    def on_broken(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@fuzz(
+    damaged([CHUNKED, PLAIN, ERROR, HEAD + b"\r\n" + STREAM], HTTP_WORDS)
+    | EVENTS.map(
+        lambda events: HEAD + b"\r\n" + b"".join(b"data: %b\n\n" % json_bytes(one) for one in events)
+    ),
+    st.booleans(),
+    st.lists(st.integers(1, 400), max_size=4),
+    examples=200,
+)
+def test_a_server_of_answers(_: Path, data: bytes, stream: bool, cuts: list[int]) -> None:
+    """Its client says once how it ended: with an answer, or with an error of ours."""
+    connection, receiver = HttpConnection(), Receiver(stream)
+    transport: Any = SimpleNamespace(write=lambda data: None, abort=lambda: None)
+    connection.connection_made(transport)
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", receiver)
+    while data and not connection.closed:
+        n = cuts.pop() if cuts else len(data)
+        connection.data_received(data[:n])
+        data = data[n:]
+    if not connection.closed:
+        with contextlib.suppress(AnswerError, ValueError):  # the loop logs it, and the client's call fails
+            connection.connection_lost(None)
+    assert all(isinstance(error, (HttpError, AnswerError, ValueError)) for error in receiver.errors)
+    assert len(receiver.errors) + receiver.ended >= 1
+    answer = receiver.answer
+    assert answer.size <= 64 * 4 and all(type(token) is int for token in answer.tokens)
+    answer.text.encode()
+    assert answer.finish_reason is None or isinstance(answer.finish_reason, str)
+
+
+METRICS = (
+    b'vllm:prefix_cache_hits_total{model="a b}",engine="0"} 12.0 1700000000\n# x\n'
+    b"sglang:cached_tokens_total 3\n"
+)
+
+
+@fuzz(damaged([METRICS], [b"NaN", b"1e999", b"{", b"}", b'"', b"vllm:prefix_cache_hits_total"]))
+def test_pages_of_metrics(_: Path, data: bytes) -> None:
+    found = cached_tokens_of(data.decode("utf-8", "replace"))
+    assert found is None or np.isfinite(found)
