@@ -32,7 +32,7 @@ class RankPlan:
     """One rank. A control rank has no instance and no device: those fields are None."""
 
     rank: int
-    roles: tuple[str, ...]  # of harness, leader, ctx, gen, executor
+    roles: tuple[str, ...]  # of harness, leader, server, ctx, gen, executor
     instance: int | None
     instance_rank: int | None  # its index in the instance
     tp_rank: int | None
@@ -40,6 +40,7 @@ class RankPlan:
     ep_rank: int | None
     node: str
     device: int | None  # index among the workers of its node
+    server: int | None = None  # of a client, the index of its server; the first client of each owns it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,28 @@ class InstancePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server that a rank starts and owns; executors are its clients."""
+
+    index: int
+    owner: int  # a rank
+    clients: tuple[int, ...]  # ranks; the owner is the first
+    place: int  # among the servers of its node
+
+
+@dataclass(frozen=True, slots=True)
 class WorldPlan:
     """What runs where."""
 
     ranks: tuple[RankPlan, ...]
     instances: tuple[InstancePlan, ...]
     config: DisaggConfig
+    clients_per_server: int = 0  # of servers that ranks own; 0: none does
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
-        return _made_again, (self.config, nodes)
+        return _made_again, (self.config, nodes, self.clients_per_server)
 
     @property
     def world_size(self) -> int:
@@ -97,6 +109,20 @@ class WorldPlan:
     @property
     def leader_rank(self) -> int:
         return next(rank.rank for rank in self.ranks if "leader" in rank.roles)
+
+    @property
+    def servers(self) -> tuple[OwnServer, ...]:
+        """The servers that ranks own."""
+        made: list[OwnServer] = []
+        on_node: dict[str, int] = {}
+        for instance in self.instances[:: self.clients_per_server or len(self.instances)]:
+            if self.clients_per_server:
+                owner = self.ranks[instance.leader]
+                clients = tuple(rank.rank for rank in self.ranks if rank.server == len(made))
+                place = on_node.setdefault(owner.node, 0)
+                on_node[owner.node] += 1
+                made.append(OwnServer(len(made), owner.rank, clients, place))
+        return tuple(made)
 
     @property
     def tp_splits(self) -> int:
@@ -112,9 +138,12 @@ class WorldPlan:
         return {"world_size": self.world_size, "ranks": ranks}
 
 
-def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = None) -> WorldPlan:
+def plan(
+    config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = None, clients_per_server: int = 0
+) -> WorldPlan:
     """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
 
+    `clients_per_server`: so many executors in a row are clients of one server, which the first of them owns.
     Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
     """
     check_pairs(config)
@@ -128,6 +157,12 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
     if len(nodes) != world_size:
         raise ConfigError(f"nodes: {len(nodes)} given; must be {world_size}, one for each rank")
 
+    if clients_per_server and config.n_workers % clients_per_server:
+        some = [n_control + clients_per_server * n for n in (1, 2, 3)]
+        raise ConfigError(
+            f"world size: {world_size}; with {clients_per_server} clients of each server it must be"
+            f" {some[0]}, {some[1]}, {some[2]}, …"
+        )
     instances = _assign(config, range(n_control, world_size), nodes)
     control = {0: ("harness", "leader")} if n_control < 2 else {0: ("harness",), 1: ("leader",)}
     where = {rank: (instance, index) for instance in instances for index, rank in enumerate(instance.ranks)}
@@ -141,15 +176,15 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
         instance, index = where[rank]
         tp_rank = index % instance.tp_size
         pp_rank = index // (len(instance.ranks) // instance.pp_size)
-        device = devices.get(node, 0)
-        devices[node] = device + 1
+        device = None if clients_per_server else devices.get(node, 0)
+        devices[node] = devices.get(node, 0) + 1
         ep_rank = tp_rank % instance.ep_size
+        server, client = divmod(instance.index, clients_per_server) if clients_per_server else (None, 1)
+        mine = (*roles, *(("server",) if client == 0 else ()), instance.role)
         ranks.append(
-            RankPlan(
-                rank, (*roles, instance.role), instance.index, index, tp_rank, pp_rank, ep_rank, node, device
-            )
+            RankPlan(rank, mine, instance.index, index, tp_rank, pp_rank, ep_rank, node, device, server)
         )
-    return WorldPlan(tuple(ranks), instances, config)
+    return WorldPlan(tuple(ranks), instances, config, clients_per_server)
 
 
 def check_pairs(config: DisaggConfig) -> None:
@@ -164,9 +199,9 @@ def check_pairs(config: DisaggConfig) -> None:
         )
 
 
-def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]]) -> WorldPlan:
+def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], clients_per_server: int) -> WorldPlan:
     names = [name for name, count in nodes for _ in range(count)]
-    return plan(config, len(names), names)
+    return plan(config, len(names), names, clients_per_server)
 
 
 def parse_nodes(text: str) -> list[str]:

@@ -71,7 +71,7 @@ class Servers:
         self._children = Children()
         self._reasons: dict[str, str] = {}  # the pattern of each server
         self._names: dict[str, str] = {}  # of the server behind each health URL
-        self._checks: dict[str, _Check] = {}  # the last of each health URL
+        self._checks: dict[str, HealthCheck] = {}  # the last of each health URL
         self._heard: dict[str, float] = {}  # when each health URL last answered
         self._next_look = 0.0
         self._ready = False
@@ -112,7 +112,7 @@ class Servers:
                 raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
                 if url not in self._checks or self._checks[url].answered is False:
-                    self._checks[url] = _Check(url, self._checks.get(url))
+                    self._checks[url] = HealthCheck(url, self._checks.get(url))
             again = min(time.monotonic() + _POLL_S, deadline)
             for url in waiting:
                 self._checks[url].wait(again)
@@ -154,7 +154,7 @@ class Servers:
             elif check.is_late(now) and now - self._heard[url] > stall_s:
                 silent.append(url)
             if is_due and answered is not None:
-                self._checks[url] = _Check(url, check)
+                self._checks[url] = HealthCheck(url, check)
         if silent:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
@@ -179,10 +179,10 @@ class Servers:
         )
 
 
-class _Check:
+class HealthCheck:
     """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
 
-    def __init__(self, url: str, before: _Check | None) -> None:
+    def __init__(self, url: str, before: HealthCheck | None = None) -> None:
         """`before`: the last one of this URL."""
         self.answered: bool | None = None  # None: it is under way
         self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
@@ -197,6 +197,10 @@ class _Check:
     def wait(self, until: float) -> None:
         """Wait for its end, at most until this time of the monotonic clock."""
         self._thread.join(max(0.0, until - time.monotonic()))
+
+    def is_old(self, age_s: float) -> bool:
+        """Return whether it began so many seconds ago."""
+        return time.monotonic() - self._began > age_s
 
     def is_late(self, now: float) -> bool:
         """Return whether a health check got no answer, or has none after the time that an answer may take."""

@@ -75,6 +75,12 @@ def visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
     return handles
 
 
+def as_visible(devices: Sequence[int]) -> tuple[str, ...]:
+    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see these of this process's GPUs."""
+    words = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(words.split(",")[index].strip() if words else str(index) for index in devices)
+
+
 def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
     uuid, name, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), Memory()
     nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))

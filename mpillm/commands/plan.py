@@ -17,9 +17,10 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
+from mpillm.runtime.own_servers import server_lines, server_plans
 from mpillm.runtime.yaml_effects import check_yaml
 
-_SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
+_SHOWN = shown("workload", "topology", "own servers", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     clients = config.yaml is None and BackendRegistry.declared(config.core_type).is_client
-    made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes)
+    clients_per_server = config.clients_per_server if config.server else 0
+    made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes, clients_per_server)
+    notes += server_lines(made, server_plans(config, made, {}))
     if config[format_field] == "json":
         print(json.dumps({**made.to_json(), "notes": notes}, indent=2))
     else:

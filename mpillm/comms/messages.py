@@ -279,6 +279,7 @@ class Setup(NamedTuple):
     gpus: dict[int, OwnGpu]  # see `devices.assign`
     token: str  # this run's alone
     outlives_losses: bool  # --on_instance_loss continue
+    server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
 
 
 class Stop(NamedTuple):

@@ -18,12 +18,15 @@ from mpillm.configurator import Field
 from mpillm.configurator.effect import ANY, Use
 from mpillm.configurator.found import Found, Level, Origin
 from mpillm.core_names import WITH_BACKENDS, with_backend
-from mpillm.fields import BY_NAME, FIELDS
+from mpillm.fields import BY_NAME, FIELDS, SIZES
 from mpillm.fields.effects import PLAN, RUN, SERVE
 from mpillm.fields.runtime_flags import KNOWN_FLAGS, names_of
+from mpillm.servers.kinds import kind_of
 
 _OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
 """Commands whose options choose what is measured, and whose they are. Others are stages before them."""
+
+_OF_ENGINES = ("model", "checkpoint", "build")
 
 _MOST_NAMED = 24  # flags that a message lists
 
@@ -118,12 +121,20 @@ def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
 
     Of several uses, the one that lacks least is named.
     """
+    if config.server and of_engine(field):
+        kind = kind_of(config.server)
+        return None if kind.takes(field.name) else _Why(f"on a {kind.name} server", "server")
     if not field.effect.uses:
         return _Why(f"here ({field.effect.instead})" if field.effect.instead else "here")
     lacking = [_lacking(use, config, command) for use in field.effect.uses]
     if None in lacking:
         return None
     return max(filter(None, lacking), key=lambda one: one[0])[1]
+
+
+def of_engine(field: Field) -> bool:
+    """Return whether an option is about the engine, so that a server which the run starts takes or lacks it."""
+    return (field.group in _OF_ENGINES and field.name != "model_path") or field.name in SIZES
 
 
 def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Why] | None:

@@ -25,7 +25,7 @@ from mpillm.fields.effects import RUN, SERVE
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
-    *("workload", "topology", "model", "build", "harness", "triton"),
+    *("workload", "topology", "model", "own servers", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port", "force"),  # ports: of the YAML that it leaves
 )
@@ -33,7 +33,7 @@ RUN_FIELDS = fields.shown(
 
 # What `serve` shows.
 SERVE_FIELDS = fields.shown(
-    *("serve", "workload", "topology", "model", "build", "harness", "generation", "deadlines"),
+    *("serve", "workload", "topology", "model", "own servers", "build", "harness", "generation", "deadlines"),
     also=("apply_chat_template", "log_dir", "force"),
 )
 

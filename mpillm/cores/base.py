@@ -122,6 +122,9 @@ class LLMCore(ABC):
     def load(self) -> None:
         """Load weights, or start or connect to a server. May take minutes, within the load deadline."""
 
+    def find_servers(self, urls: Mapping[int, str]) -> None:  # noqa: B027 - for clients of the run's own servers
+        """Hear where the servers are that ranks of this run own, by their index: all ranks have loaded."""
+
     def doing(self) -> str:
         """Return how far `load` or the warm-up has come, or what it waits for, in a few words; "": unknown.
 

@@ -25,6 +25,7 @@ from mpillm.fields.general import GeneralFields
 from mpillm.fields.harness_stage import HarnessFields
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.fields.model import ModelFields
+from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.fields.sampling import GenerationFields
@@ -43,6 +44,7 @@ class AllFields(
     HarnessFields,
     TritonFields,
     ServerFields,
+    OwnServerFields,
     ServingFields,
     DataFields,
     GenerationFields,
@@ -69,6 +71,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
     BuildFields.trtllm_build_flags: tuple(BUILD_OPTIONS.values()),
     GeneralFields.use_triton: (GeneralFields.harness_type,),
     GeneralFields.harness_type: (TopologyFields.core_type,),
+    OwnServerFields.server: (TopologyFields.core_type,),
     TopologyFields.core_type: (TopologyFields.mode,),
 }
 

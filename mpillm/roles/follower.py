@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from mpillm.cores.base import LLMCore
@@ -32,6 +33,9 @@ class Follower(Role):
 
     def stop(self) -> None:
         self._core.notify_stop()
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        self._core.find_servers(urls)
 
     def lost(self, instance: int) -> None:
         self._core.lose_peer(instance)

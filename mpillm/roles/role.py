@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ class Role:
         The heartbeat's thread calls this.
         """
         return ""
+
+    def serves(self) -> dict[int, str]:
+        """Return, once it has loaded, the URLs of the servers that this role owns, by their index."""
+        return {}
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        """Hear where the run's own servers are, once all ranks have loaded."""
 
     def record(self, recorder: Recorder) -> None:
         """Note in `recorder`, from the start of the test on, when this rank computes."""

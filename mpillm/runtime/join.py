@@ -28,6 +28,7 @@ from mpillm.fields.effects import RUN, SERVE
 from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.runtime.choose_samples import load_samples
+from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
 from mpillm.runtime.rank_roles import check_flags, check_handoff, core_configs, what_runs
 from mpillm.runtime.yaml_effects import check_yaml
 from mpillm.workloads.rounds import why_not
@@ -46,6 +47,7 @@ class Planned:
     models: list[Any]  # for each of `cores` what its check returned: `ModelInfo`, or None
     notes: list[str]  # which parts of the configuration have no effect
     outlives_losses: bool  # it goes on without an instance that is lost
+    server_gpus: dict[int, tuple[int, ...]]  # of servers that ranks own, by rank
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,11 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += check_yaml(config)
-    plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
+    nodes = [reports[rank].host for rank in ranks]
+    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_per_server if config.server else 0)
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
+    server_gpus = gpus_of_servers(config, plan, [reports[rank].gpus for rank in ranks])
+    notes += server_lines(plan, server_plans(config, plan, server_gpus))
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():
@@ -138,7 +143,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
             raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
-    return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
+    return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
 
 
 def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:

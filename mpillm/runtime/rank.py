@@ -31,7 +31,7 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
-from mpillm.devices import Gpu
+from mpillm.devices import Gpu, visible_gpus
 from mpillm.errors import Failure, Interrupted, RunError
 from mpillm.fields.deadlines import DEADLINES, FIELD_OF
 from mpillm.phases import PHASES, Phase
@@ -153,8 +153,16 @@ class Rank:
         part = self._set_up(self._phase(join, self._join_report))
         self._ending.last_report = lambda: self._drain_report(part)
         for phase in others:
-            self._phase(phase, self._ending.last_report if phase == "drain" else None)
+            report = {"load": self._servers, "drain": self._ending.last_report}.get(phase)
+            urls = self._phase(phase, report)
+            if phase == "load":
+                for role in self._roles:
+                    role.find_servers(urls)
         return int(self._phase(stop)), part.comms
+
+    def _servers(self) -> dict[int, str]:
+        """Return the URLs of the servers that this rank owns."""
+        return {index: url for role in self._roles for index, url in role.serves().items()}
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
@@ -186,6 +194,8 @@ class Rank:
     def _gpus(self) -> tuple[Gpu, ...]:
         """Return this node's GPUs, if the core uses any."""
         config = self._config
+        if config and config.server:
+            return visible_gpus() or ()
         return BackendRegistry.get(config.core_type).gpus() if config and config.device != "cpu" else ()
 
     def _join_report(self) -> JoinReport:

@@ -111,6 +111,8 @@ class Rank0:
         note, value = "", None
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
+        elif phase == "load":
+            value = {index: url for served in reports.values() for index, url in served.items()}
         elif phase == "ready":
             note = self.session.ready()
         elif phase == "test":
@@ -148,6 +150,7 @@ class Rank0:
             planned.gpus,
             secrets.token_hex(8),
             planned.outlives_losses,
+            planned.server_gpus,
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:

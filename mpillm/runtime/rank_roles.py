@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
@@ -25,6 +26,7 @@ from mpillm.config.disagg_values import (
 )
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
+from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
 from mpillm.errors import Failure
@@ -65,6 +67,7 @@ def _core_config(
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.part.node_ranks if config.part else node_ranks
     config = config.of(_SECTIONS[instance.role])
+    owner = None if me.server is None else plan.servers[me.server].owner
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
     return CoreConfig(
         core_type=config.core_type,
@@ -87,6 +90,9 @@ def _core_config(
         end_ids=config.end_ids,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=node_ranks,
+        server=me.server,
+        client=me.rank - owner if owner is not None else 0,
+        n_clients=plan.clients_per_server or 1,
         options=config.core_options,
         **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
     )
@@ -172,6 +178,12 @@ def make_roles(
     me = plan.ranks[rank]
     core_class = BackendRegistry.get(config.core_type)
     roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
+    if "server" in me.roles:
+        from mpillm.roles.server import ServerRole  # few runs have one
+        from mpillm.runtime.own_servers import server_plans
+
+        mine = next(server for server in server_plans(config, plan, setup.server_gpus) if server.index == me.server)
+        roles.append(ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake))
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():

@@ -91,7 +91,7 @@ def good(request: Request) -> Reply:
 
 @dataclass
 class ScriptedServer:
-    """Listens on a port of the kernel's choice.
+    """Listens on a port of the kernel's choice, or on `port`.
 
     `completions` answers requests for completions, `others` every other path that it names.
     """
@@ -99,6 +99,7 @@ class ScriptedServer:
     completions: Callable[[Request], Reply] = good
     others: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
+    port: int = 0
 
     def __post_init__(self) -> None:
         self.requests: list[Request] = []
@@ -106,7 +107,7 @@ class ScriptedServer:
         self._stopped = threading.Event()
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=512)
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
         self.url = f"{'https' if self.tls else 'http'}://{self.address}"
         self._thread = threading.Thread(target=self._accept, daemon=True)

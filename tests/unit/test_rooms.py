@@ -23,6 +23,7 @@ mpillm.user_config
 mpillm.files mpillm.devices mpillm.event_loop
 mpillm.telemetry
 mpillm.configurator
+mpillm.servers
 mpillm.fields
 mpillm.comms
 mpillm.models

@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -124,11 +124,11 @@ class TrtllmEndpointCore(LLMCore):
         self._options = EndpointOptions.from_options(config.options)
         self._harness = self.config_class()
         self.streams = self._harness.streaming
-        self._urls, self._at_once = share_of(
-            self._harness.endpoint_urls,
-            self._harness.max_concurrency or MOST_AT_ONCE,
-            config.instance,
-            config.n_instances,
+        at_once = self._harness.max_concurrency or MOST_AT_ONCE
+        self._urls, self._at_once = (
+            share_of(self._harness.endpoint_urls, at_once, config.instance, config.n_instances)
+            if config.server is None
+            else share_of([""], at_once, config.client, config.n_clients)
         )
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
@@ -162,10 +162,25 @@ class TrtllmEndpointCore(LLMCore):
     # --- life ---
 
     def load(self) -> None:
-        """Wait for the servers."""
+        """Wait for the servers, if they are not the run's own."""
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
             self._tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
+        if self.config.server is not None:
+            return
+        self._open()
+        deadline = EARLIER * self._harness.load_deadline
+        for endpoint in self._endpoints:
+            self._ask(until_ready(endpoint, deadline, partial(setattr, self, "awaits")), deadline + 60)
+        self.awaits = ""
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        if self.config.server is not None:
+            self._urls = [urls[self.config.server]]
+            self._open()
+
+    def _open(self) -> None:
+        """Start the client."""
         _allow_files(self._at_once * len(self._urls))
         self._endpoints = [Endpoint(url) for url in self._urls]
         self._thread = ClientThread("mpillm-http", self.wake)
@@ -177,10 +192,6 @@ class TrtllmEndpointCore(LLMCore):
             EARLIER * self._harness.stall_timeout,
             self._options.retry_s,
         )
-        deadline = EARLIER * self._harness.load_deadline
-        for endpoint in self._endpoints:
-            self._ask(until_ready(endpoint, deadline, partial(setattr, self, "awaits")), deadline + 60)
-        self.awaits = ""
 
     def run_health_check(self) -> None:
         """Find the model, and generate a token, on each server."""

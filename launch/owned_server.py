@@ -1,0 +1,250 @@
+"""A server that belongs to this process: it ends with it, whatever ends this process, and is watched closely.
+
+    server = OwnedServer("vllm 0", command, log, wake)
+    …
+    if why := server.ended():  # one of its processes has, or somebody has stopped one
+        …
+    server.stop(grace_s)
+
+`server_guard` stands between the two. A thread looks at every process of the server: which has ended, and by
+which signal. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.children import tail
+from launch.command import Command
+
+_LOOK_S = 0.2
+_STOPPED_S = 1.0  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
+_KILL_S = 5.0  # for the guard to end what does not end by itself
+# By these no process ends on purpose; a server ends its pool of compilers by SIGTERM, for one.
+_FATAL = (
+    *(signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT),
+    *(signal.SIGILL, signal.SIGFPE, signal.SIGSYS),
+)
+_LARGE = 256 << 20  # bytes in memory of a process that a server which is ready can't do without
+_MOST = 4096  # bytes read from the guard at once
+_GUARD = Path(__file__).parent / "server_guard.py"
+
+
+@dataclass
+class _Process:
+    pid: int
+    fd: int  # a pidfd
+    name: str
+    resident: int  # bytes, when it was last looked at
+    stopped_at: float | None = None  # since when it is
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.name})"
+
+
+class OwnedServer:
+    """A server's processes."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Command,
+        log: Path,
+        wake: Callable[[], None] = lambda: None,
+        grace_s: float = 10.0,
+    ) -> None:
+        """Start it; its output is appended to `log`. `wake`: called once, when `ended` has something to say.
+
+        `grace_s`: what it gets to end by itself if this process is killed. Raises OSError if the log can't be
+        written.
+        """
+        self.name = name
+        self.log = log
+        self._wake = wake
+        self._why = ""
+        self._stopping = self._is_ready = False
+        self._first: int | None = None  # the server's first process
+        self._processes: dict[int, _Process] = {}
+        self._line, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            output.write(f"$ {command}\n".encode())
+            output.flush()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD), str(grace_s), *command.argv],
+                env=command.environment(),
+                stdin=theirs,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a launcher that ends this process's group leaves the guard alone
+            )
+        self._watcher = threading.Thread(target=self._watch, name=f"watch {name}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes, as they were last seen."""
+        return list(self._processes)
+
+    def ready(self) -> None:
+        """Note that it is ready: from now on it can't do without its large processes."""
+        self._is_ready = True
+
+    def ended(self) -> str:
+        """Return why it does not run any more: what has ended, and how; "" while it does."""
+        return self._why
+
+    def tail(self, lines: int = 15) -> str:
+        """Return the last lines of its log, indented."""
+        return tail(self.log, lines)
+
+    def stop(self, grace_s: float) -> None:
+        """End it and all that it has started: by SIGTERM, after `grace_s` by force. Return when it has."""
+        if self._stopping:
+            return
+        self._stopping = True
+        with contextlib.suppress(OSError):  # the guard has ended
+            self._line.sendall(f"{grace_s:g}\n".encode())
+        self._watcher.join(_KILL_S)
+        self._line.close()
+        try:
+            self._guard.wait(grace_s + _KILL_S)
+        except subprocess.TimeoutExpired:  # something hangs in the kernel
+            self._guard.kill()
+        self._kill_left()
+
+    # --- the watcher's thread, until `stop` ---
+
+    def _watch(self) -> None:
+        while not self._stopping and not self._why:
+            try:
+                why = self._look()
+            except OSError:  # out of files, say: the guard still tells
+                why = ""
+                time.sleep(_LOOK_S)
+            if why and not self._stopping:
+                self._why = why
+                self._wake()
+
+    def _look(self) -> str:
+        """Wait a moment for something to end; return what it is, or what is stopped."""
+        self._find()
+        by_fd = {process.fd: process for process in self._processes.values()}
+        ready = select.select([self._line, *by_fd], [], [], _LOOK_S)[0]
+        ended = [self._taken(by_fd[fd]) for fd in ready if fd in by_fd]
+        if self._line in ready and (why := self._told()):
+            # What ended first says more than that the server then gave up.
+            return next((text for process, text, bad in ended if bad and process.pid != self._first), why)
+        for process, text, bad in ended:
+            if process.pid != self._first and (bad or (self._is_ready and process.resident >= _LARGE)):
+                return text
+        return self._stopped()
+
+    def _told(self) -> str:
+        """Read what the guard says; return how the server ended, if it has."""
+        words = self._line.recv(_MOST).split()
+        if not words:
+            self._kill_left()
+            return f"its guard (pid {self._guard.pid}) has ended"
+        said = dict(zip(words[::2], map(int, words[1::2]), strict=False))
+        self._first = said.get(b"started", self._first)
+        if (code := said.get(b"ended")) is None:
+            return ""
+        return f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    def _find(self) -> None:
+        """Begin to look after the processes that were not there at the last look."""
+        for pid in _below(self._guard.pid):
+            if pid not in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    self._processes[pid] = _Process(pid, os.pidfd_open(pid), _name(pid), 0)
+
+    def _taken(self, process: _Process) -> tuple[_Process, str, bool]:
+        """Forget a process that has ended; return how it did, and whether that is bad for any server."""
+        status = _exit_status(process.pid)
+        del self._processes[process.pid]
+        os.close(process.fd)
+        number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
+        how = f"was ended by {_signal(number)}" if number else "has ended"
+        return process, f"{process} {how}", number in _FATAL
+
+    def _stopped(self) -> str:
+        now = time.monotonic()
+        for process in self._processes.values():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = _stat(process.pid)
+                process.resident = int(fields[21]) * _PAGE
+                process.name = _name(process.pid)  # a server may give itself another one
+                if fields[0] not in ("T", "t"):
+                    process.stopped_at = None
+                elif process.stopped_at is None:
+                    process.stopped_at = now
+                elif now - process.stopped_at >= _STOPPED_S:
+                    return f"{process} is stopped: kill -CONT {process.pid}"
+        return ""
+
+    def _kill_left(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(process.fd, signal.SIGKILL)
+            os.close(process.fd)
+        self._processes = {}
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third, its state, on."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _exit_status(pid: int) -> int | None:
+    """Return the status of a process that has ended, as wait gives it, if its parent has not asked yet."""
+    try:
+        fields = _stat(pid)
+        return int(fields[49]) if fields[0] in ("Z", "X") else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _name(pid: int) -> str:
+    """Return how a process calls itself, shortened."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return " ".join(filter(None, [Path(words[0]).name, *words[1:3]]))[:40] or "starting"
+    except OSError:
+        return "?"
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Yield the processes below `pid`."""
+    for task in _tasks(pid):
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                yield int(child)
+                yield from _below(int(child))
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names, not paths
+    except OSError:
+        return []
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,40 @@
+"""Servers of other people that a run starts, owns and ends."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field, Options
+from mpillm.configurator.effect import ANY
+from mpillm.configurator.parsers import positive, shell_words
+from mpillm.core_names import TRTLLM_ENDPOINT
+from mpillm.fields.effects import used_by
+from mpillm.servers.kinds import server as server_kind
+
+
+class OwnServerFields(Options):
+    """Servers of other people that a run starts, owns and ends."""
+
+    server = Field(
+        "server",
+        "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
+        " trtllm-serve, mpillm, or command:WORDS with {model}, {host}, {port}, {tp}, {pp}, {devices} and {name}"
+        " in them; --core_type is trtllm_endpoint then",
+        server_kind,
+        effect=used_by(*TRTLLM_ENDPOINT),
+        group="own servers",
+    )
+    server_args = Field(
+        "server_args",
+        "more options of each server's command line, as they are typed there",
+        shell_words,
+        default=(),
+        effect=used_by(needs=("server", ANY)),
+        group="own servers",
+    )
+    clients_per_server = Field(
+        "clients_per_server",
+        "ranks that are clients of each server; the first of them owns it",
+        positive,
+        default=1,
+        effect=used_by(needs=("server", ANY)),
+        group="own servers",
+    )

@@ -1,0 +1,176 @@
+"""The role of a rank that owns a server: it starts it, sees how it does, and ends it with the run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.command import Command, find_program
+from launch.held_port import HeldPort
+from launch.owned_server import OwnedServer
+from launch.servers import HealthCheck
+from mpillm.devices import as_visible
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+from mpillm.servers.kind import PORT_TAKEN, ServerKind, Wanted
+
+_log = logging.getLogger(__name__)
+_CHECK_S = 0.2  # between health checks
+_TRIES = 3  # of ports that others take first
+_GRACE_S = 10.0  # to end by itself, after a run that ended well
+_SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
+_LINES = 4000  # of a log that are searched for a known failure
+_SHOWN = 60  # characters of its last line
+# What loggers put before a message: a process, a level, a time, a file.
+_PREFIX = re.compile(r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?")
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What this rank's server is to be."""
+
+    index: int
+    kind: ServerKind
+    model: str  # a folder, or what the server calls a model; "" if it needs none
+    values: Mapping[str, Any]  # see `Wanted`
+    args: tuple[str, ...]
+    devices: tuple[int, ...] | None  # GPUs, as the rank counts them; None: there are none
+    host: str  # where it listens
+    reached_at: str  # the host's name for its clients
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"server {self.index} ({self.kind.name.rstrip(':')})"
+
+    def wanted(self, port: int | str, base: Path | str) -> Wanted:
+        """Return what the kind makes a command line of; `base`: see there."""
+        name = Path(self.model).name
+        devices = None if self.devices is None else as_visible(self.devices)
+        return Wanted(self.model, name, self.host, port, self.values, self.args, devices, str(base))
+
+    def command(self, port: int | str, base: Path | str) -> Command:
+        """Return its command line, for a process of its rank. Raises ValueError for values that the kind can't take."""
+        return self.kind.command(self.wanted(port, base))
+
+
+class ServerRole(Role):
+    """Owns a server."""
+
+    def __init__(
+        self, plan: ServerPlan, rank: int, folder: Path, deadline_s: float, wake: Callable[[], None]
+    ) -> None:
+        """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank."""
+        self._plan = plan
+        self._rank = rank
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._wake = wake
+        self._server: OwnedServer | None = None
+        self._port: HeldPort | None = None
+        self._tries = 0
+        self._started = 0.0
+        self._check: HealthCheck | None = None
+        self._is_ready = self._ends_well = False
+        self._startup_s = 0.0
+
+    # --- phases ---
+
+    def load(self) -> None:
+        self._started = time.monotonic()
+        self._start()
+
+    def done(self, phase: Phase) -> bool:
+        return phase != "load" or self._is_ready
+
+    def drain(self) -> None:
+        self._ends_well = True
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop(_GRACE_S if self._ends_well else _SHORT_GRACE_S)
+        if self._port is not None:
+            self._port.let_go()
+
+    def serves(self) -> dict[int, str]:
+        assert self._port is not None
+        return {self._plan.index: f"http://{self._plan.reached_at}:{self._port.number}"}
+
+    def doing(self) -> str:
+        if self._server is None or self._is_ready:
+            return ""
+        last = _PREFIX.sub("", self._server.tail(1).strip().removeprefix("|").strip())
+        return f"{self._plan.name}: {'starts' if last.startswith('$ ') else last[:_SHOWN]}"
+
+    def report(self) -> dict[str, Any]:
+        return {"server": {"index": self._plan.index, "startup_s": round(self._startup_s, 3)}}
+
+    # --- the server ---
+
+    def _start(self) -> None:
+        plan = self._plan
+        self._tries += 1
+        port = HeldPort(plan.host)
+        base = self._folder / f"server_{plan.index}"
+        command = plan.command(port.number, base)
+        if text := plan.kind.file_text(plan.wanted(port.number, base)):
+            base.with_suffix(".yaml").write_text(text, encoding="utf-8")
+        program = find_program(command.argv[0], plan.kind.install or "name it by its path")
+        if not plan.kind.binds_held_port:
+            port.let_go()
+        command = Command((program, *command.argv[1:]), command.env)
+        _log.info("%s: %s", plan.name, command)
+        self._server = OwnedServer(plan.name, command, base.with_suffix(".log"), self._wake, _SHORT_GRACE_S)
+        self._port = port
+        self._check = None
+
+    def poll(self) -> bool:
+        if self._server is None:
+            return False
+        if why := self._server.ended():
+            self._on_end(why)
+        if self._is_ready:
+            return False
+        if time.monotonic() - self._started > self._deadline_s:
+            problem = f": {self._check.problem}" if self._check and self._check.problem else ""
+            raise self._failure(f"was not ready within {self._deadline_s:g} s (--load_deadline){problem}")
+        if self._check is None or (self._check.answered is False and self._check.is_old(_CHECK_S)):
+            assert self._port is not None
+            host = "127.0.0.1" if self._plan.host == "0.0.0.0" else self._plan.host
+            url = f"http://{host}:{self._port.number}{self._plan.kind.health}"
+            self._check = HealthCheck(url, self._check)
+        elif self._check.answered:
+            self._is_ready = True
+            self._startup_s = time.monotonic() - self._started
+            self._server.ready()
+            _log.info("%s is ready after %.1f s", self._plan.name, self._startup_s)
+        return False
+
+    def quiet_s(self) -> float:
+        return super().quiet_s() if self._is_ready or self._server is None else _CHECK_S / 4
+
+    def _on_end(self, why: str) -> None:
+        assert self._server is not None
+        if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(_LINES)):
+            _log.warning("%s %s: another process took its port; it gets another one", self._plan.name, why)
+            self._server.stop(_SHORT_GRACE_S)
+            self._start()
+            return
+        raise self._failure(why)
+
+    def _failure(self, what: str) -> RunError:
+        assert self._server is not None
+        log = self._server.tail(_LINES)
+        known = self._plan.kind.explain(log)
+        lines = [f"{self._plan.name}: {what}", *([known] if known else [])]
+        tail = self._server.tail()
+        cause = "\n".join([*lines, f"the end of {self._server.log}:", tail])
+        return RunError(
+            Failure(cause, self._rank, code=ExitCode.INSTANCE_LOST if self._is_ready else ExitCode.NOT_READY)
+        )

@@ -1,0 +1,97 @@
+"""The servers that ranks of a run own: what each is to be, and which GPUs it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from disagg import WorldPlan
+from disagg.errors import ConfigError
+from disagg.plan_table import ranges
+from mpillm.config.idle import of_engine
+from mpillm.config.run_config import RunConfig
+from mpillm.configurator.found import Level
+from mpillm.devices import Gpu
+from mpillm.fields import FIELDS
+from mpillm.roles.server import ServerPlan
+from mpillm.servers.kinds import kind_of
+
+_MOST_SHOWN = 4
+
+
+def gpus_of_servers(
+    config: RunConfig, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Return the GPUs of each owner's server, as its process numbers them; none: there are none.
+
+    `gpus`: what each rank sees. Raises ConfigError if a node has some and too few.
+    """
+    size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
+    taken: dict[str, set[str]] = {}  # UUIDs, by node
+    mine: dict[int, tuple[int, ...]] = {}
+    for server in plan.servers:
+        seen, node = gpus[server.owner], plan.ranks[server.owner].node
+        if not seen:
+            continue
+        used = taken.setdefault(node, set())
+        free = [index for index, gpu in enumerate(seen) if gpu.uuid not in used][:size]
+        if len(free) < size:
+            n_servers = sum(plan.ranks[other.owner].node == node for other in plan.servers)
+            raise ConfigError(
+                f"node {node} has {len(seen)} GPUs for {n_servers} servers of {size} each: start fewer ranks,"
+                " or lower --tensor_parallelism",
+                about=["server", "tensor_parallelism"],
+            )
+        used |= {seen[index].uuid for index in free}
+        mine[server.owner] = tuple(free)
+    return mine
+
+
+def server_plans(
+    config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[int, ...]]
+) -> list[ServerPlan]:
+    """Return the servers of a run; `gpus`: see `gpus_of_servers`. Raises ConfigError for a wrong value."""
+    if not config.server:
+        return []
+    kind = kind_of(config.server)
+    values = {
+        field.name: config[field]
+        for field in FIELDS
+        if of_engine(field) and kind.takes(field.name) and config.origin(field.name).level > Level.DEFAULT
+    }
+    plans = []
+    for server in plan.servers:
+        nodes = {plan.ranks[rank].node for rank in server.clients}
+        node = plan.ranks[server.owner].node
+        plans.append(
+            ServerPlan(
+                server.index,
+                kind,
+                config.model_path or "",
+                {name: value for name, value in values.items() if value is not None},
+                config.server_args,
+                gpus.get(server.owner),
+                "127.0.0.1" if nodes == {node} else "0.0.0.0",
+                "127.0.0.1" if nodes == {node} else node,
+            )
+        )
+    try:
+        for one in plans:
+            one.command("PORT", "server")
+    except ValueError as error:
+        raise ConfigError(f"--server {config.server}: {error}", about=["server"]) from None
+    return plans
+
+
+def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
+    """Return lines that say where the servers run, and their command lines."""
+    commands = [str(one.command("PORT", f"server_{one.index}")) for one in plans]
+    lines = [f"servers: {command}" for command in dict.fromkeys(commands[:_MOST_SHOWN])]
+    for server, one in list(zip(plan.servers, plans, strict=True))[:_MOST_SHOWN]:
+        where = f"rank {server.owner} on {plan.ranks[server.owner].node}"
+        devices = f", GPUs {ranges(one.devices)}" if one.devices else ""
+        clients = f", clients: ranks {ranges(server.clients)}" if len(server.clients) > 1 else ""
+        lines.append(f"{one.name}: {where}{devices}{clients}")
+    if len(plans) > _MOST_SHOWN:
+        lines.append(f"and {len(plans) - _MOST_SHOWN} more servers like these")
+    return lines
+

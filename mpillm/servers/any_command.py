@@ -1,0 +1,44 @@
+"""Any other server: a command line of the user's, in which the run's values take the places of names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpillm.servers.kind import ServerKind, Wanted
+
+PREFIX = "command:"
+
+# What a name stands for, and of which of our options it is the value.
+_PLACES: dict[str, tuple[Callable[[Wanted], object], str]] = {
+    "model": (lambda wanted: wanted.model, ""),
+    "name": (lambda wanted: wanted.name, ""),
+    "host": (lambda wanted: wanted.host, ""),
+    "port": (lambda wanted: wanted.port, ""),
+    "devices": (lambda wanted: ",".join(wanted.devices or ()), ""),
+    "tp": (lambda wanted: wanted.values.get("tensor_parallelism") or 1, "tensor_parallelism"),
+    "pp": (lambda wanted: wanted.values.get("pipeline_parallelism") or 1, "pipeline_parallelism"),
+}
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+def command_kind(text: str) -> ServerKind:
+    """Return the kind of `command:WORDS`. Raises ValueError if it can't be one."""
+    template = shlex.split(text.removeprefix(PREFIX))
+    names = {name for word in template for name in _PLACE.findall(word)}
+    if unknown := sorted(names - _PLACES.keys()):
+        raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in _PLACES)}")
+    if not template or "port" not in names:
+        raise ValueError("expected command:WORDS, with {port} in them: where the server is to listen")
+
+    def words(wanted: Wanted) -> Sequence[str]:
+        return [_PLACE.sub(lambda found: str(_PLACES[found[1]][0](wanted)), word) for word in template]
+
+    def taken(_: Any) -> Sequence[str]:
+        return ()  # it is in its place
+
+    options = [option for name in names if (option := _PLACES[name][1])]
+    # The clients keep to this one.
+    return ServerKind("command:", words, dict.fromkeys([*options, "max_batch_size"], taken))

@@ -1,0 +1,143 @@
+"""What a run must know of a kind of server: its command line from the run's values, and its last words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from launch.command import Command
+
+Option = Callable[[Any], Sequence[str]]
+"""From an option's value to words of a command line. Raises ValueError: the server has nothing like it."""
+
+
+class Wanted(NamedTuple):
+    """What one server is to be."""
+
+    model: str
+    name: str  # of the model, as clients ask for it
+    host: str
+    port: int | str
+    values: Mapping[str, Any]  # by the name of the option: those that the user, a file or the workload states
+    args: Sequence[str] = ()  # as the user types them
+    devices: Sequence[str] | None = None  # its GPUs, as CUDA_VISIBLE_DEVICES names them; None: it has none
+    base: str = ""  # of the names of its files: options in a file, a folder
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What a line of a server's log means."""
+
+    pattern: str  # of the line
+    cause: str
+    remedy: str
+
+    def is_in(self, log: str) -> bool:
+        """Return whether a line of the log says so."""
+        return re.search(self.pattern, log) is not None
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """A kind of server."""
+
+    name: str
+    words: Callable[[Wanted], Sequence[str]]  # the program, its model, name, host and port
+    options: Mapping[str, Option]  # by the name of ours
+    always: Mapping[str, Any] = field(default_factory=dict)  # values that it gets also where none is stated
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # The text of a file with more options, from the values; those named in `in_file` it is made of.
+    file: Callable[[Mapping[str, Any]], str] | None = None
+    in_file: tuple[str, ...] = ()
+    health: str = "/health"
+    failures: tuple[KnownFailure, ...] = ()
+    # It can listen on a port that is bound, but not listened on, by another process: it sets SO_REUSEADDR.
+    binds_held_port: bool = True
+    install: str = ""  # what to do where its program is missing
+
+    def takes(self, name: str) -> bool:
+        """Return whether an option of ours has a meaning for it."""
+        return name in self.options or name in self.in_file
+
+    def command(self, wanted: Wanted) -> Command:
+        """Return the command line. Raises ValueError for values that this kind can't take, naming them."""
+        words = [*self.words(wanted)]
+        for name, value in {**self.always, **wanted.values}.items():
+            if name in self.in_file:
+                continue
+            if name not in self.options:
+                raise ValueError(f"{name}: a {self.name} server has nothing like it")
+            try:
+                words += self.options[name](value)
+            except ValueError as error:
+                raise ValueError(f"{name} {value}: a {self.name} server {error}") from None
+        env = dict(self.environment)
+        if wanted.devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.devices)
+        return Command((*words, *wanted.args), env)
+
+    def file_text(self, wanted: Wanted) -> str:
+        """Return the text of its file of options, ``base.yaml``; "" if it has none."""
+        return self.file({**self.always, **wanted.values}) if self.file else ""
+
+    def explain(self, log: str) -> str:
+        """Return what a line of its log means, and what to do; "" if none is known."""
+        known = next((known for known in (*self.failures, *OF_ALL) if known.is_in(log)), None)
+        return f"{known.cause}: {known.remedy}" if known else ""
+
+
+OF_ALL = (
+    KnownFailure(
+        r"CUDA out of memory|OutOfMemoryError|\bCUDA_ERROR_OUT_OF_MEMORY|No available memory for the cache",
+        "the GPU has too little memory",
+        "lower --kv_cache_free_gpu_mem_fraction, --max_seq_len or --max_batch_size, or raise"
+        " --tensor_parallelism",
+    ),
+    KnownFailure(
+        r"[Aa]ddress already in use|EADDRINUSE|errno: 98",
+        "another process has taken its port",
+        "start the run again",
+    ),
+    KnownFailure(
+        r"gated repo|GatedRepoError|401 Client Error|You are trying to access a gated",
+        "the model is gated",
+        "accept its licence and set HF_TOKEN, or name a folder with --model_path",
+    ),
+    KnownFailure(
+        r"unrecognized arguments|No such option|error: argument|invalid choice",
+        "it does not know one of its options",
+        "look at --server_args, and at the version of the server",
+    ),
+    KnownFailure(
+        r"no kernel image is available|not compiled with|requires compute capability",
+        "it has no kernel for this GPU",
+        "install a build of the server for it",
+    ),
+    KnownFailure(r"Can't load tokenizer|OSError: .* does not appear to have a file named", "the model is incomplete", "look at --model_path"),
+)
+
+PORT_TAKEN = OF_ALL[1]
+"""Where another process was faster: the next try takes another port."""
+
+
+def named(flag: str, **meanings: str) -> Option:
+    """Return an option that is `flag` and the value; `meanings`: its word for some, and then it has no others."""
+
+    def words(value: Any) -> Sequence[str]:
+        if meanings and str(value) not in meanings:
+            raise ValueError(f"has only {', '.join(meanings)}")
+        return (flag, meanings.get(str(value), str(value)))
+
+    return words
+
+
+def switch(on: str = "", off: str = "") -> Option:
+    """Return an option of two flags, of which either may be nothing to say."""
+
+    def words(value: Any) -> Sequence[str]:
+        flag = on if value else off
+        return (flag,) if flag else ()
+
+    return words

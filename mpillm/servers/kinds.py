@@ -1,0 +1,41 @@
+"""The kinds of servers by name."""
+
+from __future__ import annotations
+
+import importlib
+
+from disagg.errors import nearest
+from mpillm.configurator.parsers import expects
+from mpillm.servers.any_command import PREFIX, command_kind
+from mpillm.servers.kind import ServerKind
+
+_BUILT_IN = {
+    "vllm": "vllm:VLLM",
+    "sglang": "sglang:SGLANG",
+    "trtllm-serve": "trtllm_serve:TRTLLM_SERVE",
+    "mpillm": "mpillm_serve:MPILLM",
+}
+
+
+def kind_of(text: str) -> ServerKind:
+    """Return the kind that --server names. Raises ValueError if there is none."""
+    if text.startswith(PREFIX):
+        return command_kind(text)
+    if text not in _BUILT_IN:
+        known = (*_BUILT_IN, f"{PREFIX}WORDS")
+        raise ValueError(f"not one of {', '.join(known)}{nearest(text, known)}")
+    module, _, name = _BUILT_IN[text].partition(":")
+    kind: ServerKind = getattr(importlib.import_module(f"mpillm.servers.{module}"), name)
+    return kind
+
+
+@expects(f"{', '.join(_BUILT_IN)}, or {PREFIX}WORDS")
+def server(text: str) -> str:
+    """Read --server."""
+    try:
+        kind_of(text)
+    except ValueError as error:
+        from mpillm.configurator import Reason
+
+        raise Reason(str(error)) from None
+    return text

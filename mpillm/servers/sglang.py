@@ -1,0 +1,43 @@
+"""SGLang's server: `python -m sglang.launch_server`. The words are from its sources; it has not been run here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpillm.servers.kind import ServerKind, Wanted, named, switch
+
+
+def _words(wanted: Wanted) -> Sequence[str]:
+    return (
+        *("python3", "-m", "sglang.launch_server", "--model-path", wanted.model),
+        *("--served-model-name", wanted.name, "--host", wanted.host, "--port", str(wanted.port)),
+        "--enable-metrics",
+    )
+
+
+def _chunks(value: Any) -> Sequence[str]:
+    return () if value else ("--chunked-prefill-size", "-1")
+
+
+SGLANG = ServerKind(
+    "sglang",
+    _words,
+    {
+        "tensor_parallelism": named("--tp-size"),
+        "pipeline_parallelism": named("--pp-size"),
+        "moe_expert_parallelism": named("--ep-size"),
+        "load_format": named("--load-format"),
+        "dtype": named("--dtype"),
+        "quantization": named("--quantization", fp8="fp8"),
+        "kv_cache_dtype": named("--kv-cache-dtype", auto="auto", bfloat16="bfloat16", fp8="fp8_e4m3"),
+        "kv_cache_free_gpu_mem_fraction": named("--mem-fraction-static"),
+        "max_batch_size": named("--max-running-requests"),
+        "max_num_tokens": named("--chunked-prefill-size"),
+        "max_seq_len": named("--context-length"),
+        "enable_kv_cache_reuse": switch(off="--disable-radix-cache"),
+        "enable_chunked_context": _chunks,
+    },
+    always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
+    install="pip install sglang, or activate the environment that has it",
+)

@@ -1,0 +1,170 @@
+"""Servers that ranks start and own: their answers, their ends in every phase, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_instance_loss import wait_for_answers
+from tests.helpers.scripted_server import answer_of
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    USAGE,
+    Command,
+    Starter,
+    make_samples,
+    wait_until,
+)
+
+N, OUTPUT = 64, 6
+TEST: list[object] = ["--test_mode", "AccuracyOnly", "--max_output_len", OUTPUT, "--save_outputs"]
+SLOW = ("--pause_s", 0.3)
+
+
+def server(*options: object, port: str = "{port}") -> list[object]:
+    """Return the options of a run whose servers are programs of this test."""
+    words = [sys.executable, "-m", "tests.helpers.small_server", "--port", port, *map(str, options)]
+    return ["--server", f"command:{shlex.join(words)}".replace("'{port}'", "{port}")]
+
+
+def start(one: Starter, ranks: int, *options: object, **more: object) -> tuple[Command, list[list[int]]]:
+    samples = make_samples(one.folder / "samples.jsonl", range(1, N + 1))
+    words = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4, *options]
+    return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
+
+
+def processes(command: Command, word: bytes = b"small_server") -> list[int]:
+    """Return the ids of the servers' first processes that run now, or of those with another word."""
+    found = []
+    for pid in command.pids():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if word in words and b"server_guard" not in words and b"mpillm\0" not in words:
+            found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "clients"), [(3, 1), (5, 2)])
+def test_two_servers(one: Starter, ranks: int, clients: int) -> None:
+    command, prompts = start(one, ranks, *server("--says", "hello"), "--clients_per_server", clients)
+    ended = command.end(120).must(DONE)
+    outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert outputs == {i: answer_of(prompt, OUTPUT) for i, prompt in enumerate(prompts)}
+    plan = ended.json("plan.json")["ranks"]
+    owners = [rank["rank"] for rank in plan if "server" in rank["roles"]]
+    assert owners == [1, 1 + clients] and [rank["server"] for rank in plan[1:]] == sorted([0, 1] * clients)
+    logs = [(ended.log_dir / f"server_{index}.log").read_text() for index in (0, 1)]
+    assert all("hello" in log and "--port" in log for log in logs)
+    ports = {word for log in logs for word in log.split() if word.isdigit()}
+    assert len(ports) == 2 and "server 1 (command): rank" in ended.out
+    samples = [instance["samples"] for instance in ended.result["per_instance"]]
+    assert sum(samples) == N and min(samples) > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+@pytest.mark.parametrize("whose", ["server", "worker"])
+def test_a_process_that_is_killed_or_stopped_in_the_test(one: Starter, whose: str, number: int) -> None:
+    command, _ = start(one, 3, *server("--worker", *SLOW))
+    wait_for_answers(command, 4)
+    victims = processes(command, b"small_server" if whose == "server" else b"time.sleep(600)")
+    assert len(victims) == 2
+    os.kill(victims[0], number)
+    ended = command.end(60).must(INSTANCE_LOST)
+    name = signal.Signals(number).name
+    how = f"is stopped: kill -CONT {victims[0]}" if number == signal.SIGSTOP else f"({name})"
+    assert how in ended.message and "(command)" in ended.message, repr(ended)
+    assert ended.message.startswith("mpillm: failed in phase 'test'\n  rank ")
+    (failure,) = ended.result["failures"]
+    assert failure["rank"] in (1, 2) and (ended.log_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--says", "torch.OutOfMemoryError: CUDA out of memory", "--nonsense"), "too little memory"),
+        (("--nonsense",), "ended with exit code 2"),
+        (("--ready_after_s", 600), "was not ready within"),
+    ],
+)
+def test_a_server_that_does_not_become_ready(one: Starter, options: tuple[object, ...], said: str) -> None:
+    command, _ = start(one, 3, *server(*options), "--load_deadline", 8)
+    ended = command.end(60).must(NOT_READY)
+    assert said in ended.message and "the end of" in ended.message, repr(ended)
+
+
+def test_a_program_that_is_not_there(one: Starter) -> None:
+    command, _ = start(one, 2, "--server", "command:no-such-server {port}")
+    assert "there is no no-such-server" in command.end(60).must(USAGE).message
+
+
+def test_a_server_that_ends_in_the_test_with_code_0(one: Starter) -> None:
+    command, _ = start(one, 2, *server("--exits_after_s", 3, *SLOW))
+    ended = command.end(60).must(INSTANCE_LOST)
+    assert "server 0 (command): ended with exit code 0" in ended.message and "| enough" in ended.message
+
+
+def test_a_port_that_another_process_takes_first(one: Starter) -> None:
+    """The server gets another one, and its clients hear which."""
+    command, _ = start(one, 2, *server("--fails_once", one.folder / "once"))
+    ended = command.end(60).must(DONE)
+    log = (ended.log_dir / "server_0.log").read_text()
+    ports = [line.split("--port ")[1].split()[0] for line in log.splitlines() if line.startswith("$")]
+    assert len(set(ports)) == 2 and "again" in log
+
+
+@pytest.mark.parametrize("victim", ["owner", "mpirun", "guard"])
+def test_nothing_stays_when_its_owner_is_killed(one: Starter, victim: str) -> None:
+    command, _ = start(one, 3, *server("--worker", *SLOW))
+    wait_for_answers(command, 4)
+    if victim == "mpirun":
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end(60, tidy=False, lingers=20)
+        return
+    pid = command.wait_rank(1) if victim == "owner" else _guard(command)
+    os.kill(pid, signal.SIGKILL)
+    ended = command.end(60, lingers=10).must(INSTANCE_LOST)
+    assert "rank 1" in ended.message, repr(ended)
+    if victim == "guard":
+        assert f"its guard (pid {pid}) has ended" in ended.message
+
+
+def _guard(command: Command) -> int:
+    ranks = [pid for pid in command.pids() if b"server_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return min(ranks, key=lambda pid: b"OMPI_COMM_WORLD_RANK=1" not in _parent_environment(pid))
+
+
+def _parent_environment(pid: int) -> bytes:
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return Path(f"/proc/{parent}/environ").read_bytes()
+
+
+def test_a_lost_server_that_the_run_can_do_without(one: Starter) -> None:
+    command, prompts = start(one, 3, *server(*SLOW), "--on_instance_loss", "continue", "--grace", 1.5)
+    wait_for_answers(command, 4)
+    os.kill(processes(command)[0], signal.SIGKILL)
+    ended = command.end(120).must(DONE)
+    answered = sorted(ended.accuracy_log())
+    assert answered == [(i, answer_of(prompt, OUTPUT)) for i, prompt in enumerate(prompts)]
+    (lost,) = ended.result["lost"]
+    assert "was ended by signal 9 (SIGKILL)" in lost["cause"]
+
+
+def test_two_runs_at_once(one: Starter) -> None:
+    runs = [
+        start(one, 3, *server(), log_dir=one.folder / f"run{index}") for index in range(2)
+    ]
+    for command, _ in runs:
+        command.end(120).must(DONE)
+
+
+def test_ctrl_c_in_load(one: Starter) -> None:
+    command, _ = start(one, 3, *server("--ready_after_s", 600, "--worker"))
+    wait_until(lambda: len(processes(command)) == 2, "two servers")
+    command.signal_group(signal.SIGINT)
+    assert "interrupted" in command.end(60, lingers=10).must(130).message

@@ -1,0 +1,50 @@
+"""``python -m tests.helpers.small_server --port N …``: a server program that does what a test says, good or bad."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good
+
+_MEGABYTES = 300  # of a worker: as much as a process has that a server can't do without
+
+
+def main() -> None:
+    """Serve until a signal comes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--pause_s", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--ready_after_s", type=float, default=0.0)
+    parser.add_argument("--says", default="", help="a line of its log, once it has started")
+    parser.add_argument("--fails_once", default="", help="a file that it makes and then fails, unless it is there")
+    parser.add_argument("--exits_after_s", type=float, default=0.0)
+    parser.add_argument("--worker", action="store_true")
+    options = parser.parse_args()
+    if options.says:
+        print(options.says, flush=True)
+    if options.fails_once:
+        try:
+            with open(options.fails_once, "x"):  # noqa: PTH123 - x is what matters
+                sys.exit("[Errno 98] error while attempting to bind on address: address already in use")
+        except FileExistsError:
+            print("again", flush=True)
+    if options.worker:
+        code = f"import time; x = b'x' * ({_MEGABYTES} << 20); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    time.sleep(options.ready_after_s)
+
+    def answer(request: Request) -> Reply:
+        time.sleep(options.pause_s)
+        return good(request)
+
+    with ScriptedServer(answer, port=options.port):
+        time.sleep(options.exits_after_s or 600)
+        print("enough", flush=True)
+
+
+if __name__ == "__main__":
+    main()
