@@ -8,9 +8,9 @@ import socket
 class HeldPort:
     """A free port, bound and not listened on.
 
-    The system gives it to nobody who asks for any port, and another run that holds its ports in this way gets
-    another one. A server that sets SO_REUSEADDR, as nearly all do, can listen on it meanwhile; for one that does
-    not, `let_go` first.
+    The system gives it to nobody who asks for any port, and another run that holds its ports in this way
+    gets another one. A server that sets SO_REUSEADDR, as nearly all do, can listen on it meanwhile; for one
+    that does not, `let_go` first.
     """
 
     def __init__(self, host: str) -> None:

@@ -83,7 +83,7 @@ class OwnedServer:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), str(grace_s), *command.argv],
                 env=command.environment(),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a launcher that ends this process's group leaves the guard alone
@@ -140,9 +140,10 @@ class OwnedServer:
         """Wait a moment for something to end; return what it is, or what is stopped."""
         self._find()
         by_fd = {process.fd: process for process in self._processes.values()}
-        ready = select.select([self._line, *by_fd], [], [], _LOOK_S)[0]
+        line = self._line.fileno()
+        ready = select.select([line, *by_fd], [], [], _LOOK_S)[0]
         ended = [self._taken(by_fd[fd]) for fd in ready if fd in by_fd]
-        if self._line in ready and (why := self._told()):
+        if line in ready and (why := self._told()):
             # What ended first says more than that the server then gave up.
             return next((text for process, text, bad in ended if bad and process.pid != self._first), why)
         for process, text, bad in ended:

@@ -1,10 +1,10 @@
-"""Stand over a server: ``python server_guard.py GRACE COMMAND…`` ends it, and all that it started, with its owner.
+"""Stand over a server: ``python server_guard.py GRACE COMMAND…`` ends it, with all that it started.
 
-Standard input is a socket whose other end the owner holds. When that closes, because the owner wants the end or
-has itself been killed, the server gets SIGTERM, and after GRACE seconds everything below is killed; a line with
-a number changes GRACE. To the owner go ``started PID`` and, when the server's first process has ended, ``ended
-CODE`` (negative: a signal). This process is the reaper of orphans (Linux), so what a dead server leaves behind
-is found, too.
+Standard input is a socket whose other end the owner holds. When that closes, because the owner wants the end
+or has itself been killed, the server gets SIGTERM, and after GRACE seconds everything below is killed; a line
+with a number changes GRACE. To the owner go ``started PID`` and, when the server's first process has ended,
+``ended CODE`` (negative: a signal). This process is the reaper of orphans (Linux), so what a dead server
+leaves behind is found, too.
 
 It is run by path with ``python -I -S``: it imports nothing of ours and costs about 10 ms.
 """
@@ -108,10 +108,10 @@ def _reap(child: int) -> int | None:
 def _below(pid: int) -> list[int]:
     """Return all processes below `pid`, each before those that it has started."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes time to import
         if name.isdecimal():
             with contextlib.suppress(OSError, ValueError):
-                with open(f"/proc/{name}/stat", "rb") as file:
+                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - likewise
                     parent = int(file.read().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
     below = list(children.get(pid, ()))

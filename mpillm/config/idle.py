@@ -133,7 +133,7 @@ def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
 
 
 def of_engine(field: Field) -> bool:
-    """Return whether an option is about the engine, so that a server which the run starts takes or lacks it."""
+    """Return whether an option is about the engine: a server that the run starts takes or lacks it."""
     return (field.group in _OF_ENGINES and field.name != "model_path") or field.name in SIZES
 
 

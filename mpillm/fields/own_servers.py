@@ -16,8 +16,8 @@ class OwnServerFields(Options):
     server = Field(
         "server",
         "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
-        " trtllm-serve, mpillm, or command:WORDS with {model}, {host}, {port}, {tp}, {pp}, {devices} and {name}"
-        " in them; --core_type is trtllm_endpoint then",
+        " trtllm-serve, mpillm, or command:WORDS with {model}, {host}, {port}, {tp}, {pp}, {devices} and"
+        " {name} in them; --core_type is trtllm_endpoint then",
         server_kind,
         effect=used_by(*TRTLLM_ENDPOINT),
         group="own servers",

@@ -12,11 +12,18 @@ _TAKEN = {
 }
 
 
-def doubts(result: Mapping[str, Any], *, of_servers: bool = False) -> list[str]:
+def doubts(
+    result: Mapping[str, Any],
+    *,
+    of_servers: bool = False,
+    reuse_wanted: bool = False,
+    guesses_forbidden: bool = False,
+) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
     A VALID test with any must not be shown as good. `of_servers`: the ranks are clients, and other
-    processes on their nodes may be the servers that are measured.
+    processes on their nodes may be the servers that are measured. `reuse_wanted`: --enable_kv_cache_reuse;
+    `guesses_forbidden`: by the workload's rules.
     """
     said = []
     if result.get("queue_grew"):
@@ -25,22 +32,46 @@ def doubts(result: Mapping[str, Any], *, of_servers: bool = False) -> list[str]:
         said.append(late)
     if disturbed := _disturbances(result, {"stolen"} if of_servers else {"others", "stolen"}):
         said.append(disturbed)
-    of_answers = (cached_prompts(result), _other_counts(result), _short_answers(result))
+    cached = "" if reuse_wanted else cached_prompts(result)
+    of_answers = (
+        f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else "",
+        _guesses(result) if guesses_forbidden else "",
+        _failed_transfers(result),
+        _other_counts(result),
+        _short_answers(result),
+    )
     said += [found for found in of_answers if found]
     return said
 
 
 def cached_prompts(result: Mapping[str, Any]) -> str:
     """Return how much of the prompts came from a prefix cache, in words; "" if nothing, or unknown."""
-    # Clients may share servers, so their counts don't add up.
-    most = max(
-        (client.get("cached_prompt_tokens", 0) for client in result.get("per_instance", ())), default=0
-    )
-    if not most:
+    if not (n := _counted(result, "cached_tokens")):
         return ""
     return (
-        f"at least {most:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
+        f"{n:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
         " vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache"
+    )
+
+
+def _counted(result: Mapping[str, Any], name: str) -> float:
+    """Return what the servers have counted, which one client of each reports."""
+    return float(sum(client.get(f"server_{name}", 0) for client in result.get("per_instance", ())))
+
+
+def _guesses(result: Mapping[str, Any]) -> str:
+    """Return how many guessed tokens servers have taken, in words; "" if none, or unknown."""
+    n = _counted(result, "accepted_guesses")
+    return f"servers took {n:,.0f} guessed tokens, which the workload's rules forbid" if n else ""
+
+
+def _failed_transfers(result: Mapping[str, Any]) -> str:
+    """Return how many KV caches did not arrive, in words; "" if all did, or unknown."""
+    n = _counted(result, "failed_transfers")
+    return (
+        f"{n:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
+        if n
+        else ""
     )
 
 

@@ -28,7 +28,10 @@ _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
 _LINES = 4000  # of a log that are searched for a known failure
 _SHOWN = 60  # characters of its last line
 # What loggers put before a message: a process, a level, a time, a file.
-_PREFIX = re.compile(r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?")
+_PREFIX = re.compile(
+    r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
+    r"([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ServerPlan:
         return Wanted(self.model, name, self.host, port, self.values, self.args, devices, str(base))
 
     def command(self, port: int | str, base: Path | str) -> Command:
-        """Return its command line, for a process of its rank. Raises ValueError for values that the kind can't take."""
+        """Return its command line, for its rank. Raises ValueError for values that the kind can't take."""
         return self.kind.command(self.wanted(port, base))
 
 

@@ -46,9 +46,7 @@ def gpus_of_servers(
     return mine
 
 
-def server_plans(
-    config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[int, ...]]
-) -> list[ServerPlan]:
+def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[int, ...]]) -> list[ServerPlan]:
     """Return the servers of a run; `gpus`: see `gpus_of_servers`. Raises ConfigError for a wrong value."""
     if not config.server:
         return []
@@ -94,4 +92,3 @@ def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
     if len(plans) > _MOST_SHOWN:
         lines.append(f"and {len(plans) - _MOST_SHOWN} more servers like these")
     return lines
-

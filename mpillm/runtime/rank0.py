@@ -108,7 +108,8 @@ class Rank0:
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
         """Return the value to release to all ranks, all of which have done `phase`."""
-        note, value = "", None
+        note = ""
+        value: Any = None
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
         elif phase == "load":

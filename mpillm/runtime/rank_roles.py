@@ -182,7 +182,7 @@ def make_roles(
         from mpillm.roles.server import ServerRole  # few runs have one
         from mpillm.runtime.own_servers import server_plans
 
-        mine = next(server for server in server_plans(config, plan, setup.server_gpus) if server.index == me.server)
+        mine = server_plans(config, plan, setup.server_gpus)[me.server or 0]
         roles.append(ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake))
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)

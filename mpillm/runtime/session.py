@@ -38,6 +38,7 @@ from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.runtime.join import Planned, Prepared, has_text, prepare
 from mpillm.runtime.rank0 import Purpose
 from mpillm.submission.compliance_tests import prepare_audit
+from mpillm.workloads.rounds import allows_guesses
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.1
@@ -168,7 +169,13 @@ class Session:
             result |= self._of_server()
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         is_client = BackendRegistry.get(self._config.core_type).is_client
-        result["doubts"] = doubts(result, of_servers=is_client)
+        workload = self._config.workload
+        result["doubts"] = doubts(
+            result,
+            of_servers=is_client,
+            reuse_wanted=self._config.enable_kv_cache_reuse,
+            guesses_forbidden=workload is not None and not allows_guesses(workload),
+        )
         self._timeline.close()
         self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         machines = {

@@ -115,7 +115,11 @@ OF_ALL = (
         "it has no kernel for this GPU",
         "install a build of the server for it",
     ),
-    KnownFailure(r"Can't load tokenizer|OSError: .* does not appear to have a file named", "the model is incomplete", "look at --model_path"),
+    KnownFailure(
+        r"Can't load tokenizer|OSError: .* does not appear to have a file named",
+        "the model is incomplete",
+        "look at --model_path",
+    ),
 )
 
 PORT_TAKEN = OF_ALL[1]
@@ -123,7 +127,7 @@ PORT_TAKEN = OF_ALL[1]
 
 
 def named(flag: str, **meanings: str) -> Option:
-    """Return an option that is `flag` and the value; `meanings`: its word for some, and then it has no others."""
+    """Return an option that is `flag` and the value; `meanings`: its words, if it has only some values."""
 
     def words(value: Any) -> Sequence[str]:
         if meanings and str(value) not in meanings:

@@ -1,4 +1,4 @@
-"""SGLang's server: `python -m sglang.launch_server`. The words are from its sources; it has not been run here."""
+"""SGLang's server. The words are from its sources; it has not been run here."""
 
 from __future__ import annotations
 

@@ -37,9 +37,15 @@ def round_of(seeds: tuple[object, ...]) -> Round | None:
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
+def allows_guesses(workload: Workload) -> bool:
+    """Return whether `workload` may be computed with speculative decoding, by the head that it names."""
+    return bool(workload.interactive_of and workload.submission.draft_head)
+
+
 def why_no_guesses(workload: Workload) -> str:
     """Return why our engine may not compute `workload` with speculative decoding: the rules' reason."""
-    if workload.interactive_of and (head := workload.submission.draft_head):
+    if allows_guesses(workload):
+        head = workload.submission.draft_head
         return f"MLPerf's rules allow {workload.name} speculative decoding with {head} only"
     return (
         f"MLPerf's rules forbid speculative decoding for {workload.name}: they allow it for the interactive"

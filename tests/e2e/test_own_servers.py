@@ -1,4 +1,4 @@
-"""Servers that ranks start and own: their answers, their ends in every phase, and that nothing of them stays."""
+"""Servers that ranks start and own: their answers, and their ends in every phase; nothing of them stays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def server(*options: object, port: str = "{port}") -> list[object]:
     return ["--server", f"command:{shlex.join(words)}".replace("'{port}'", "{port}")]
 
 
-def start(one: Starter, ranks: int, *options: object, **more: object) -> tuple[Command, list[list[int]]]:
+def start(one: Starter, ranks: int, *options: object, **more: Any) -> tuple[Command, list[list[int]]]:
     samples = make_samples(one.folder / "samples.jsonl", range(1, N + 1))
     words = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4, *options]
     return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
@@ -156,9 +157,7 @@ def test_a_lost_server_that_the_run_can_do_without(one: Starter) -> None:
 
 
 def test_two_runs_at_once(one: Starter) -> None:
-    runs = [
-        start(one, 3, *server(), log_dir=one.folder / f"run{index}") for index in range(2)
-    ]
+    runs = [start(one, 3, *server(), log_dir=one.folder / f"run{index}") for index in range(2)]
     for command, _ in runs:
         command.end(120).must(DONE)
 

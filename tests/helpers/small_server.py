@@ -1,4 +1,4 @@
-"""``python -m tests.helpers.small_server --port N …``: a server program that does what a test says, good or bad."""
+"""``python -m tests.helpers.small_server --port N …``: a server program that does what a test says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--pause_s", type=float, default=0.0, help="before each answer")
     parser.add_argument("--ready_after_s", type=float, default=0.0)
     parser.add_argument("--says", default="", help="a line of its log, once it has started")
-    parser.add_argument("--fails_once", default="", help="a file that it makes and then fails, unless it is there")
+    parser.add_argument("--fails_once", default="", help="a file: it makes it and fails, if it is not there")
     parser.add_argument("--exits_after_s", type=float, default=0.0)
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()

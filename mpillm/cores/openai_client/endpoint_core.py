@@ -29,7 +29,7 @@ from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
-from mpillm.cores.openai_client.server_counts import MOST_S, Counts, cached_tokens, grown
+from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_all
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -42,6 +42,8 @@ _FEW = 1024  # latencies that are counted together
 # Answers that arrive closer together than this are passed on together. A message for each would cost the
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
+_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
+_FRESH_S = 5.0  # how long a reading counts
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,15 @@ class TrtllmEndpointCore(LLMCore):
             if config.server is None
             else share_of([""], at_once, config.client, config.n_clients)
         )
+        # One client of each asks what it counts.
+        self._reads = config.client == 0 and (
+            config.server is not None or config.instance < len(self._harness.endpoint_urls)
+        )
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
-        self._before: asyncio.Task[Counts] | None = None  # what servers had counted when the test began
+        self._before: list[Reading] = []  # what the servers had counted when the test began
+        self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
+        self._reader: asyncio.Task[None] | None = None
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._failed: EndpointError | None = None
         self._frameworks: list[str | None] = []  # of the servers
@@ -229,16 +237,28 @@ class TrtllmEndpointCore(LLMCore):
     def start_test(self) -> None:
         assert self._thread is not None
         self._began(self._thread.cpu_s())
-        # Beside the first requests, which must not wait for it.
-        self._thread.post(self._read_before)
+        if self._reads:  # beside the first requests, which must not wait for it
+            self._thread.post(self._start_reader)
 
-    def _read_before(self) -> None:
-        self._before = asyncio.get_running_loop().create_task(cached_tokens(self._endpoints))
+    def _start_reader(self) -> None:
+        self._reader = asyncio.get_running_loop().create_task(self._read_servers())
 
-    async def _cached_in_test(self) -> float | None:
-        if self._before is None:
-            return None
-        return grown(await self._before, await cached_tokens(self._endpoints))
+    async def _read_servers(self) -> None:
+        """Read what the servers count, at the start of the test and then again and again."""
+        while True:
+            readings = await read_all(self._endpoints)
+            self._before = self._before or readings
+            self._latest = time.perf_counter(), readings
+            says = any(reading != Reading() for reading in readings)
+            await asyncio.sleep(_READ_S if says else _READ_RARELY_S)
+
+    async def _counted(self) -> dict[str, float]:
+        """Return by how much the servers' counts have grown in the test."""
+        if self._reader is None:  # no test has begun
+            return {}
+        while not self._before:  # a test shorter than the answer to the first question
+            await asyncio.sleep(0.01)
+        return grown(self._before, await read_all(self._endpoints))
 
     def _began(self, cpu_s: float) -> None:
         self._statistics = _Statistics()
@@ -250,18 +270,18 @@ class TrtllmEndpointCore(LLMCore):
         """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
         `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
-        tokens. `short_answers`: those of fewer tokens than were asked for. `cached_prompt_tokens`: what the
-        servers' prefix caches gave in the test, to all their clients, if they say so.
+        tokens. `short_answers`: those of fewer tokens than were asked for. `server_…`, from the first client
+        of each server: what that counted in the test, of all its clients; see `Reading`.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
         busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
-        cached = self._ask(self._cached_in_test(), MOST_S + 60)
+        counted = self._ask(self._counted(), MOST_S + 60) if self._reads else {}
         return {
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
             **self._statistics.values(),
-            **({} if cached is None else {"cached_prompt_tokens": cached}),
+            **{f"server_{name}": grown for name, grown in counted.items()},
         }
 
     def frameworks(self) -> list[str]:
@@ -269,8 +289,23 @@ class TrtllmEndpointCore(LLMCore):
         return sorted(set(known)) if len(known) == len(self._endpoints) else []
 
     def metrics(self) -> Metrics:
-        n = len(self._client.calls)
-        return Metrics(self._statistics.prompt_tokens, self._client.generated_tokens, n, 0)
+        """Return what the servers say of themselves, if they are this client's alone, or what it knows."""
+        mine = Metrics(
+            self._statistics.prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0
+        )
+        at, readings = self._latest
+        usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
+        if self.config.server is None or self.config.n_clients > 1 or time.perf_counter() - at > _FRESH_S:
+            return mine._replace(kv_cache_usage=usage if self.config.client == 0 else None)
+        counted = grown(self._before, readings)
+        ((running, waiting, *_),) = readings
+        return Metrics(
+            int(counted.get("prompt_tokens", mine.prompt_tokens)),
+            int(counted.get("generated_tokens", mine.generated_tokens)),
+            mine.running if running is None else int(running),
+            mine.waiting if waiting is None else int(waiting),
+            usage,
+        )
 
     def notify_stop(self) -> None:
         if self._thread is not None:
@@ -279,8 +314,8 @@ class TrtllmEndpointCore(LLMCore):
             thread.stop()
 
     def _close(self) -> None:
-        if self._before is not None:
-            self._before.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
         self._client.close()
 
     # --- work ---

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.http_connection import HttpError
@@ -15,43 +15,82 @@ _log = logging.getLogger(__name__)
 _ASK_S = 5.0
 MOST_S = 2 * _ASK_S
 """The longest that the two readings of a test take together."""
-# Prompt tokens found in the server's own prefix cache; not what a KV connector brings to a generation server.
-_CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
-
-Counts = Sequence[float | None]
 
 
-def cached_tokens_of(text: str) -> float | None:
-    """Return the prompt tokens that came from a cache, over all labels; None: the server does not say."""
-    found = None
+class Reading(NamedTuple):
+    """What a server says of itself at one time; None: it does not say."""
+
+    running: float | None = None  # requests
+    waiting: float | None = None  # requests
+    kv_cache_usage: float | None = None  # 0 to 1; of the engine with the fullest
+    prompt_tokens: float | None = None  # since its start, as all that follow
+    generated_tokens: float | None = None
+    cached_tokens: float | None = None  # of prompts, that its own prefix cache gave
+    accepted_guesses: float | None = None  # tokens
+    preemptions: float | None = None
+    failed_transfers: float | None = None  # of KV caches between servers
+
+
+# Names that servers give these, in Prometheus' text format. Not among them is what a KV connector brings to a
+# generation server (vllm:external_prefix_cache_hits_total).
+_NAMES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "mpillm:num_requests_running"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "mpillm:num_requests_waiting"),
+    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "sglang:token_usage", "mpillm:kv_cache_usage_perc"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "generated_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "cached_tokens": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
+    "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "preemptions": ("vllm:num_preemptions_total",),
+    "failed_transfers": ("vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_failed_notifications_total"),
+}
+_MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
+_COUNTS = Reading._fields[3:]
+
+
+def reading_of(text: str) -> Reading:
+    """Return what a page in Prometheus' text format says: sums over all labels."""
+    found: dict[str, float] = {}
     for line in text.splitlines():
         # A label may hold spaces, and a time may follow the value.
         name, brace, rest = line.partition("{")
-        values = (rest.rpartition("}")[2] if brace else line.partition(" ")[2]).split()
-        if (name if brace else line.partition(" ")[0]) in _CACHED and values:
-            with contextlib.suppress(ValueError):
-                if math.isfinite(value := float(values[0])):
-                    found = (found or 0.0) + value
-    return found
+        if not brace:
+            name, _, rest = line.partition(" ")
+        if (meaning := _MEANINGS.get(name)) is None:
+            continue
+        words = (rest.rpartition("}")[2] if brace else rest).split()
+        try:
+            value = float(words[0])
+        except (IndexError, ValueError):
+            continue
+        if math.isfinite(value):
+            before = found.get(meaning, 0.0)
+            found[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
+    return Reading(**found)
 
 
-async def cached_tokens(endpoints: Sequence[Endpoint]) -> Counts:
-    """Return `cached_tokens_of` each server; None also of one that can't be asked."""
-    return await asyncio.gather(*map(_cached_tokens, endpoints))
+async def read_all(endpoints: Sequence[Endpoint]) -> list[Reading]:
+    """Return what each server says; nothing of one that can't be asked."""
+    return await asyncio.gather(*map(_read, endpoints))
 
 
-async def _cached_tokens(endpoint: Endpoint) -> float | None:
+async def _read(endpoint: Endpoint) -> Reading:
     try:
         status, _, reply = await endpoint.fetch("GET", "/metrics", _ASK_S)
     except HttpError as error:
         _log.info("%s/metrics: %s", endpoint.url, error)
-        return None
-    return cached_tokens_of(reply.decode("utf-8", "replace")) if status == 200 else None
+        return Reading()
+    return reading_of(reply.decode("utf-8", "replace")) if status == 200 else Reading()
 
 
-def grown(before: Counts, after: Counts) -> float | None:
-    """Return by how much counts have grown, over the servers that said so both times; None: none did."""
-    # A server that has been started again counts from 0.
-    pairs = zip(before, after, strict=True)
-    known = [b - a if b >= a else b for a, b in pairs if a is not None and b is not None]
-    return sum(known) if known else None
+def grown(before: Sequence[Reading], after: Sequence[Reading]) -> dict[str, float]:
+    """Return by how much each count has grown, over the servers that said so both times; those that none did
+    are left out."""
+    growth = {}
+    for name in _COUNTS:
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(before, after, strict=True)]
+        # A server that has been started again counts from 0.
+        known = [b - a if b >= a else b for a, b in pairs if a is not None and b is not None]
+        if known:
+            growth[name] = sum(known)
+    return growth

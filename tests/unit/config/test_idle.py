@@ -37,6 +37,7 @@ TEXTS = {
     "triton_grpc_ports": "a:1",
     "dataset": "synthetic",
     "goodput": "ttft:500",
+    "server": "vllm",
     "stop_words": "x",
     "end_ids": "7",
     "user_conf": "x",
@@ -108,6 +109,7 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
     return made
 
 
+SETS_THE_CORE = ("harness_type", "use_triton", "server")
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
 
@@ -119,7 +121,7 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
         if name not in NAMES_A_FILE:
             used = bool(fields.BY_NAME[name].effect.uses) and name not in ("model_scale", "power_setting")
             assert ("effect" in effects) == used, f"{name}: nobody uses it, or its declaration is wrong"
-        if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, "harness_type", "use_triton"):
+        if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, *SETS_THE_CORE):
             assert fields.BY_NAME[name].effect.measured, name
             assert "error" not in commands["generate-engines"].values(), f"{name}: a stage measures nothing"
     run = {name: commands["run"] for name, commands in made.items()}

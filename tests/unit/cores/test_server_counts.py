@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.cores.openai_client.server_counts import cached_tokens_of, grown
+from mpillm.cores.openai_client.server_counts import Reading, grown, reading_of
 from mpillm.report.doubts import doubts
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
@@ -30,13 +30,41 @@ vllm:external_prefix_cache_hits_total{{engine="0",model_name="a b}}"}} 64.0
     ],
 )
 def test_cached_tokens_of_a_page(text: str, tokens: float | None) -> None:
-    assert cached_tokens_of(text) == tokens
+    assert reading_of(text).cached_tokens == tokens
 
 
 def test_what_has_grown() -> None:
-    assert grown([1, None, 5], [4, 7, None]) == 3
-    assert grown([9], [2]) == 2, "it was started again"
-    assert grown([None], [1]) is None
+    def cached(*tokens: float | None) -> list[Reading]:
+        return [Reading(cached_tokens=one) for one in tokens]
+
+    assert grown(cached(1, None, 5), cached(4, 7, None)) == {"cached_tokens": 3}
+    assert grown(cached(9), cached(2)) == {"cached_tokens": 2}, "it was started again"
+    assert grown(cached(None), cached(1)) == {}
+
+
+def test_a_page_of_gauges() -> None:
+    page = """vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 4.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:generation_tokens_total{engine="0"} 10
+vllm:nixl_num_failed_transfers_total 1
+vllm:nixl_num_failed_notifications_total 2
+vllm:spec_decode_num_accepted_tokens_total 5
+"""
+    said = Reading(7, None, 0.5, generated_tokens=10, failed_transfers=3, accepted_guesses=5)
+    assert reading_of(page) == said
+
+
+def test_guesses_and_lost_transfers_are_doubtful() -> None:
+    client = {"server_accepted_guesses": 5.0, "server_failed_transfers": 2.0, "server_cached_tokens": 7.0}
+    result = {"per_instance": [client, {}]}
+    told = doubts(result, of_servers=True, guesses_forbidden=True, reuse_wanted=True)
+    assert [line.partition(",")[0] for line in told] == [
+        "servers took 5 guessed tokens",
+        "2 transfers of KV caches failed: generation servers may have computed prompts again",
+    ]
+    assert len(doubts(result, of_servers=True)) == 2, "the prefix cache instead of the guesses"
 
 
 @pytest.mark.parametrize("caches", [True, False])
@@ -57,16 +85,16 @@ def test_a_server_that_caches_prompts(caches: bool) -> None:
         core.enqueue(requests())
         Rows(core).until(4)
         statistics = core.statistics()
-    assert statistics["cached_prompt_tokens"] == 4 * 48 * caches
-    told = doubts({"per_instance": [statistics, statistics]}, of_servers=True)
-    assert [line.partition(" came")[0] for line in told] == ["at least 192 prompt tokens"] * caches
+    assert statistics["server_cached_tokens"] == 4 * 48 * caches
+    told = doubts({"per_instance": [statistics, {}]}, of_servers=True)
+    assert [line.partition(" came")[0] for line in told] == ["192 prompt tokens"] * caches
 
 
 def test_a_server_that_says_nothing_of_its_cache() -> None:
     with ScriptedServer() as server, started(server) as core:
         core.enqueue(requests())
         Rows(core).until(4)
-        assert "cached_prompt_tokens" not in core.statistics()
+        assert "server_cached_tokens" not in core.statistics()
 
 
 def test_a_server_that_counts_other_tokens() -> None:

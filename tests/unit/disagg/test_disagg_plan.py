@@ -59,6 +59,7 @@ def test_one_rank_has_every_role_and_a_device() -> None:
                 "ep_rank": 0,
                 "node": "localhost",
                 "device": 0,
+                "server": None,
             }
         ],
     }
@@ -76,6 +77,7 @@ def test_json_of_a_control_rank_has_nulls() -> None:
         "ep_rank": None,
         "node": "a",
         "device": None,
+        "server": None,
     }
     assert (data["ranks"][1]["node"], data["ranks"][1]["device"], data["ranks"][1]["roles"]) == (
         "b",
@@ -337,3 +339,21 @@ def test_a_plan_is_sent_as_what_it_is_made_from(nodes: list[str]) -> None:
         generate("aggregated", 4098, tensor_parallelism=2), 4098, [f"n{i // 8}" for i in range(4098)]
     )
     assert len(pickle.dumps(large)) < 16_000
+
+
+def test_servers_are_owned_by_the_first_of_their_clients() -> None:
+    world = plan(generate("aggregated", 7), 7, ["a", "a", "a", "b", "b", "b", "b"], clients_per_server=3)
+    assert [rank.server for rank in world.ranks] == [None, 0, 0, 0, 1, 1, 1]
+    assert [rank.rank for rank in world.ranks if "server" in rank.roles] == [1, 4]
+    first, second = world.servers
+    assert (first.clients, first.place, second.clients, second.place) == ((1, 2, 3), 0, (4, 5, 6), 0)
+    assert pickle.loads(pickle.dumps(world)) == world
+    with pytest.raises(ConfigError, match="with 4 clients of each server it must be 5, 9, 13"):
+        plan(generate("aggregated", 7), 7, clients_per_server=4)
+
+
+def test_two_servers_of_a_node_have_places() -> None:
+    world = plan(generate("aggregated", 3), 3, clients_per_server=1)
+    assert [server.place for server in world.servers] == [0, 1]
+    assert all(rank.device is None for rank in world.ranks)
+    assert not plan(generate("aggregated", 3), 3).servers
