@@ -27,7 +27,7 @@ class OwnServerFields(Options):
         "more options of each server's command line, as they are typed there",
         shell_words,
         default=(),
-        effect=used_by(needs=("server", ANY)),
+        effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
         group="own servers",
     )
     clients_per_server = Field(
@@ -35,6 +35,6 @@ class OwnServerFields(Options):
         "ranks that are clients of each server; the first of them owns it",
         positive,
         default=1,
-        effect=used_by(needs=("server", ANY)),
+        effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
         group="own servers",
     )

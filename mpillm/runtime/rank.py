@@ -160,9 +160,9 @@ class Rank:
                     role.find_servers(urls)
         return int(self._phase(stop)), part.comms
 
-    def _servers(self) -> dict[int, str]:
-        """Return the URLs of the servers that this rank owns."""
-        return {index: url for role in self._roles for index, url in role.serves().items()}
+    def _servers(self) -> dict[int, str] | None:
+        """Return the URLs of the servers that this rank owns; None: it owns none."""
+        return {index: url for role in self._roles for index, url in role.serves().items()} or None
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:

@@ -113,7 +113,7 @@ class Rank0:
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
         elif phase == "load":
-            value = {index: url for served in reports.values() for index, url in served.items()}
+            value = {index: url for served in reports.values() for index, url in (served or {}).items()}
         elif phase == "ready":
             note = self.session.ready()
         elif phase == "test":

@@ -78,6 +78,8 @@ def beside(field: Field) -> dict[str, str]:
         if use.needs and use.needs[1] is not ANY
     }
     for use in field.effect.uses:
+        if use.needs == ("server", ANY):
+            words["server"] = TEXTS["server"]
         if use.scenarios:
             words["scenarios"] = ",".join(use.scenarios)
     return words
@@ -109,7 +111,7 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
     return made
 
 
-SETS_THE_CORE = ("harness_type", "use_triton", "server")
+SETS_THE_CORE = ("harness_type", "use_triton", "server", "server_args", "clients_per_server")
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
 

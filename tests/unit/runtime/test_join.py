@@ -227,7 +227,7 @@ def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
         path.name for path in run.directory.iterdir()
     }
     assert run.rank0.control.ranks[1].describe() == "rank 1 (executor, instance 0), node, pid 101"
-    assert run.arrive("load", dict.fromkeys(range(3)))[0] == ("load", None)
+    assert run.arrive("load", {0: None, 1: {0: "http://a:1"}, 2: None})[0] == ("load", {0: "http://a:1"})
     assert run.out.getvalue().count("all ranks agree") == 1
 
 
