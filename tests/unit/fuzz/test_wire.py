@@ -24,7 +24,7 @@ from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
-from mpillm.cores.openai_client.server_counts import cached_tokens_of
+from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
@@ -420,5 +420,5 @@ METRICS = (
 
 @fuzz(damaged([METRICS], [b"NaN", b"1e999", b"{", b"}", b'"', b"vllm:prefix_cache_hits_total"]))
 def test_pages_of_metrics(_: Path, data: bytes) -> None:
-    found = cached_tokens_of(data.decode("utf-8", "replace"))
-    assert found is None or np.isfinite(found)
+    found = reading_of(data.decode("utf-8", "replace"))
+    assert all(value is None or np.isfinite(value) for value in found)
