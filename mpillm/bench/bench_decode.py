@@ -19,6 +19,7 @@ from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
+from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import Field, integers, not_negative, positive
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Options(Values):
         "quantization",
         "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
         default="auto",
-        choices=("auto", "none", "int8", "fp8"),
+        choices=("auto", "none", "int8", "fp8", "mxfp4"),
         group="benchmark",
     )
     kv_cache_dtype = Field(
@@ -323,7 +324,6 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
     c, width = info.config, N_BYTES[info.dtype]
     n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
     if c.n_experts:
-        expert_width = width if info.quantization == "none" else 1
-        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * expert_width
+        _, experts = layer_bytes(c, info.dtype, info.quantization)
         n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
     return n_bytes

@@ -12,8 +12,8 @@ from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict, fraction, rate
-from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import Field, positive, seconds
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
@@ -30,6 +30,9 @@ PUBLISHED: dict[str, dict[str, float]] = {
         "2048/128": 442, "2048/2048": 2_003, "20000/2000": 283,
     },
     "llama2-70b": {"294/294": 4_488},
+    # TensorRT-LLM 1.2's and, of gpt-oss-120b, 1.1's.
+    "gpt-oss-20b": {"1024/1024": 14_719, "1024/8192": 12_441, "8192/1024": 4_196, "32768/1024": 965},
+    "gpt-oss-120b": {"1000/1000": 6_868},
 }  # fmt: skip
 # What to know when one compares with a model's figures.
 _NOTES = {
@@ -74,7 +77,7 @@ class Options(Values):
         "quantization",
         "type of the layers' weights",
         default="fp8",
-        choices=("auto", "none", "int8", "fp8"),
+        choices=("auto", "none", "int8", "fp8", "mxfp4"),
         group="benchmark",
     )
     kv_cache_dtype = Field(
@@ -209,10 +212,13 @@ def _pair(text: str) -> tuple[int, int]:
 def _works(config: Options, model: str, lengths: tuple[int, int], batch: float) -> list[Work]:
     """Return a sample's work; `batch`: sequences of an instance."""
     of = load_model_config(model)
-    quantization = of.quantization if config.quantization == "auto" else config.quantization
+    quantization = config.quantization
+    if quantization == "auto":
+        quantization = "mxfp4" if of.stored == "mxfp4" else of.quantization
     kv_dtype = of.kv_quantization if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    width = N_BYTES[of.dtype] if quantization == "none" else 1
-    return sample_work(of, lengths, batch, width, of.dtype if kv_dtype == "none" else kv_dtype)
+    n_bytes, _ = layer_bytes(of, of.dtype, quantization)
+    kv_dtype = of.dtype if kv_dtype == "none" else kv_dtype
+    return sample_work(of, lengths, batch, n_bytes, kv_dtype, in_floats=quantization in ("none", "mxfp4"))
 
 
 def _roofline(config: Options) -> Roofline:

@@ -147,7 +147,9 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
     model = part.model
     assert model.lm_head is not None
-    width = N_BYTES[part.info.dtype] if part.info.quantization == "none" else 1
+    quantization = part.info.quantization
+    width = N_BYTES[part.info.dtype]  # of floats
+    of_experts, of_others = {"none": (width, width), "mxfp4": (17 / 32, width)}.get(quantization, (1, 1))
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mixture)]
     choice, n_pairs, n_hit = [], n_rows, 1.0
     if mixtures:
@@ -177,10 +179,11 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
         pairs = n_pairs if chosen else rows
         weights = of.in_features * of.out_features * (n_hit if chosen else 1)
-        of_weights = N_BYTES[part.info.dtype] if name in ("head", "router") else width
-        moved = (rows * of.in_features + pairs * of.out_features) * N_BYTES[part.info.dtype]
+        in_floats = name in ("head", "router")
+        of_weights = width if in_floats else of_experts if chosen else of_others
+        moved = (rows * of.in_features + pairs * of.out_features) * width
         n_flops = 2 * pairs * of.in_features * of.out_features
-        n, in_floats = len(linears), name in ("head", "router")
+        n = len(linears)
         return Part(name, run, Work(n * (weights * of_weights + moved), n * n_flops, in_floats))
 
     mlps = [layer.mlp for layer in model.layers]

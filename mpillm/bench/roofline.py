@@ -9,6 +9,7 @@ H200 reading and products in turns draw what each draws alone, by the byte and b
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,14 +76,19 @@ class Energy:
 
 
 def sample_work(
-    model: ModelConfig, lengths: tuple[int, int], at_once: float, weight_bytes: int, kv_dtype: str
+    model: ModelConfig,
+    lengths: tuple[int, int],
+    at_once: float,
+    layer_bytes: float,
+    kv_dtype: str,
+    in_floats: bool = False,
 ) -> list[Work]:
     """Return what a GPU does at least for a sample in a batch of `at_once`.
 
     It is the layers' products, the head's, and attention of prompt and answer; all else (norms, the choice of
     tokens, the steps of a batch that is not full) is left out. Prompts are counted as if their rows never
-    needed weights to be read for them alone. `lengths`: tokens in and out; `weight_bytes`: of one of a
-    layer's weights.
+    needed weights to be read for them alone. `lengths`: tokens in and out; `layer_bytes`: of all layers'
+    weights; `in_floats`: whether their products are.
     """
     n_in, n_out = lengths
     shapes = model.tensors()
@@ -91,12 +97,17 @@ def sample_work(
     of_row = layers - experts * (1 - model.n_experts_per_token / model.n_experts) if experts else layers
     head = model.vocab_size * model.hidden_size
     n_steps = n_out / at_once  # a sample's share of them
-    width = model.n_heads * model.head_dim * model.n_layers
-    cached = sum(range(n_in, n_in + n_out))  # tokens that its decode steps read
-    held = model.kv_bytes_per_token(kv_dtype)
-    return [
-        Work(n_steps * layers * weight_bytes, 2 * of_row * (n_in + n_out), in_floats=False),
+    width, held = model.n_heads * model.head_dim, model.kv_bytes_per_token(kv_dtype) / model.n_layers
+    works = [
+        Work(n_steps * layer_bytes, 2 * of_row * (n_in + n_out), in_floats),
         Work(n_steps * head * N_BYTES[model.dtype], 2 * head * n_out, in_floats=True),
-        Work(0, 2 * width * n_in**2, in_floats=True),
-        Work(cached * held, 4 * width * cached, in_floats=True),
     ]
+    for window, n_layers in Counter(map(model.window, range(model.n_layers))).items():
+        most = window or n_in + n_out  # tokens that one sees
+        rows = min(n_in, most)
+        # Half of a square, and what a window lets see of the rest.
+        of_prompt = rows**2 / 2 + (n_in - rows) * most
+        cached = sum(min(n, most) for n in range(n_in, n_in + n_out))  # that the decode steps read
+        works.append(Work(0, 4 * n_layers * width * of_prompt, in_floats=True))
+        works.append(Work(n_layers * cached * held, 4 * n_layers * width * cached, in_floats=True))
+    return works

@@ -427,3 +427,16 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         core.engine.worker.part.model.read_choices_above(above)
         same = [a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)]
         assert sum(same) >= len(prompts) - 1
+
+
+def test_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:
+    """In bfloat16 most first tokens are those of the widened experts, in less memory."""
+    pack_experts(make_family("GptOssForCausalLM", tmp_path, intermediate_size=64), tmp_path)
+    prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 60, 3)))]
+    cores = [
+        make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="bfloat16", quantization=quantization)
+        for quantization in ("auto", "none")
+    ]
+    assert [core.info.quantization for core in cores] == ["mxfp4", "none"]
+    found, wanted = (answer(core, make_batch(prompts)) for core in cores)
+    assert sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True)) >= len(prompts) * 9 // 10

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
+from disagg.errors import ConfigError  # noqa: E402
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
 from mpillm.engine.cache.puts import CacheThere, Put  # noqa: E402
 from mpillm.engine.dtypes import torch_dtype  # noqa: E402
@@ -23,12 +24,13 @@ from mpillm.engine.graphs import capture  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
-from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
+from mpillm.engine.kernels.expert_kernels import grouped_product, pack, packed_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.model.families import Activation  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.staging import Staging  # noqa: E402
+from mpillm.engine.weights.mxfp4 import widened  # noqa: E402
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 
@@ -474,6 +476,41 @@ def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range)
         assert found.dtype == torch.bfloat16 and float(errors.max()) < 1e-2
         rounded_there = grouped_product(fp8_kernels.quantize_rows(x), weights, scales, choice)
         assert torch.equal(grouped_product(x, weights, scales, choice)[mine], rounded_there[mine])
+
+
+@needs_assembly
+@pytest.mark.parametrize(("n_experts", "n_chosen", "experts"), [(8, 2, range(8)), (5, 3, range(2))])
+def test_experts_in_mxfp4(n_experts: int, n_chosen: int, experts: range) -> None:
+    """A weight has the bits of the widened one, as the product of a row with a single 1 shows."""
+    torch.manual_seed(n_experts)
+    for n, width, inner in (
+        (1, 64, 48),
+        (3, 96, 33),
+        (17, 160, 64),
+        (140, 2880, 40),
+        (300, 512, 256),
+        (9000, 64, 80),
+    ):
+        choice = kernels.route(torch.randn(n, n_experts, device=DEVICE), n_chosen, experts)
+        blocks = torch.randint(256, (len(experts), inner, width // 2), dtype=torch.uint8, device=DEVICE)
+        exponents = torch.randint(
+            0, 129, (len(experts), inner, width // 32), dtype=torch.uint8, device=DEVICE
+        )
+        each = [widened(*one).to(torch.bfloat16) for one in zip(blocks, exponents, strict=True)]
+        wide, biases = torch.stack(each), torch.randn(len(experts), inner, device=DEVICE).to(torch.bfloat16)
+        packed = [torch.stack(parts) for parts in zip(*map(pack, blocks, exponents), strict=True)]
+        products: Any = (packed_product, packed), (grouped_product, (wide, None))
+        mine = choice.order[: int(choice.ends[-1])].long()
+        one_hot = torch.zeros(n, width, dtype=torch.bfloat16, device=DEVICE)
+        one_hot[torch.arange(n), torch.randint(width, (n,))] = 1
+        for x, most, added in ((one_hot, 0.0, None), (torch.randn(n, width, device=DEVICE), 8e-3, biases)):
+            x = x.to(torch.bfloat16)
+            found, wanted = (
+                product(x, *weights, choice, added)[mine].float() for product, weights in products
+            )
+            assert error(found, wanted) <= most if most else torch.equal(found, wanted)
+    with pytest.raises(ConfigError, match="MXFP4 scales of 4; the product on GPUs takes at most 2"):
+        pack(blocks[0], torch.full_like(exponents[0], 129))
 
 
 def by_expert(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.kernels.c_library import address, c_library
+from mpillm.engine.weights.mxfp4 import numbers_of
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -24,7 +25,7 @@ _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 class CpuProducts:
     """Packs weights, and multiplies rows with them.
 
-    Rows are float32 or bfloat16, weights of the same type or int8.
+    Rows are float32 or bfloat16, weights of the same type, int8, or bytes of MXFP4 (see `mxfp4`).
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -41,6 +42,8 @@ class CpuProducts:
 
         For matrices and pairs of bfloat16 also behind the last input; then pairs of inputs lie side by side.
         """
+        if weight.dtype == torch.uint8:
+            return self._pack_bytes(weight)
         weight = F.pad(weight, (0, -weight.shape[1] % self._multiple, 0, -len(weight) % self._width))
         inputs = weight.shape[1]
         if self._multiple > 1:
@@ -53,12 +56,31 @@ class CpuProducts:
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
 
+    def _pack_bytes(self, blocks: Tensor) -> Tensor:
+        """Copy MXFP4 [out, in / 2] to panels: [ceil(out / width), in, width / 2].
+
+        A byte has numbers of both halves of a panel's row.
+        """
+        numbers = numbers_of(F.pad(blocks, (0, 0, 0, -len(blocks) % self._width)))
+        inputs, taken = numbers.shape[1], self._multiple
+        rows = numbers.view(-1, self._width, inputs // taken, taken).transpose(1, 2)
+        rows = rows.reshape(-1, inputs, self._width)
+        lower, upper = rows.reshape(len(rows), -1, 2, self._width * taken // 2).unbind(2)
+        packed = (lower | upper << 4).contiguous()
+        use_huge_pages(packed.data_ptr(), packed.nbytes)
+        return packed
+
+    def pack_exponents(self, exponents: Tensor) -> Tensor:
+        """Copy MXFP4's exponents [out, blocks] to panels: [ceil(out / width), blocks, width]."""
+        padded = F.pad(exponents, (0, 0, 0, -len(exponents) % self._width))
+        return padded.view(-1, self._width, exponents.shape[1]).transpose(1, 2).contiguous()
+
     def pack_scales(self, scales: Tensor) -> Tensor:
         """Copy one scale for each output to float32 [panels * width]."""
         return F.pad(scales.flatten().float(), (0, -scales.numel() % self._width)).clone()
 
     def multiply(self, x: Tensor, packed: Tensor, n_outputs: int, scales: Tensor | None = None) -> Tensor:
-        """Return x [n, in] times weights, times `scales` from `pack_scales`: [n, out]."""
+        """Return x [n, in] times weights, times `scales` (`pack_scales`, `pack_exponents`): [n, out]."""
         x = x.contiguous()
         out = x.new_empty(len(x), n_outputs)
         factors = None if scales is None else address(scales)
@@ -87,9 +109,13 @@ class CpuProducts:
 @functools.cache
 def cpu_products(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
     """Compile, or find, the products of rows of `dtype`. None where that is not possible."""
-    if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8):
+    if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8, torch.uint8):
         return None
-    macros = {"BF16": dtype == torch.bfloat16, "INT8": weight_dtype == torch.int8}
+    macros = {
+        "BF16": dtype == torch.bfloat16,
+        "INT8": weight_dtype == torch.int8,
+        "MXFP4": weight_dtype == torch.uint8,
+    }
     library = c_library(_SOURCE, *(f"{name}={value:d}" for name, value in macros.items()))
     return None if library is None else CpuProducts(library, dtype, weight_dtype)
 

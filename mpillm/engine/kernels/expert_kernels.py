@@ -3,6 +3,11 @@
 The host never sees the choice, so that a step can be a CUDA graph. A product launches as many programs as any
 choice could need; each finds its expert from counts on the device, or has nothing to do. Only the weights of
 chosen experts are read. `ops` has the plain forms of `route` and `combine`.
+
+Weights in MXFP4 (`pack`) have four bits up to the registers that a tensor core reads, where two of them
+become bfloat16 in four instructions or so. For that a word of 16 bits has a number from each of four blocks of
+32. A shift and a mask put its bits where bfloat16 has them: the three lower ones become the last two of the
+exponent and the first of the fraction, so that every number of e2m1, also the subnormal one, is times 2^-126.
 """
 
 from __future__ import annotations
@@ -12,11 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.errors import ConfigError
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.model.ops import Choice, Rounded
+from mpillm.engine.weights.entries import BLOCK
+from mpillm.engine.weights.mxfp4 import BIAS, numbers_of
 
-_ROUTED_ROWS = 128  # at a time
+_LEAST_ROUTED, _MOST_PARTS = 16, 128  # rows of a program, and programs that choose
 
 
 @triton.jit
@@ -30,55 +38,99 @@ def _chosen(scores, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexp
     return chosen
 
 
+@triton.jit
+def _scores(scores, row, expert, n, n_experts):
+    real = (row < n)[:, None] & (expert < n_experts)[None, :]
+    at = scores + row[:, None] * n_experts + expert[None, :]
+    return tl.load(at, mask=real, other=-float("inf")).to(tl.float32), real
+
+
 @Kernel
 @triton.jit(do_not_specialize=["n"])
-def _route(
-    scores, weights, order, ends, n, n_experts, first, n_mine,
-    NORMED: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _count(
+    scores, counts, n, n_experts, first, n_mine,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.arange(0, BLOCK)
+    part, expert = tl.program_id(0), tl.arange(0, BLOCK)
+    score, real = _scores(scores, part * ROWS + tl.arange(0, ROWS), expert, n, n_experts)
+    here = real & ((expert >= first) & (expert < first + n_mine))[None, :]
+    count = tl.sum(tl.where(here, _chosen(score, CHOSEN, ROWS, BLOCK), 0), 0)
+    tl.store(counts + part * BLOCK + expert, count)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["n", "n_parts"])
+def _route(
+    scores, weights, order, ends, counts, n, n_experts, first, n_mine, n_parts,
+    NORMED: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    part, expert = tl.program_id(0), tl.arange(0, BLOCK)
     mine = (expert >= first) & (expert < first + n_mine)
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, n, ROWS):
-        row = start + tl.arange(0, ROWS)
-        real = (row < n)[:, None] & (expert < n_experts)[None, :]
-        score = tl.load(
-            scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")
-        ).to(tl.float32)
-        counts += tl.sum(tl.where(real & mine[None, :], _chosen(score, CHOSEN, ROWS, BLOCK), 0), 0)
-    end = tl.cumsum(counts, 0)
-    tl.store(ends + expert - first, end, mask=mine)
-    place = end - counts  # where each expert's next pair goes
-    for start in range(0, n, ROWS):
-        row = start + tl.arange(0, ROWS)
-        real = (row < n)[:, None] & (expert < n_experts)[None, :]
-        score = tl.load(
-            scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")
-        ).to(tl.float32)
-        chosen = tl.where(real, _chosen(score, CHOSEN, ROWS, BLOCK), 0)
-        likely = tl.exp(score - tl.max(score, 1)[:, None])
-        if NORMED:
-            likely = tl.where(chosen == 1, likely, 0.0)
-        weight = likely / tl.sum(likely, 1)[:, None]
-        pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - chosen
-        tl.store(weights + pair, tl.where(mine[None, :], weight, 0.0), mask=chosen == 1)
-        here = tl.where(mine[None, :], chosen, 0)
-        tl.store(order + place[None, :] + tl.cumsum(here, 0) - here, pair, mask=here == 1)
-        place += tl.sum(here, 0)
+    row = part * ROWS + tl.arange(0, ROWS)
+    score, real = _scores(scores, row, expert, n, n_experts)
+    chosen = tl.where(real, _chosen(score, CHOSEN, ROWS, BLOCK), 0)
+    here = tl.where(mine[None, :], chosen, 0)
+    if PARTS == 1:
+        count = tl.sum(here, 0)
+        end = tl.cumsum(count, 0)
+        place = end - count  # where each expert's next pair goes
+    else:
+        each = tl.arange(0, PARTS)
+        at = counts + each[:, None] * BLOCK + expert[None, :]
+        count = tl.load(at, mask=(each < n_parts)[:, None], other=0)
+        total = tl.sum(count, 0)
+        end = tl.cumsum(total, 0)
+        place = end - total + tl.sum(tl.where((each < part)[:, None], count, 0), 0)
+    if part == 0:
+        tl.store(ends + expert - first, end, mask=mine)
+    likely = tl.exp(score - tl.max(score, 1)[:, None])
+    if NORMED:
+        likely = tl.where(chosen == 1, likely, 0.0)
+    weight = likely / tl.sum(likely, 1)[:, None]
+    pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - chosen
+    tl.store(weights + pair, tl.where(mine[None, :], weight, 0.0), mask=chosen == 1)
+    tl.store(order + place[None, :] + tl.cumsum(here, 0) - here, pair, mask=here == 1)
 
 
 def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
-    """As `ops.route`; weights float32, `order` and `ends` int32, `order` undefined after the last end."""
+    """As `ops.route`; weights float32, `order` and `ends` int32, `order` undefined after the last end.
+
+    Programs have some rows each. With several, each counts its rows' choices first.
+    """
     n, n_experts = scores.shape
     weights = torch.empty(n, n_chosen, dtype=torch.float32, device=scores.device)
     order = torch.empty(n * n_chosen, dtype=torch.int32, device=scores.device)
     ends = torch.empty(len(experts), dtype=torch.int32, device=scores.device)
-    _route[(1,)](
-        scores, weights, order, ends, n, n_experts, experts.start, len(experts),
-        NORMED=normed, CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, next_power_of_2(n))),
-        BLOCK=next_power_of_2(n_experts),
+    rows = max(_LEAST_ROUTED, next_power_of_2(max(1, cdiv(n, _MOST_PARTS))))
+    n_parts, block = max(1, cdiv(n, rows)), next_power_of_2(n_experts)
+    counts = order
+    if n_parts > 1:
+        counts = torch.empty(n_parts * block, dtype=torch.int32, device=scores.device)
+        _count[(n_parts,)](
+            scores, counts, n, n_experts, experts.start, len(experts),
+            CHOSEN=n_chosen, ROWS=rows, BLOCK=block,
+        )  # fmt: skip
+    _route[(n_parts,)](
+        scores, weights, order, ends, counts, n, n_experts, experts.start, len(experts), n_parts,
+        NORMED=normed, CHOSEN=n_chosen, ROWS=rows, BLOCK=block, PARTS=next_power_of_2(n_parts),
     )  # fmt: skip
     return Choice(weights, order, ends)
+
+
+@triton.jit
+def _place(order, ends, n_experts, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile's expert (n_experts: nothing is left to do), its pairs, and which of them are real."""
+    experts = tl.arange(0, BLOCK)
+    end = tl.load(ends + experts, mask=experts < n_experts, other=0)
+    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < n_experts), other=0)
+    n_tiles = tl.cdiv(end - start, ROWS)
+    last_tile = tl.cumsum(n_tiles, 0)
+    expert = tl.sum((last_tile <= tile).to(tl.int32))  # those before it
+    mine = experts == expert
+    place = tl.sum(tl.where(mine, start + (tile - last_tile + n_tiles) * ROWS, 0)) + tl.arange(0, ROWS)
+    real = place < tl.sum(tl.where(mine, end, 0))
+    pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
+    return expert, pair, real
 
 
 @Kernel
@@ -88,19 +140,9 @@ def _grouped_product(
     SCALED: tl.constexpr, BIASED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    experts = tl.arange(0, BLOCK)
-    end = tl.load(ends + experts, mask=experts < n_experts, other=0)
-    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < n_experts), other=0)
-    n_tiles = tl.cdiv(end - start, ROWS)
-    last_tile = tl.cumsum(n_tiles, 0)
-    expert = tl.sum((last_tile <= tile).to(tl.int32))  # those before it
+    expert, pair, real = _place(order, ends, n_experts, tl.program_id(0), BLOCK, ROWS)
     if expert >= n_experts:
         return
-    mine = experts == expert
-    place = tl.sum(tl.where(mine, start + (tile - last_tile + n_tiles) * ROWS, 0)) + tl.arange(0, ROWS)
-    real = place < tl.sum(tl.where(mine, end, 0))
-    pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     row, output = pair // SHARE, expert.to(tl.int64) * n_out + column
@@ -122,6 +164,12 @@ def _grouped_product(
         total.to(out.dtype.element_ty),
         mask=real[None, :] & (column < n_out)[:, None],
     )
+
+
+def _most_tiles(n_pairs: int, n_experts: int, rows: int) -> int:
+    """Return the tiles that there are when each expert has one row more than whole ones."""
+    n_chosen = min(n_pairs, n_experts)
+    return (n_pairs - n_chosen) // rows + n_chosen
 
 
 def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -163,8 +211,7 @@ def grouped_product(
         rounded = x if isinstance(x, Rounded) else quantize_rows(x)
         numbers, row_scales, scales_there = rounded.numbers, rounded.scales, scales
     rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, weights.dtype)
-    n_chosen = min(n_pairs, n_experts)
-    n_tiles = (n_pairs - n_chosen) // rows + n_chosen  # when each expert has one row more than whole tiles
+    n_tiles = _most_tiles(n_pairs, n_experts, rows)
     out = torch.empty(n_pairs, n_out, dtype=dtype, device=weights.device)
     _grouped_product[(n_tiles, cdiv(n_out, columns))](
         out, numbers, row_scales, weights, scales_there, out if biases is None else biases, choice.order,
@@ -172,6 +219,145 @@ def grouped_product(
         SCALED=scales is not None, BIASED=biases is not None, SHARE=choice.pairs_per_row(numbers),
         BLOCK=next_power_of_2(n_experts),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=n_warps, num_stages=n_stages,
+    )  # fmt: skip
+    return out
+
+
+# --- weights in MXFP4 ---
+
+_GROUP = 4 * BLOCK  # inputs that a column of words has
+# Where a word has a number's sign, and the lowest of its other bits, for each of the four. The last one's
+# lowest is apart, at 13, and the two others begin there.
+_PLACES = ((15, 6), (12, 3), (9, 0), (14, 10))
+_LARGEST_EXPONENT = 128
+
+
+def pack(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return words int16 [groups of 128 inputs, out, 32] and their exponents, int32 [groups, out].
+
+    Blocks [out, in / 2], exponents [out, in / 32] as in `mxfp4`. Raises ConfigError for scales above 2,
+    which a word's numbers cannot be multiplied with at once.
+    """
+    if len(exponents) and int(exponents.max()) > _LARGEST_EXPONENT:
+        raise ConfigError(
+            f"an expert has MXFP4 scales of {2.0 ** (int(exponents.max()) - BIAS):g}; the product on GPUs"
+            " takes at most 2: use --quantization none"
+        )
+    numbers = torch.nn.functional.pad(numbers_of(blocks), (0, -2 * blocks.shape[1] % _GROUP)).to(torch.int32)
+    each = numbers.view(len(blocks), -1, 4, BLOCK).unbind(2)
+    words = torch.zeros_like(each[0])
+    for number, (sign, rest) in zip(each[:3], _PLACES, strict=False):
+        words |= (number >> 3) << sign | (number & 7) << rest
+    sign, rest = _PLACES[3]
+    words |= (each[3] >> 3) << sign | (each[3] >> 1 & 3) << rest | (each[3] & 1) << 13
+    # The factor of a word's numbers, 2^(exponent - 1), has this exponent as a bfloat16.
+    factors = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4)).to(torch.int32) + 126
+    factors = factors.view(len(blocks), -1, 4)
+    shifts = torch.tensor([0, 8, 16, 24], device=blocks.device)
+    together = (factors.long() << shifts).sum(-1)
+    together = torch.where(together >= 1 << 31, together - (1 << 32), together).to(torch.int32)
+    words = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+    return words.transpose(0, 1).contiguous(), together.t().contiguous()
+
+
+@triton.jit
+def _widened(words, first, second, third, fourth):
+    """Return the four numbers of each word, times a factor each, as bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, none;
+        mov.b32 none, 0x80008000;
+        and.b32 a, $4, 0x81C081C0;
+        fma.rn.bf16x2 $0, a, $5, none;
+        shl.b32 b, $4, 3;
+        and.b32 b, b, 0x81C081C0;
+        fma.rn.bf16x2 $1, b, $6, none;
+        shl.b32 c, $4, 6;
+        and.b32 c, c, 0x81C081C0;
+        fma.rn.bf16x2 $2, c, $7, none;
+        shl.b32 a, $4, 1;
+        shr.u32 b, $4, 3;
+        shr.u32 c, $4, 7;
+        and.b32 a, a, 0x80008000;
+        lop3.b32 a, b, 0x01800180, a, 0xEA;
+        lop3.b32 a, c, 0x00400040, a, 0xEA;
+        fma.rn.bf16x2 $3, a, $8, none;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r", [words, first, second, third, fourth],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _factor(exponents, SHIFT: tl.constexpr):
+    exponent = (exponents >> SHIFT) & 255
+    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+
+
+@Kernel
+@triton.jit
+def _packed_product(
+    out, x, words, exponents, biases, order, ends, n_experts, n_out, n_in,
+    BIASED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    expert, pair, real = _place(order, ends, n_experts, tl.program_id(0), BLOCK, ROWS)
+    if expert >= n_experts:
+        return
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < n_out
+    word, depth = tl.arange(0, 32), tl.arange(0, 128)
+    first = expert.to(tl.int64) * tl.cdiv(n_in, 128) * n_out + column
+    a, scale = words + first[:, None] * 32 + word[None, :], exponents + first
+    b = x + (pair // SHARE)[None, :] * n_in + depth[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed, as above
+    for at in range(0, n_in, 128):
+        packed = tl.load(a, mask=there[:, None], other=0)
+        four = tl.load(scale, mask=there, other=0)
+        right = tl.load(b + at, mask=real[None, :] & (at + depth < n_in)[:, None], other=0.0)
+        w0, w1, w2, w3 = _widened(
+            packed, _factor(four, 0), _factor(four, 8), _factor(four, 16), _factor(four, 24)
+        )
+        # One block after the other, without a number changing its register.
+        left = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 2, 3, 1))
+        total = tl.dot(tl.reshape(left, [COLUMNS, 128]), right, total)
+        a += n_out * 32
+        scale += n_out
+    if BIASED:
+        bias = tl.load(biases + expert.to(tl.int64) * n_out + column, mask=there, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    tl.store(
+        out + pair[None, :] * n_out + column[:, None],
+        total.to(out.dtype.element_ty),
+        mask=real[None, :] & there[:, None],
+    )
+
+
+def packed_tile_shape(n_pairs: int, n_experts: int) -> tuple[int, int, int, int]:
+    """Return rows, columns, warps and pipeline stages for a program of `packed_product`.
+
+    The fastest of four to eight, measured on an H200 with gpt-oss-20b's shapes.
+    """
+    rows = n_pairs / n_experts
+    if rows <= 8:
+        return 16, 64, 4, 4
+    if rows <= 48:
+        return 64, 128, 8, 4
+    return (128, 128, 8, 3) if rows <= 512 else (256, 128, 8, 3)
+
+
+def packed_product(
+    x: Tensor, words: Tensor, exponents: Tensor, choice: Choice, biases: Tensor | None = None
+) -> Tensor:
+    """As `grouped_product`, of bfloat16 x with the experts' weights as `pack` returns them, stacked."""
+    n_pairs, (n_experts, _, n_out, _), n_in = len(choice.order), words.shape, x.shape[1]
+    rows, columns, n_warps, n_stages = packed_tile_shape(n_pairs, n_experts)
+    out = x.new_empty(n_pairs, n_out)
+    _packed_product[(_most_tiles(n_pairs, n_experts, rows), cdiv(n_out, columns))](
+        out, x, words, exponents, out if biases is None else biases, choice.order, choice.ends,
+        n_experts, n_out, n_in,
+        BIASED=biases is not None, SHARE=choice.pairs_per_row(x), BLOCK=next_power_of_2(n_experts),
+        ROWS=rows, COLUMNS=columns, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     return out
 

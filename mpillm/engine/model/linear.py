@@ -1,4 +1,4 @@
-"""The matrix product with weights, floats or 8 bits: the only place in a running model that quantises.
+"""The matrix product with weights, floats, 8 bits or 4: the only place in a running model that quantises.
 
 Floats on a CPU go to `CpuProducts`, where it can be compiled and is faster than what there is without it: on
 x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to 2.5 times as fast
@@ -21,6 +21,7 @@ from torch import Tensor
 from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
+from mpillm.engine.weights import mxfp4
 from mpillm.engine.weights.quantize import dequantize_rows
 
 if TYPE_CHECKING:
@@ -142,6 +143,33 @@ class Fp8Linear(Linear):
         return self.few(n_rows) is None
 
 
+class Mxfp4Linear(Linear):
+    """Weights in MXFP4 (see `mxfp4`): a CPU widens them as it reads them, a GPU in `GroupedLinear` only."""
+
+    def __init__(self, blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
+        """uint8 [out, in / 2] and [out, in / 32]; `dtype` is that of x."""
+        self.out_features, self.in_features = len(blocks), 2 * blocks.shape[1]
+        self._weight, self._exponents = blocks, exponents
+        if blocks.device.type != "cpu":
+            from mpillm.engine.kernels.expert_kernels import pack
+
+            self._weight, self._exponents = pack(blocks, exponents)
+        elif (products := cpu_products(dtype, torch.uint8)) is not None:
+            self._products = products
+            self._weight, self._exponents = products.pack(blocks), products.pack_exponents(exponents)
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Return words and exponents for `packed_product`, on a GPU."""
+        return self._weight, self._exponents
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._products is not None:
+            return self._products.multiply(x, self._weight, self.out_features, self._exponents)
+        n = max(1, _PIECE // self.in_features)
+        pieces = zip(torch.split(self._weight, n), torch.split(self._exponents, n), strict=True)
+        return torch.cat([F.linear(x, mxfp4.widened(*piece).to(x.dtype)) for piece in pieces], dim=1)
+
+
 class GroupedLinear:
     """The products of a mixture: each pair of row and expert (see `Choice`) with the expert's weights."""
 
@@ -156,7 +184,12 @@ class GroupedLinear:
         self.biases = None if biases is None else torch.stack(biases)  # [experts, out]
         self._stacked: Tensor | None = None
         self._scales: Tensor | None = None  # float32 [experts, out], of fp8 weights
-        if first._weight.device.type != "cpu":
+        self._packed: tuple[Tensor, Tensor] | None = None  # in MXFP4
+        if isinstance(first, Mxfp4Linear) and first._weight.device.type != "cpu":
+            each = [linear.packed() for linear in linears if isinstance(linear, Mxfp4Linear)]
+            words, exponents = map(torch.stack, zip(*each, strict=True))
+            self._packed, self._linears = (words, exponents), []  # of which there is no other use
+        elif first._weight.device.type != "cpu":
             self._stacked = torch.stack([linear._weight for linear in linears])
             if isinstance(first, Fp8Linear):
                 self._scales = torch.cat(
@@ -172,6 +205,11 @@ class GroupedLinear:
         """Whether it takes `Rounded`, which the operation before can give."""
         return self._scales is not None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is no product of one expert alone."""
+        return self._packed is not None
+
     def of(self, expert: int) -> Linear:
         """Return the product of one of this rank's experts alone."""
         return self._linears[expert]
@@ -181,6 +219,11 @@ class GroupedLinear:
 
         For other ranks' experts the result is undefined on a GPU, and zero on a CPU.
         """
+        if self._packed is not None:
+            from mpillm.engine.kernels.expert_kernels import packed_product
+
+            assert isinstance(x, Tensor)
+            return packed_product(x, *self._packed, choice, self.biases)
         if self._stacked is not None:
             from mpillm.engine.kernels.expert_kernels import grouped_product
 
@@ -197,7 +240,7 @@ class GroupedLinear:
 
 
 def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Linear:
-    """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits.
+    """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits, or MXFP4 and its exponents.
 
     On a CPU fp8 becomes floats here, once: there is no instruction for it, and widening it each time measured
     5 to 25 times the product itself.
@@ -206,6 +249,8 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
         return Linear(weight)
     if weight.dtype == torch.int8:
         return Int8Linear(weight, scales, dtype)
+    if weight.dtype == torch.uint8:
+        return Mxfp4Linear(weight, scales, dtype)
     return (
         Linear(dequantize_rows(weight, scales, dtype))
         if weight.device.type == "cpu"

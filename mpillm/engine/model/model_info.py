@@ -17,7 +17,7 @@ from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows
 from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
-from mpillm.engine.weights.entries import is_linear, rank_bytes
+from mpillm.engine.weights.entries import BLOCK, is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
     GpuNeeds,
     gpu_needs,
@@ -26,14 +26,14 @@ from mpillm.engine.weights.memory import (
     shown,
     stages,
 )
-from mpillm.engine.weights.quantization import ALGORITHMS, held
+from mpillm.engine.weights.quantization import TYPES, held
 from mpillm.files import excerpt, read_object
 from mpillm.telemetry.free_memory import available_bytes
 
 _CHOICES = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16"),
-    "quantization": ("auto", "none", *ALGORITHMS),
+    "quantization": ("auto", "none", *TYPES),
     "kv_cache_dtype": ("auto", "bfloat16", "fp8"),
     "batch_scheduler_policy": ("max_util", "no_evict", "static"),
     "context_chunking_policy": ("first_come_first_served", "equal_progress"),
@@ -56,7 +56,7 @@ class ModelInfo:
     n_bytes: int  # of the weights on this rank, as the engine holds them
     dtype: str  # of weights that are not quantised: float32 or bfloat16
     kv_dtype: str  # of the KV cache: float32, bfloat16 or fp8
-    quantization: str  # none, int8 or fp8
+    quantization: str  # none, int8, fp8 or mxfp4
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
     engine: EngineFolder | None = None  # the source of the weights, if it is one
@@ -167,7 +167,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
     # Never float16: float32 holds its values exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
-    quantization = _quantization(config, model, layout)
+    quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
     eagle = eagle_config(config, model)
     per_token, room = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size), None
@@ -237,15 +237,20 @@ def _check_options(config: CoreConfig) -> None:
             raise ConfigError(f"--core_options {wrong}", about=["core_options"])
 
 
-def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str:
+def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: str) -> str:
     """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
+    why_floats = _why_floats(config, model, layout, dtype)
     if config.quantization == "auto":
         quantization = model.quantization
+        if model.stored == "mxfp4" and why_floats is None:
+            quantization = "mxfp4"
     elif model.quantization in ("none", config.quantization):
         quantization = config.quantization
     else:
         asked = f"--quantization {config.quantization}"
         raise ConfigError(f"{asked}: the weights of {config.model_path} are {model.quantization}")
+    if quantization == "mxfp4" and why_floats is not None:
+        raise ConfigError(f"{config.model_path}: its experts can't be in MXFP4: {why_floats}")
     if config.gpu_bytes is None:
         return quantization
     if quantization == "int8":
@@ -261,6 +266,19 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str
                 f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
             )
     return quantization
+
+
+def _why_floats(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: str) -> str | None:
+    """Return why a model's experts can't be MXFP4 in memory; None if they can."""
+    if not model.n_experts:
+        return "it has none"
+    if config.gpu_bytes is not None and dtype != "bfloat16":
+        return f"on a GPU they multiply bfloat16, not {dtype}"
+    n_parts = layout.tp_size // layout.ep_size  # of each expert
+    for size, n in ((model.hidden_size, 1), (model.intermediate_size, n_parts)):
+        if size % (n * BLOCK):
+            return f"{size} numbers in {n} parts of a multiple of {BLOCK}"
+    return None
 
 
 def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:

@@ -155,7 +155,7 @@ class Mixture:
     ) -> Tensor:
         """Compute; no adapter changes experts, and the result is never added to `residual`."""
         choice = self._chosen(x)
-        if len(x) > self.one_by_one_above:
+        if len(x) > self.one_by_one_above and not self.gate_up.is_packed:
             down = self._one_by_one(x, choice)
         else:
             hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
 FORMAT = 1  # of the files: another number means other tensors
-_ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8"}  # TensorRT-LLM's names
+# TensorRT-LLM's names
+_ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8", "mxfp4": "W4A16_MXFP4"}
 _OF_WEIGHTS = ("dtype", "quantization", "kv_quantization", "stored")  # which an engine has of its own
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 

@@ -1,7 +1,8 @@
 """Which tensors a file of weights holds: names, types and shapes. Without torch.
 
 A quantised model keeps each linear projection of a layer as two tensors, 8-bit numbers and a scale for each
-row (see `quantization`). An engine's file holds a rank's parts, with projections of the same input as one.
+row (see `quantization`); with MXFP4 those of experts are bytes and exponents (see `mxfp4`). An engine's file
+holds a rank's parts, with projections of the same input as one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _LINEARS |= {"c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv
 _LINEARS |= FUSED.keys()
 
 
+BLOCK = 32  # numbers of MXFP4 with one exponent
 TRANSFORMER = "transformer."  # may stand before a checkpoint's names
 
 
@@ -43,6 +45,16 @@ def is_linear(name: str) -> bool:
     """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
+
+
+def is_experts(name: str) -> bool:
+    """Return whether parameter `name` is a projection of one of several experts: MXFP4 in such a model."""
+    return ".experts." in name and is_linear(name)
+
+
+def blocks_name(name: str) -> str:
+    """Return the name under which a parameter's numbers are had as they are, in MXFP4."""
+    return f"{name}_blocks"
 
 
 def scale_name(name: str) -> str:
@@ -81,7 +93,10 @@ def stored(name: str, shape: tuple[int, ...], dtype: str, quantization: str) -> 
     """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two."""
     if CORRECTION in name:
         dtype = "float32"
-    if quantization == "none" or not is_linear(name):
+    if quantization == "mxfp4" and is_experts(name):
+        n_out, n_in = shape
+        return {name: Entry("U8", (n_out, n_in // 2)), scale_name(name): Entry("U8", (n_out, n_in // BLOCK))}
+    if quantization in ("none", "mxfp4") or not is_linear(name):
         return {name: Entry(STORED[dtype], shape)}
     return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}
 
@@ -119,3 +134,12 @@ def rank_entries(
 def rank_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
     """Return the bytes of a rank's weights, as its engine holds them."""
     return sum(entry.n_bytes for entry in rank_entries(model, layout, dtype, quantization).values())
+
+
+def layer_bytes(model: ModelConfig, dtype: str, quantization: str) -> tuple[int, int]:
+    """Return the bytes of all layers' weights in an engine of one rank, and those of experts among them."""
+    from mpillm.engine.parallel.layout import Layout
+
+    entries = rank_entries(model, Layout(), dtype, quantization)
+    sizes = {name: entry.n_bytes for name, entry in entries.items() if ".layers." in name}
+    return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)

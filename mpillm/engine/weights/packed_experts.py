@@ -1,20 +1,20 @@
 """Checkpoints that hold all experts of a layer in one tensor, as gpt-oss does: floats, or MXFP4.
 
-Rows of gate and up alternate there. Floats are [experts, in, out]. MXFP4 (OCP Microscaling Formats, 1.0) is
-[experts, out, in / 32, 16] bytes, each two numbers of 4 bits, and for each 32 numbers an exponent. The engine
-computes with floats, which hold these numbers exactly. The names are those of transformers.
+Rows of gate and up alternate there. Floats are [experts, in, out]. MXFP4 (see `mxfp4`) is [experts, out,
+in / 32, 16] bytes, and an exponent for each 32 numbers. A parameter in it can be had as floats, which hold these
+numbers exactly, or as it is, by `blocks_name` and `scale_name`. The names are those of transformers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.engine.dtypes import STORED
 from mpillm.engine.parallel.layout import ALL
-from mpillm.engine.weights.entries import Entry
+from mpillm.engine.weights.entries import BLOCK, Entry, blocks_name, scale_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     _Read = Callable[[str, slice, slice], Tensor]
 
-BLOCK = 32  # numbers with one exponent
 _BYTES = BLOCK // 2
-_NAME = re.compile(r"(.+[.]experts)[.](\d+)[.](gate_proj|up_proj|down_proj)[.](weight|bias)")
-_BIAS, _NO_NUMBER = 127, 255  # of exponents
+_BLOCKS, _SCALES = blocks_name("weight"), scale_name("weight")
+_NAME = re.compile(
+    rf"(.+[.]experts)[.](\d+)[.](gate_proj|up_proj|down_proj)[.](weight|bias|{_BLOCKS}|{_SCALES})"
+)
 
 
 class PackedExperts:
@@ -64,29 +65,36 @@ class PackedExperts:
         stored = f"{prefix}.{part if part == 'down_proj' else 'gate_up_proj'}"
         if kind == "bias":
             return _one(read, f"{stored}_bias", expert)[every][rows].contiguous()
+        if kind == _BLOCKS:
+            blocks = _one(read, f"{stored}_blocks", expert)[every][rows]
+            return blocks[:, _in_blocks(columns)].flatten(1)
+        if kind == _SCALES:
+            return self._scales(stored, expert, read)[every][rows][:, _in_blocks(columns)].contiguous()
         if self._last is None or self._last[0] != (stored, expert):
             self._last = (stored, expert), self._matrix(stored, expert, read)
         return self._last[1][every][rows][:, columns].contiguous()
 
     def _matrix(self, name: str, expert: int, read: _Read) -> Tensor:
-        """Return one expert's matrix: [out, in]."""
+        """Return one expert's matrix as floats: [out, in]."""
+        from mpillm.engine.weights.mxfp4 import widened
+
         if self._model.stored != "mxfp4":
             return _one(read, name, expert).t()
+        return widened(_one(read, f"{name}_blocks", expert).flatten(1), self._scales(name, expert, read))
+
+    def _scales(self, name: str, expert: int, read: _Read) -> Tensor:
+        from mpillm.engine.weights.mxfp4 import NO_NUMBER
+
         scales = _one(read, f"{name}_scales", expert)
-        if bool((scales == _NO_NUMBER).any()):
+        if bool((scales == NO_NUMBER).any()):
             raise ConfigError(f"tensor {name}_scales: expert {expert} has scales that are no number")
-        return widened(_one(read, f"{name}_blocks", expert), scales)
+        return scales
+
+
+def _in_blocks(columns: slice) -> slice:
+    """Return whole blocks of columns."""
+    return slice(*(None if end is None else end // BLOCK for end in (columns.start, columns.stop)))
 
 
 def _one(read: _Read, name: str, expert: int) -> Tensor:
     return read(name, slice(expert, expert + 1), ALL)[0]
-
-
-def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of MXFP4 as float32 [n, m]: blocks [n, m / 32, 16], scales [n, m / 32] (uint8)."""
-    import torch
-
-    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    values = torch.tensor([*magnitudes, *(-x for x in magnitudes)], device=blocks.device)
-    pairs: Any = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2).int()  # the lower half first
-    return torch.ldexp(values[pairs], scales.int()[..., None] - _BIAS).flatten(1)

@@ -22,6 +22,7 @@ from mpillm.engine.model.families import Experts, Raw
 from mpillm.files import excerpt, read_object
 
 ALGORITHMS = ("int8", "fp8")
+TYPES = (*ALGORITHMS, "mxfp4")  # of weights in the engine's memory; MXFP4 of experts only, the rest floats
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
 _TYPES = {"int": "int8", "float": "fp8"}
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
@@ -31,7 +32,7 @@ _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 MODELOPT = "hf_quant_config.json"
 BLOCK_SIZE = 128  # rows and columns of "blocks"
 # What a scale in a checkpoint is of: a matrix's row, all of it, a square block, or 32 numbers of four bits
-# (see `packed_experts`). The engine has rows, or floats for the last two.
+# (see `packed_experts`). The engine has rows, floats for blocks, and for the last either floats or the same.
 Stored = Literal["rows", "matrix", "blocks", "mxfp4"]
 _STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
 

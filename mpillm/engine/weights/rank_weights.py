@@ -20,7 +20,14 @@ from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.engine_folder import EngineFolder
-from mpillm.engine.weights.entries import held_kv_scales, kv_scale_names, scale_name
+from mpillm.engine.weights.entries import (
+    blocks_name,
+    held_kv_scales,
+    is_experts,
+    kv_scale_names,
+    scale_name,
+)
+from mpillm.engine.weights.mxfp4 import rounded
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
 
@@ -51,7 +58,7 @@ class Weights(ABC):
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return a linear projection, maybe fused (see `FUSED`): [out, in].
 
-        With 8 bits also scales: float32 [out, 1].
+        With 8 bits also scales: float32 [out, 1]. In MXFP4 bytes and exponents (see `mxfp4`).
         """
 
     @abstractmethod
@@ -133,7 +140,13 @@ class Shards(Weights):
         """Return the part of one parameter; rows of q and k in `model`'s order."""
         rows, columns = self._layout.part(name, self.config)
         scales: Tensor | None = None
-        if self._quantization == "none":
+        if self._quantization == "mxfp4" and is_experts(name):
+            if self.config.stored == "mxfp4":
+                names = blocks_name(name), scale_name(name)
+                weight, scales = (self._source.get(each, rows, columns).to(self.device) for each in names)
+                return weight, scales
+            return rounded(self._source.get(name, rows, columns).to(self.device))
+        if self._quantization in ("none", "mxfp4"):
             weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
         elif self.config.quantization == "none":
             # Whole rows, so that ranks that share a row's columns have the same scale.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -153,7 +154,19 @@ def test_the_least_that_a_sample_takes(preset: str, chosen: int, held: int) -> N
     width = c.n_layers * c.n_heads * c.head_dim
     head = c.vocab_size * c.hidden_size
     flops = 2 * layers(chosen) * 13 / 10 + (2 * head * n_out + 2 * width * n_in**2 + 4 * width * cached) / 5
-    works = sample_work(c, (n_in, n_out), at_once, 1, "fp8")
+    works = sample_work(c, (n_in, n_out), at_once, layers(held), "fp8")
     assert Roofline(math.inf, 10.0, 5.0).seconds(*works) == pytest.approx(flops)
     read = 0.5 * (layers(held) + head * 4) + cached * 2 * c.n_layers * c.n_kv_heads * c.head_dim
     assert Roofline(7.0, math.inf, math.inf).seconds(*works) == pytest.approx(read / 7)
+
+
+def test_what_windows_leave_out() -> None:
+    """Half of gpt-oss's layers see 128 tokens, of a prompt and of what is cached."""
+    c = load_model_config("gpt-oss-20b")
+    all_seen = dataclasses.replace(c, windows=())
+    kept, whole = (
+        sum(work.n_bytes for work in sample_work(model, (1024, 1024), 1.0, 0.0, "bfloat16")[2:])
+        for model in (c, all_seen)
+    )
+    seen = sum(range(1024, 2048))
+    assert kept / whole == pytest.approx((seen + 1024 * 128) / (2 * seen))

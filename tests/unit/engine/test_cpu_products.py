@@ -11,7 +11,8 @@ import torch
 
 from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model import linear
-from mpillm.engine.model.linear import Linear
+from mpillm.engine.model.linear import Linear, Mxfp4Linear
+from mpillm.engine.weights.mxfp4 import widened
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 TYPES = [torch.float32, torch.bfloat16]
@@ -71,6 +72,38 @@ def test_int8_weights_are_scaled(dtype: torch.dtype, outputs: int) -> None:
         found = products.multiply(x, packed, outputs, factors)
         rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * 1000)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inputs", [32, 96, 1280])
+@pytest.mark.parametrize("outputs", [1, 31, 64, 100])
+def test_weights_in_mxfp4(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """All numbers, with an exponent for each 32 inputs of an output."""
+    random = torch.Generator().manual_seed(1)
+    products = products_of(dtype, torch.uint8)
+    blocks = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=random)
+    exponents = torch.randint(110, 130, (outputs, inputs // 32), dtype=torch.uint8, generator=random)
+    packed, factors = products.pack(blocks), products.pack_exponents(exponents)
+    assert packed.numel() <= inputs // 2 * (outputs + 31)
+    weight = widened(blocks, exponents).double()
+    for n in (0, 1, 3, 12, 13, 97):
+        x = torch.randn(n, inputs, generator=random).to(dtype)
+        found = products.multiply(x, packed, outputs, factors)
+        rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+        exact = x.double() @ weight.T
+        torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * 8 * inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_mxfp4_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "cpu_products", lambda *types: None)
+    random = torch.Generator().manual_seed(1)
+    blocks = torch.randint(256, (70, 48), dtype=torch.uint8, generator=random)
+    exponents = torch.randint(120, 130, (70, 3), dtype=torch.uint8, generator=random)
+    monkeypatch.setattr(linear, "_PIECE", 96 * 32)  # several pieces
+    x = torch.randn(5, 96, generator=random).to(dtype)
+    wanted = torch.nn.functional.linear(x, widened(blocks, exponents).to(dtype))
+    torch.testing.assert_close(Mxfp4Linear(blocks, exponents, dtype)(x), wanted)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
