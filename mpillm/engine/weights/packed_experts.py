@@ -1,8 +1,8 @@
 """Checkpoints that hold all experts of a layer in one tensor, as gpt-oss does: floats, or MXFP4.
 
 Rows of gate and up alternate there. Floats are [experts, in, out]. MXFP4 (see `mxfp4`) is [experts, out,
-in / 32, 16] bytes, and an exponent for each 32 numbers. A parameter in it can be had as floats, which hold these
-numbers exactly, or as it is, by `blocks_name` and `scale_name`. The names are those of transformers.
+in / 32, 16] bytes, and an exponent for each 32 numbers. A parameter in it can be had as floats, which hold
+these numbers exactly, or as it is, by `blocks_name` and `scale_name`. The names are those of transformers.
 """
 
 from __future__ import annotations
