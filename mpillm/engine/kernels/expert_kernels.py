@@ -6,8 +6,9 @@ chosen experts are read. `ops` has the plain forms of `route` and `combine`.
 
 Weights in MXFP4 (`pack`) have four bits up to the registers that a tensor core reads, where two of them
 become bfloat16 in four instructions or so. For that a word of 16 bits has a number from each of four blocks
-of 32. A shift and a mask put its bits where bfloat16 has them: the three lower ones become the last two of the
-exponent and the first of the fraction, so that every number of e2m1, also the subnormal one, is times 2^-126.
+of 32. A shift and a mask put its bits where bfloat16 has them: the three lower ones become the last two of
+the exponent and the first of the fraction, so that every number of e2m1, also the subnormal one, is times
+2^-126.
 """
 
 from __future__ import annotations
