@@ -41,6 +41,7 @@ from .schema import (
     checked,
     refuse,
 )
+from .text_file import read_text
 from .yaml_text import plain, read, write
 
 # How closely a key must resemble a known one to count as misspelt: a key that is read here, and an LLM
@@ -119,17 +120,7 @@ class DisaggConfig:
 
 def load(path: str) -> DisaggConfig:
     """Read the configuration in the file `path`. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 (every rank imports this; pathlib is slow to import)
-            content = file.read()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return parse(content.decode("utf-8-sig"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not a text file: byte {error.start} ({content[error.start]:#04x}) is not UTF-8"
-        ) from error
+    return parse(read_text(path), str(path))
 
 
 def parse(text: str, source: str = "<string>") -> DisaggConfig:

@@ -12,6 +12,7 @@ from .errors import ConfigError
 # What PyYAML lets through for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
 CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 _MOST_VALUES = 1_000_000
+_MOST_SAID = 300
 
 
 def read(text: str, source: str) -> Mapping[Any, Any]:
@@ -20,26 +21,37 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
     Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column),
     a duplicate key, an empty text, several documents, a top level that is not a mapping.
     """
-    import yaml
-
-    try:
-        data = yaml.load(text, strict_loader())
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{source}{at}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source}: nested too deeply") from error
-    except CONSTRUCTOR_ERRORS as error:
-        raise ConfigError(f"{source}: a value does not fit its YAML type: {error}") from error
+    data = value_of(text, source)
     if not isinstance(data, dict):
         found = "empty" if data is None else shown(data)
         raise ConfigError(
             f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors"
         )
     return data
+
+
+def value_of(text: str, source: str) -> Any:
+    """Read the one value in `text`. Raises ConfigError as `read` does."""
+    import yaml
+
+    try:
+        return yaml.load(text, strict_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{source}{at}: not valid YAML: {cut(error.problem or error.context)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {cut(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
+    except CONSTRUCTOR_ERRORS as error:
+        raise ConfigError(f"{source}: a value does not fit its YAML type: {cut(error)}") from error
+
+
+def cut(error: object) -> str:
+    """Return an error's text as a line of no more than so many characters: it may quote all of a file."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} …"
 
 
 def strict_loader() -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 
+_MOST_JSON = 1 << 28
+
 
 def cache_folder() -> Path:
     """Return mpillm's folder in the user's cache (XDG Base Directory Specification).
@@ -22,9 +24,13 @@ def cache_folder() -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises ConfigError naming the file, and the line of a mistake."""
+    """Read a JSON file of at most 256 MiB. Raises ConfigError naming the file, and the line of a mistake."""
     try:
-        return json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(_MOST_JSON + 1)
+        if len(data) > _MOST_JSON:
+            raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
+        return json.loads(data)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
+from disagg.text_file import read_text
+from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
 from mpillm import fields, user_config
 from mpillm.config import nvidia_config
 from mpillm.config.nvidia_config import PERFORMANCE, KindOfTest
@@ -151,12 +152,7 @@ def _differing(found: Sequence[Entry]) -> str:
 
 def _entries(path: str, kind: KindOfTest) -> tuple[Entry, ...]:
     file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}"
-        ) from None
+    text = read_text(path, "--config_file ")
     if file.suffix == ".py":
         return _python_entries(path, text, kind)
     if file.suffix in (".yaml", ".yml"):
@@ -273,7 +269,7 @@ def _run(path: str, text: str) -> types.ModuleType:
 def _lines(file: str) -> dict[tuple[str, str], int]:
     """Return the lines of classes, by (name, ""), and of attributes that they set, by (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
-    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
+    for node in ast.walk(ast.parse(read_text(file))):
         if isinstance(node, ast.ClassDef):
             lines[node.name, ""] = node.lineno
             for statement in node.body:
@@ -297,10 +293,10 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}"
+            f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {cut(error.problem or error.context)}"
         ) from None
     except (yaml.YAMLError, RecursionError, *CONSTRUCTOR_ERRORS) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not valid YAML: {cut(error)}") from None
     nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
     for number, (node, values) in enumerate(
         zip(nodes, data if isinstance(data, list) else [data], strict=True), 1
@@ -308,7 +304,7 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
         if not isinstance(values, dict):
             line = node.start_mark.line + 1 if node is not None else 1
             raise ConfigError(f"{path}:{line}: must be a mapping of options, or a list of such mappings")
-        lines = _key_lines(node, path)
+        lines = _key_lines(node, {})
         items = {
             str(key): (value, f"{path}:{lines.get(str(key), node.start_mark.line + 1)}")
             for key, value in values.items()
@@ -317,15 +313,21 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
         yield _entry(path, str(name), node.start_mark.line + 1, items)
 
 
-def _key_lines(node: Any, path: str) -> dict[str, int]:
-    """Return the line of every key of a mapping, with those that it merges (``<<``)."""
+def _key_lines(node: Any, known: dict[int, dict[str, int]]) -> dict[str, int]:
+    """Return the line of every key of a mapping, with those that it merges (``<<``).
+
+    `known`: of the nodes that were seen: a few aliases of aliases can stand for any number.
+    """
+    if id(node) in known:
+        return known[id(node)]
     merged: dict[str, int] = {}
     own: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.tag == "tag:yaml.org,2002:merge":
             for source in value.value if value.id == "sequence" else [value]:
-                merged = _key_lines(source, path) | merged
+                merged = _key_lines(source, known) | merged
         else:
             own[str(key.value)] = line
-    return merged | own
+    known[id(node)] = merged | own
+    return known[id(node)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from disagg.errors import ConfigError
+from disagg.text_file import read_text
+from disagg.yaml_text import value_of
 from mpillm.report.run_files import RunFiles
 
 Grid = dict[str, list[str]]
@@ -41,10 +41,7 @@ def grid_of_words(words: Sequence[str]) -> Grid:
 
 def grid_of_yaml(path: Path) -> Grid:
     """Return the grid in a YAML: a mapping of options to a value or a list of them. Raises ConfigError."""
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--grid {path}: {getattr(error, 'strerror', None) or error}") from None
+    read = value_of(read_text(str(path), "--grid "), f"--grid {path}")
     if not isinstance(read, dict) or not read:
         raise ConfigError(f"--grid {path}: expected options, each with a value or a list of values")
     return {

@@ -12,6 +12,7 @@ from typing import Any
 import mlperf_loadgen as lg
 
 from disagg.errors import ConfigError, about, nearest
+from disagg.text_file import read_text
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.latency_limits import NO_LIMIT_MS
 from mpillm.loadgen.forecast import Forecast, forecast
@@ -237,11 +238,7 @@ def _without_a_workload(text: str, config: LoadGenConfig, n_samples: int) -> dic
 @about("user_conf")
 def _user_lines(file: Path) -> str:
     """Return the text of a user's user.conf, checked: LoadGen ignores unknown keys."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise ConfigError(f"--user_conf {file}: {why}") from None
+    text = read_text(str(file), "--user_conf ")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue

@@ -13,6 +13,8 @@ import numpy as np
 import yaml
 
 from disagg.errors import ConfigError
+from disagg.text_file import read_text
+from disagg.yaml_text import value_of
 from mpillm import __version__
 from mpillm.files import read_json, write_json, write_text
 from mpillm.loadtest.load_test import Record
@@ -186,10 +188,7 @@ def write_yaml(path: Path, value: Mapping[str, Any]) -> None:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a file of `write_yaml`. Raises ConfigError if it is none."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    found = value_of(read_text(str(path)), str(path))
     if not isinstance(found, dict) or not isinstance(found.get("warmup"), dict):
         raise ConfigError(f"{path}: does not say how its point was measured; remove its folder")
     return found

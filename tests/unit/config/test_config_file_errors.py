@@ -244,7 +244,7 @@ def test_what_is_wrong_in_a_file(
 
 @pytest.mark.parametrize("name", ["none.py", "none.yaml"])
 def test_a_missing_file(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--config_file {tmp_path / name}: No such file"):
+    with pytest.raises(ConfigError, match=f"--config_file {tmp_path / name}: cannot be read: No such file"):
         config_of(tmp_path / name)
 
 

@@ -350,7 +350,7 @@ def refused(user_conf: str) -> str:
 
 
 def test_unreadable_user_conf(tmp_path: Path) -> None:
-    assert "nowhere.conf: no such file" in refused("nowhere.conf")
+    assert "nowhere.conf: cannot be read: No such file" in refused("nowhere.conf")
     assert "Is a directory" in refused(str(tmp_path))
 
 
