@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: slurm test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make slurm      install a real Slurm (Debian, root) and open a shell on two nodes of it; make test-slurm runs the tests with it"
 	@echo "make test-hosts  the tests with several hosts made of namespaces (root)"
 	@echo "make test-browser  the page of a run in a headless Chromium"
+	@echo "make test-wheel  the wheel in an empty environment; with WHEEL_PYTHONS='python3.10 python3.13' in one of each"
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/howto/pipeline.md"
@@ -69,7 +70,7 @@ $(PREPARING):
 test: lint test-unit test-mpi
 
 test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton and not peers and not slurm and not hosts and not browser" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton and not peers and not slurm and not hosts and not browser and not wheel" $(PYTEST_ARGS) tests
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
@@ -77,7 +78,7 @@ test-mpi: $(STAMP)
 	done; done
 
 test-slow: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m "slow and not triton and not peers and not slurm and not hosts and not browser" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) -m "slow and not triton and not peers and not slurm and not hosts and not browser and not wheel" $(PYTEST_ARGS) tests
 
 # Each reader of files and messages, so many seconds each.
 SECONDS ?= 60
@@ -99,6 +100,9 @@ slurm: $(STAMP)
 
 test-browser: $(STAMP)
 	$(PY) -m pytest -m browser -rs $(PYTEST_ARGS) tests/e2e/test_browser.py
+
+test-wheel: $(STAMP)
+	MPILLM_WHEEL_PYTHONS="$(WHEEL_PYTHONS)" $(PY) -m pytest -m wheel -rs $(PYTEST_ARGS) tests/e2e/test_wheel.py
 
 test-slurm: $(STAMP)
 	$(PY) -m tools.slurm --install true || test $$? -eq 77

@@ -237,7 +237,13 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
     with _stoppable():
         command = importlib.import_module(module)
         gc.enable()  # see __main__
-        return int(command.main(list(words)))
+        try:
+            return int(command.main(list(words)))
+        finally:
+            if "--json" in words:
+                from mpillm.configurator import json_output
+
+                json_output.end()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 from disagg.errors import ConfigError
 from mpillm.bench.core_model_report import statistics_of, table
 from mpillm.config.values import Values
+from mpillm.configurator import json_output
 from mpillm.configurator.parsers import boolean, shell_words
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode, needs_extra
@@ -179,6 +180,7 @@ def _show(config: Options, found: dict[str, Any]) -> None:
     if "sum_ms" in found:
         print(f"[INFO] Total request latencies: {found['sum_ms']:.3f} ms")
     print("\n".join(table(found)))
+    json_output.tell(found)
     if config.result_filename:
         write_json(Path(config.result_filename), found)
 

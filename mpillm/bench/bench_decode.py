@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.bench.roofline import Roofline
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
+from mpillm.configurator import json_output
 from mpillm.configurator.parsers import flag_dict
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
@@ -160,6 +161,8 @@ def bench_decode(config: Options) -> int:
     roofline, energy = Roofline(*(rate.at_first for rate in loads)), rates.energy()
     explained: list[str] = []
     plain_s: dict[int, float] = {}  # a step of each batch
+    figures: list[dict[str, float]] = []
+    json_output.tell(figures)
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(
         f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
@@ -178,6 +181,15 @@ def bench_decode(config: Options) -> int:
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
             f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {sum(products_s) * 1e3:>9.3f}",
             flush=True,
+        )
+        figures.append(
+            {
+                "batch": batch,
+                "step_ms": step_s * 1e3,
+                "floor_ms": floor_s * 1e3,
+                "attention_ms": attention_s * 1e3,
+                "products_ms": sum(products_s) * 1e3,
+            }
         )
         explained.append(_explained(batch, decoded, times, roofline, energy))
         plain_s[batch] = step_s

@@ -17,6 +17,7 @@ from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
 from launch.places import RUNS
 from mpillm.config.values import Values
+from mpillm.configurator import json_output
 from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
@@ -151,8 +152,9 @@ def main(config: Options) -> int:
     print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
     if busy > _BUSY and not config.null:
         print("The client is near its limit: the server may be faster than this.")
+    kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
+    json_output.tell(kept)
     if config.result_filename:
-        kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
         write_json(Path(config.result_filename), kept)
     folder = series_folder(config.log_dir, "endpoint")
     folder.mkdir(parents=True, exist_ok=True)

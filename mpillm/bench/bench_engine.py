@@ -20,6 +20,7 @@ from mpillm.bench.product_rates import product_rates
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
+from mpillm.configurator import json_output
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import ModelInfo, check_model
@@ -93,10 +94,20 @@ def main(config: Options) -> int:
     rounds = _take_turns(config, info, prompts, engine, guessing)
     others = load.so_far()
 
+    n_output = len(prompts) * config.output_len
+    json_output.tell(
+        {
+            "prompts": len(prompts),
+            "output_tokens": n_output,
+            "tokens_per_second": {name: [n_output / t for t in ts] for name, ts in rounds.times.items()},
+            "products_s": rounds.products,
+            "other_load_cores": others.processes + others.stolen,
+        }
+    )
     mean = statistics.mean(map(len, prompts))
     lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
     print(f"{len(prompts)} prompts of {lengths}, {dtype}, {config.n_threads} threads")
-    _print_rates(rounds.times, len(prompts) * config.output_len)
+    _print_rates(rounds.times, n_output)
     # Disturbances only add time, and the products are short: compare the least of each, not round by round.
     seconds = min(rounds.products)
     share, rate = seconds / min(rounds.times[_OURS]), engine.n_operations() / seconds / 1e9

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from mpillm.config.values import Values
+from mpillm.configurator import json_output
 from mpillm.fields import Field, integers, one_or_two, positive, seconds
 from mpillm.fields.topology import TopologyFields
 from mpillm.runs.whole_runs import run_once
@@ -143,6 +144,10 @@ def main(config: Options) -> int:
         ("", "harness with LoadGen, % of a core", [100 * r["cpu_cores"][0] for r in idle]),
         ("start", "last rank's start to ready, s", starts),
     ]
+    figures: list[dict[str, Any]] = []
+    for what, unit, values in rows:  # a test is named in its first row
+        figures.append({"test": what or figures[-1]["test"], "figure": unit, "values": values})
+    json_output.tell(figures)
     print(
         f"{config.n} ranks, {config.control_ranks} of them control, {config.mode},"
         f" {config.traffic_distribution_policy}, {config.input_len} tokens in, {config.output_len} out;"

@@ -11,6 +11,7 @@ from disagg.errors import ConfigError
 from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
+from mpillm.configurator import json_output
 from mpillm.configurator.parsers import flag_dict, fraction, rate
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.weights.entries import layer_bytes
@@ -157,9 +158,12 @@ def main(config: Options) -> int:
         flush=True,
     )
     n_failed = 0
+    figures: list[dict[str, Any]] = []
+    json_output.tell(figures)
     for model in config.models.split(","):
         for lengths in pairs:
             result, drawn = _run(config, model, *lengths)
+            figures.append({"model": model, "in": lengths[0], "out": lengths[1], "result": result})
             if result["status"] == "FAILED":
                 n_failed += 1
                 row = f"failed: {' | '.join(failure['cause'] for failure in result['failures'])}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the pairs, print them and the verdict."""
     parser = Parser(
         prog="mpillm ab",
+        figures=True,
         usage='python -m mpillm ab "OPTIONS A" "OPTIONS B" [options] [options of both]',
         description="Run two sets of options of run in turns, on the same nodes, and say whether the"
         f" difference is real: Student's paired t test of log ratios, two-sided, at {100 * ALPHA:g} %, of one"
@@ -85,9 +87,16 @@ def main(argv: Sequence[str]) -> int:
     page = folder / "ab.html"
     write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs), doubtful))
     print(f"\npage  {path_shown(page)}")
+    found = {
+        **sides,
+        "metric": metric,
+        "pairs": pairs,
+        "doubts": doubtful,
+        "verdict": asdict(verdict) | {"real": verdict.real},
+    }
+    json_output.tell(found)
     if options.output:
-        said = {"A": sides["A"], "B": sides["B"], "metric": metric, "pairs": pairs, "doubts": doubtful}
-        write_json(Path(options.output), said | {"verdict": asdict(verdict) | {"real": verdict.real}})
+        write_json(Path(options.output), found)
     return ExitCode.DONE
 
 

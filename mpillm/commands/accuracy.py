@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
+from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
+from mpillm.files import read_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_list import run_path
 from mpillm.submission.score_run import read_accuracy_run, score_run
@@ -44,6 +45,7 @@ class _Options(Values):
 def _parser() -> Parser:
     parser = Parser(
         prog="mpillm accuracy",
+        figures=True,
         usage="python -m mpillm accuracy RUN_DIR [options]",
         description="Score the answers of an accuracy run, and write RUN_DIR/accuracy.txt and accuracy.json.",
         epilog="examples:\n"
@@ -80,3 +82,4 @@ def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
     for note in scores.notes:
         print(f"  {note}")
     print(run.path / "accuracy.txt")
+    json_output.tell(read_json(run.path / "accuracy.json"))

@@ -14,6 +14,7 @@ import numpy as np
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
 from mpillm.cores.base import LLMCore
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Calibrate, predict, propose and, if asked to, verify; print all."""
     parser = Parser(
         prog="mpillm advise",
+        figures=True,
         description="Propose how to use some GPUs for a test: instances, their layouts, aggregated or"
         " disaggregated, contexts to generation instances, and max_batch_size. Short runs, a minute or more,"
         " calibrate a simulation of the whole test; takes all options of run. A --mode that is given is the"
@@ -145,16 +147,15 @@ def main(argv: Sequence[str]) -> int:
     proposals = _proposals(chosen[:_PROPOSED], words, ranks, limits_ms)
     write_text(page, advise_page(folder, ways, _of(found), proposals, errors))
     print(f"\npage  {path_shown(page)}")
+    figures = {
+        "calibration": calibration.to_json(),
+        "predicted": [_said(one, words) for one in predicted],
+        "best": [_said(one, words) for one in chosen],
+        "verified": verified,
+    }
+    json_output.tell(figures)
     if options.output:
-        write_json(
-            Path(options.output),
-            {
-                "calibration": calibration.to_json(),
-                "predicted": [_said(one, words) for one in predicted],
-                "best": [_said(one, words) for one in chosen],
-                "verified": verified,
-            },
-        )
+        write_json(Path(options.output), figures)
     return ExitCode.DONE
 
 

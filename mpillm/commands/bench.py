@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark that is named, with the options after its name."""
     from mpillm.config.values import collect
 
-    named = find("mpillm bench", BENCHES, "mpillm.bench.bench_", argv)
+    named = find("mpillm bench", BENCHES, "mpillm.bench.bench_", argv, figures=True)
     if named is None:
         return ExitCode.DONE
     bench, parser, words = named
@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(
-    prog: str, benches: Mapping[str, str], prefix: str, argv: Sequence[str]
+    prog: str, benches: Mapping[str, str], prefix: str, argv: Sequence[str], figures: bool = False
 ) -> tuple[ModuleType, Parser, list[str]] | None:
     """Return the module of the benchmark that `argv` names, its parser, and the words after its name.
 
     `prefix`: what stands before its name in its module's. Returns None where help was asked for, which is
-    printed. Raises ConfigError for a name that is not in `benches`.
+    printed. `figures`: they tell figures for --json. Raises ConfigError for a name that is not in `benches`.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: python -m {prog} NAME [options]\n")
@@ -52,4 +52,7 @@ def find(
         )
     name, *words = argv
     bench = importlib.import_module(prefix + name.replace("-", "_"))
-    return bench, Parser(prog=f"{prog} {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG), words
+    parser = Parser(
+        prog=f"{prog} {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG, figures=figures
+    )
+    return bench, parser, words

@@ -9,6 +9,7 @@ from disagg.errors import ConfigError
 from launch import mpirun
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import BY_NAME
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the test with a core that costs nothing; write `CERTIFICATE`. Returns that run's exit code."""
     parser = Parser(
         prog="mpillm certify",
+        figures=True,
         usage="python -m mpillm certify RUN_DIR [options]",
         description="Run the same test on as many ranks, with a core that takes no time for answers of"
         " the same length, and state how much of each latency and of the throughput is the harness's own.",
@@ -62,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     with as_writable(run.path / CERTIFICATE):
         write_json(run.path / CERTIFICATE, found)
     print("\n" + certificate_table(found))
+    json_output.tell(found)
     print(f"  {run.path / CERTIFICATE}")
     return ExitCode.DONE
 

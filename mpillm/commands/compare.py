@@ -8,6 +8,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the comparison. Raises ConfigError for a directory that can't be compared."""
     parser = Parser(
         prog="mpillm compare",
+        figures=True,
         usage="python -m mpillm compare DIR DIR … [options]",
         description="Compare runs: first the options that differ, then each figure with its 95 % confidence"
         f" interval, from {BLOCKS} blocks of each run's requests. The change is against the first run. How"
@@ -42,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"compare: runs of different scenarios ({', '.join(sorted(scenarios))})")
     result = compare(runs)
     _print(result)
+    json_output.tell(result)
     if options.output:
         write_json(Path(options.output), result)
     page = series_folder(options.log_dir, "compare") / "compare.html"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
+from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.sampling import GenerationFields
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """Check a compliance run. Exit code TEST_FAILED: it does not pass."""
     parser = Parser(
         prog="mpillm compliance",
+        figures=True,
         usage="python -m mpillm compliance RUN_DIR [options]",
         description="Check a run that was made with --compliance_test TEST06, TEST07 or TEST09, and write"
         " RUN_DIR/TEST06 (and so on) for the submission.",
@@ -40,4 +41,5 @@ def main(argv: Sequence[str]) -> int:
     run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir))
     result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
     print(f"{result.test}: {result.samples} answers\n{result.text}{run.path / result.test}")
+    json_output.tell({"test": result.test, "samples": result.samples, "passed": result.passed})
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from mpillm.config.options import parse_run
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Search, print each test and the answer; return 0, or raise if there is none."""
     parser = Parser(
         prog="mpillm find-max-qps",
+        figures=True,
         description="Find the highest rate at which a Server or Interactive test is VALID. Takes all options"
         " of run; --server_target_qps is where the search begins [default: at the measured capacity].",
         epilog="examples:\n"
@@ -116,14 +118,15 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         print(f"{name.replace('_', ' '):<26} {value:.5g}")
     print(f"confirming run             {path_shown(Path(best.folder))}")
     _leave_page(tests, record, found.too_high)
+    figures = {
+        "rate": best.rate,
+        "too_high": found.too_high,
+        "run": best.folder,
+        "tests": [asdict(t) for t in record.tests],
+    }
+    json_output.tell(figures)
     if options.output:
-        said = {
-            "rate": best.rate,
-            "too_high": found.too_high,
-            "run": best.folder,
-            "tests": [asdict(t) for t in record.tests],
-        }
-        write_json(Path(options.output), said)
+        write_json(Path(options.output), figures)
     return ExitCode.DONE
 
 

@@ -11,7 +11,7 @@ from mpillm.config.disagg_yaml import PORTS, disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.options import parse
 from mpillm.config.together import check_mode
-from mpillm.configurator import Field
+from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser = Parser(
         prog="mpillm plan",
+        figures=True,
         description="Show which rank would do what, without MPI.",
         epilog="examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
         "  python -m mpillm plan --disagg_config disagg.yaml\n"
@@ -57,8 +58,10 @@ def main(argv: Sequence[str]) -> int:
     clients_per_server = config.clients_per_server if config.server else 0
     made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes, clients_per_server)
     notes += server_lines(made, server_plans(config, made, {}))
+    figures = {**made.to_json(), "notes": notes}
+    json_output.tell(figures)
     if config[format_field] == "json":
-        print(json.dumps({**made.to_json(), "notes": notes}, indent=2))
+        print(json.dumps(figures, indent=2))
     else:
         print(disagg.table(made), *(f"  {line}" for line in notes), sep="\n")
     return ExitCode.DONE

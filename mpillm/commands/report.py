@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.results import OutputFields
 from mpillm.report.page.page import write_page
 from mpillm.report.run_directory import path_shown
+from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
 
@@ -23,6 +25,7 @@ class _Options(Values):
 def _parser() -> Parser:
     parser = Parser(
         prog="mpillm report",
+        figures=True,
         usage="python -m mpillm report RUN_DIR [RUN_DIR …] [options]",
         description="Write report.html and trace.json of runs again, also of failed, killed and damaged ones:"
         " the page says what is missing.",
@@ -38,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the pages, and print their paths."""
     parser = _parser()
     options = collect(argv, _Options, parser)
-    for folder in parser.parse_args(argv).run_dirs:
-        print(path_shown(write_page(run_path(folder), options.price_per_gpu_hour).absolute()))
+    folders = [run_path(folder) for folder in parser.parse_args(argv).run_dirs]
+    for folder in folders:
+        print(path_shown(write_page(folder, options.price_per_gpu_hour).absolute()))
+    json_output.tell([{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders])
     return ExitCode.DONE

@@ -8,7 +8,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
+from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
@@ -28,6 +28,7 @@ class _Options(Values):
 def _parser() -> Parser:
     parser = Parser(
         prog="mpillm runs",
+        figures=True,
         usage="python -m mpillm runs [FOLDER] [options]",
         description="List the runs below a folder, newest first, and write an index page of them there."
         f" Commands that take a run directory take '{LATEST}', too: the newest run in {RUNS}.",
@@ -50,6 +51,12 @@ def main(argv: Sequence[str]) -> int:
     print(table([list(COLUMNS), *(cells_of(one) for one in found[: options.most])], 3))
     if len(found) > options.most:
         print(f"… and {len(found) - options.most:,} more: --most {len(found)}")
+    json_output.tell(
+        [
+            {"run": str(one.path), "started": one.started, "status": one.status, "result": one.result}
+            for one in found[: options.most]
+        ]
+    )
     page = folder / "index.html"
     write_text(page, index_page(folder.absolute(), found, find_series(folder)))
     print(f"\npage  {path_shown(page.absolute())}")

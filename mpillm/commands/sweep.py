@@ -11,6 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.options import parse_run
+from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the points that have no result yet; print all; 4 if one failed."""
     parser = Parser(
         prog="mpillm sweep",
+        figures=True,
         description="Run every combination of the options' values: an option of run with several values is"
         " varied. With --log_dir the points that have a result there are not run again, so that a sweep that"
         " was ended goes on; those that failed or are half written are.",
@@ -73,8 +75,9 @@ def main(argv: Sequence[str]) -> int:
     print("\n" + _table(todo, found, front))
     for line in doubtful_points(found):
         print(f"doubtful: {line}")
+    json_output.tell(all_figures := {"points": found, "pareto": front})
     if options.output:
-        write_json(Path(options.output), {"points": found, "pareto": front})
+        write_json(Path(options.output), all_figures)
     write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))
     print(f"\npage  {path_shown(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.errors import ConfigError, nearest
 from launch.launcher import RANK_COMMANDS
+from mpillm.configurator import json_output
 
 if TYPE_CHECKING:
     from mpillm.configurator.field import Field
@@ -66,13 +67,23 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+class _Json(argparse.Action):
+    """--json: the figures only."""
+
+    def __call__(self, *_: Any) -> None:
+        json_output.begin()
+
+
 class Parser(argparse.ArgumentParser):
     """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option.
 
-    `main`: the names of the options that --help shows without a topic; all unless given.
+    `main`: the names of the options that --help shows without a topic; all unless given. `figures`: the
+    command tells figures to `json_output`, so it has the option --json.
     """
 
-    def __init__(self, main: Sequence[str] = (), add_help: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, main: Sequence[str] = (), add_help: bool = True, figures: bool = False, **kwargs: Any
+    ) -> None:
         kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=_Formatter, **kwargs)
         self._main = main
@@ -84,6 +95,15 @@ class Parser(argparse.ArgumentParser):
                 default=argparse.SUPPRESS,
                 metavar="TOPIC",
                 help="show the main options, those of a TOPIC, or all" if main else "show the options",
+            )
+
+        if figures:
+            self.add_argument(
+                "--json",
+                action=_Json,
+                nargs=0,
+                default=argparse.SUPPRESS,
+                help="print the figures as JSON, and all else to stderr",
             )
 
     def show_only(self, topic: str | None) -> None:
@@ -127,8 +147,6 @@ class Parser(argparse.ArgumentParser):
             return f"; it is mpirun's: `python -m mpillm mpirun {shlex.join(words)} {command} …`"
         if name in ("-n", "-np", "--np") and "--world_size" in options:
             return " (did you mean '--world_size'?)"
-        if name == "--json" and "--format" in options:
-            return "; it is --format json"
         return nearest(name, options) if name.startswith("-") else ""
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:

@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import shutil
+import re
 import subprocess
 import sys
 import zipfile
 from configparser import ConfigParser
-from pathlib import Path
 
 import pytest
 
 from mpillm import __version__
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("disagg", "launch", "mpillm")
+from tests.helpers.wheels import FILES, PACKAGES, ROOT, build_wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Return the wheel of this tree, made in a copy of it: setuptools leaves folders where it works."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        "made",
-        ".",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    (made,) = (folder / "made").iterdir()
-    return zipfile.ZipFile(made)
+    """Return the wheel of this tree."""
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel")))
 
 
 def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
@@ -68,3 +44,17 @@ def test_the_command(
     monkeypatch.setattr(sys, "argv", ["mpillm", "--version"])
     assert getattr(importlib.import_module(module), function)() == 0
     assert capsys.readouterr().out == f"mpillm {__version__}\n"
+
+
+def test_the_container_gets_what_the_wheel_is_made_of() -> None:
+    """And its lines are a shell's. No image is built here."""
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    copied = {word for line in re.findall(r"^COPY (.*) /src", text, re.MULTILINE) for word in line.split()}
+    assert copied == {*PACKAGES, *FILES}
+    lines = re.findall(r"^RUN ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        subprocess.run(["sh", "-n", "-c", line.replace("\\\n", "")], check=True, timeout=60)
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f"\n{extra} = [" in known for extra in extras.split(","))

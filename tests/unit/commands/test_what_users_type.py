@@ -48,10 +48,6 @@ def test_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown option -n (did you mean '--world_size'?)" in said(capsys, "plan", "-n", "4")
 
 
-def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown option --json; it is --format json" in said(capsys, "plan", "--world_size=4", "--json")
-
-
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["help", "plan"])
