@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from mpillm.comms.kv_socket import is_loopback
 from mpillm.config.run_config import RunConfig
@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _GONE = 499  # the client has closed the connection, as nginx counts it
 BODY_S = 120.0
 """How long a client may take to send a body."""
+_VERSIONS = (HttpVersion10, HttpVersion11)
 _BODIES = 16  # of the largest size, that may be in memory at once
 OPEN_PATHS = ("/health", "/metrics", "/version")
 """What needs no key, as with vLLM; everything else tells of single requests, or costs something."""
@@ -103,6 +104,9 @@ class Guard:
 
     def _check(self, request: web.Request) -> None:
         """Check the key. Where there is none, let no page in that a browser shows."""
+        if request._version not in _VERSIONS:  # `version` is kept from when it is first asked for
+            request._version = HttpVersion11  # the answer would be in the other one
+            raise ApiError(505, "expected HTTP/1.1 or HTTP/1.0")
         if self._api_key is None:
             if "Origin" in request.headers:
                 raise _no_page("a request with the header Origin")

@@ -62,12 +62,15 @@ LEAVING = st.tuples(
 CLIENTS = st.lists(WHOLE | LEAVING, min_size=1, max_size=8)
 
 
-async def talk(a: Api, sent: bytes, patience_s: float) -> bytes:
-    """Send `data` and return what comes back."""
+async def talk(a: Api, sent: bytes, patience_s: float, cut: int | None = None) -> bytes:
+    """Send bytes, in two pieces if they are `cut`, and return what comes back."""
     host, _, port = a.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(sent)
+        if cut is not None:
+            writer.write(sent[:cut])
+            await asyncio.sleep(0.01)  # most likely they arrive apart
+        writer.write(sent[cut:])
         return await asyncio.wait_for(reader.read(), patience_s)
     except (ConnectionError, asyncio.TimeoutError):
         return b""
@@ -114,3 +117,73 @@ def test_what_was_a_traceback(sent: bytes, status: bytes, caplog: pytest.LogCapt
 
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+HOST, POST = b"Host: a\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
+NEXT = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+# Two programs that read one of these in two ways let a request hide in another's body.
+AMBIGUOUS = {
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a length and chunks": CHUNKED + b"Content-Length: 2\r\n\r\n{}",
+    "lengths in a list": POST + b"Content-Length: 2, 2\r\n\r\n{}",
+    "a signed length": POST + b"Content-Length: +2\r\n\r\n{}",
+    "a length with an underscore": POST + b"Content-Length: 0_2\r\n\r\n{}",
+    "a length of 20 digits": POST + b"Content-Length: 99999999999999999999\r\n\r\n{}",
+    "chunks that are not last": POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "nearly chunked": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a blank before the colon": POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "a folded header": POST + b"A: b\r\n Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "lines that end with LF": POST.replace(b"\r\n", b"\n") + b"Content-Length: 2\n\n{}",
+    "a bare CR": POST + b"A: b\rContent-Length: 2\r\n\r\n{}",
+    "a chunk without its end": CHUNKED + b"\r\n2\r\n{}xx0\r\n\r\n",
+    "a chunk's size with 0x": CHUNKED + b"\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    "an endless chunk's size": CHUNKED + b"\r\n" + b"f" * 100 + b"\r\n{}",
+    "NUL in a header": POST + b"A: \0\r\n\r\n",
+    "two hosts": POST + HOST + b"\r\n",
+    "no host": POST.replace(HOST, b"") + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_request_that_has_no_one_meaning(case: str, cut: bool) -> None:
+    """It is refused, and what comes behind it is not answered."""
+
+    async def test() -> None:
+        async with api() as a:
+            answer = await talk(
+                a, AMBIGUOUS[case] + NEXT, DEADLINE_S, len(AMBIGUOUS[case]) // 2 if cut else None
+            )
+            assert re.match(rb"HTTP/1\.[01] (400|505) ", answer), answer
+            assert answer.count(b"HTTP/1.") == 1 and b'"version"' not in answer
+            await a.idle()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("sent", [b"GET /version\r\n\r\n", NEXT.replace(b"/1.1", b"/2.0")])
+@pytest.mark.parametrize("key", [None, "k"])
+def test_another_version_of_http(sent: bytes, key: str | None) -> None:
+    """It is refused in ours, and not answered in that one."""
+
+    async def test() -> None:
+        async with api(api_key=key) as a:
+            answer = await talk(a, sent, DEADLINE_S)
+            assert answer.startswith(b"HTTP/1.1 505 ") and b'"version"' not in answer, answer
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+def test_requests_behind_each_other() -> None:
+    """Each is answered, in their order, also where the body of one that is refused looks like a request."""
+    hidden = POST.replace(b"/v1/completions", b"/nowhere") + b"Content-Length: %d\r\n\r\n" % len(NEXT) + NEXT
+    last = NEXT.replace(HOST, HOST + b"Connection: close\r\n")
+
+    async def test() -> None:
+        async with api() as a:
+            for cut in (None, 7, 70, 170, 230):
+                answer = await talk(a, hidden + NEXT + hidden + last, DEADLINE_S, cut)
+                assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"404", b"200", b"404", b"200"]
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
