@@ -138,7 +138,7 @@ AMBIGUOUS = {
     "a bare CR": POST + b"A: b\rContent-Length: 2\r\n\r\n{}",
     "a chunk without its end": CHUNKED + b"\r\n2\r\n{}xx0\r\n\r\n",
     "a chunk's size with 0x": CHUNKED + b"\r\n0x2\r\n{}\r\n0\r\n\r\n",
-    "an endless chunk's size": CHUNKED + b"\r\n" + b"f" * 100 + b"\r\n{}",
+    "an endless chunk's size": CHUNKED + b"\r\n" + b"f" * 17 + b"\r\n{}",
     "NUL in a header": POST + b"A: \0\r\n\r\n",
     "two hosts": POST + HOST + b"\r\n",
     "no host": POST.replace(HOST, b"") + b"\r\n",
