@@ -28,12 +28,14 @@ class Callers:
         hello: struct.Struct,
         ended: Callable[[tuple[Any, ...]], None],
         called: Callable[[tuple[Any, ...]], None] = lambda fields: None,
+        stays: Callable[[tuple[Any, ...], bytes], bool] = lambda fields, word: False,
     ) -> None:
         """Open a port. Raises OSError if none can be.
 
         `name`: the thread's. `hello`: what callers say, first the key; who does not know it is a stranger.
         `called` and `ended` get the other fields: of a caller, and of one whose process has ended without
-        taking its leave.
+        taking its leave. `stays` gets the fields and one more byte that a caller says, and returns whether
+        it does not take its leave by it.
         """
         import secrets  # as hmac: who only calls does without, whose start it would delay
 
@@ -42,7 +44,7 @@ class Callers:
             ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
         )
         self._hello = hello
-        self._ended, self._called = ended, called
+        self._ended, self._called, self._stays = ended, called, stays
         self.port = int(listener.getsockname()[1])
         self.key = secrets.token_bytes(struct.calcsize(KEY))
         self._door = Door(name, listener, hello.size, self._admit)
@@ -67,7 +69,7 @@ class Callers:
             return False
         if said == b"":
             self._ended(caller)
-        return False  # it has ended, or takes its leave
+        return said != b"" and self._stays(caller, said)  # or it has ended, or takes its leave
 
 
 def call(hosts: Sequence[str], port: int, hello: bytes) -> tuple[socket.socket | None, str]:

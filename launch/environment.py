@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -17,13 +18,14 @@ EXIT_FILE = "MPILLM_EXIT_FILE"
 
 Beside it, rank 0 leaves `_STARTED` when it begins, and the launcher, in `_SIGNAL`, the number of the signal
 that interrupted it, in `_ABSENT`, which ranks have not answered its roll call, and in `_LOST`, which have
-ended.
+ended. In `_DIRECTORY` rank 0 leaves the path of the run directory.
 """
 
 _STARTED = "started"
 _SIGNAL = "signal"
 _ABSENT = "absent"
 _LOST = "lost"
+_DIRECTORY = "directory"
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
@@ -167,6 +169,21 @@ def told_exit_code(exit_file: Path) -> int | None:
     try:
         return int(exit_file.read_text(encoding="ascii"))
     except FileNotFoundError:
+        return None
+
+
+def tell_directory(path: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Leave the run directory's absolute path for the launcher, if it asked. Rank 0 only."""
+    if EXIT_FILE in env:
+        with contextlib.suppress(OSError):  # the launcher then leaves the directory as it is
+            Path(env[EXIT_FILE]).with_name(_DIRECTORY).write_bytes(os.fsencode(path))
+
+
+def told_directory(exit_file: Path) -> Path | None:
+    """Return the run directory that rank 0 has told; None if it has told none."""
+    try:
+        return Path(os.fsdecode(exit_file.with_name(_DIRECTORY).read_bytes()))
+    except OSError:
         return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TextIO
 
 from launch.outside import Shown, one_line, printable
@@ -59,13 +59,17 @@ class LiveLines:
         with self._lock:
             self._put(frame(lines), self.out)
 
-    def pump(self, source: IO[bytes], to: TextIO) -> None:
-        """Write the lines of `source` to `to`, and draw the frames among them, until it ends."""
+    def pump(self, source: IO[bytes], to: TextIO, hear: Callable[[str], None] = lambda line: None) -> None:
+        """Write the lines of `source` to `to`, and draw the frames among them, until it ends.
+
+        `hear` gets each line before it is written.
+        """
         with source:
             for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):
                 if line.startswith(_BEGIN):
                     self.draw(line.removeprefix(_BEGIN).partition(_END)[0].split(_BETWEEN))
                 else:
+                    hear(line)
                     self.write(line, to)
 
     def clear(self) -> None:

@@ -7,12 +7,14 @@ What it adds to a plain `mpirun`:
 - An mpirun that does not get rank 0 started is ended after a deadline.
 - The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of
   a killed rank.
+- Where rank 0 could not know or say why a run ended, this process says it (`launch.witness`).
 - Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running
   on this node.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -35,6 +37,7 @@ from launch.environment import (
     tell_absent,
     tell_lost,
     tell_signal,
+    told_directory,
     told_exit_code,
     told_started,
     without_secrets,
@@ -44,6 +47,7 @@ from launch.launcher import RANK_COMMANDS
 from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
+from launch.witness import Cause, Witness, killed
 
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
@@ -53,6 +57,11 @@ NOT_READY = 3
 
 INSTANCE_LOST = 5
 """Exit code for a run that lost a rank, and for one that ended without telling a code."""
+
+Amend = Callable[[Path, Cause | None, int], str]
+"""Gets a run directory, why the run ended (None: rank 0 has written that) and the exit code.
+
+It sees that the directory's files say so, and that there is a page. Returns what to tell the person."""
 
 USAGE = """\
 usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S] [mpirun options] [--] COMMAND [options of
@@ -326,6 +335,7 @@ def main(
     commands: Sequence[str] = RANK_COMMANDS,
     program: Sequence[str] | None = None,
     stop_grace_s: float = STOP_GRACE_S,
+    amend: Amend = lambda directory, cause, code: cause.text if cause else "",
 ) -> int:
     """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
 
@@ -370,12 +380,14 @@ def main(
         env = rank_environment(environment, exit_file, tty=sys.stdout.isatty(), session=session)
         if roll_call is not None:
             env[ROLL_CALL] = roll_call.address
+        witness = Witness(roll_call)
         supervisor = Supervisor(
             openmpi=mpi.kind == "openmpi",
             stop_grace_s=stop_grace_s,
             start_deadline_s=arguments.start_deadline_s,
             drains=arguments.command[0] == "serve",
             draws=sys.stdout.isatty(),
+            witness=witness if several_hosts else None,
         )
         status, interrupted = supervisor.run(
             line,
@@ -386,6 +398,7 @@ def main(
             _heard(roll_call, exit_file) if roll_call is not None else lambda: "",
         )
         told = told_exit_code(exit_file)
+        started = told_started(exit_file)
         if told is None and supervisor.never_started:
             told = NOT_READY
         lost = supervisor.lost or (roll_call.first() if roll_call is not None else "")
@@ -393,12 +406,39 @@ def main(
             text = f"MPI can't start: {lost} has ended"
             print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
-        if told is None and interrupted is None and status > 0 and not told_started(exit_file):
-            say(f"mpirun ended with {status} before rank 0 had started: what it printed says why")
+        if told is None and interrupted is None and not started and not supervisor.killed:
+            why = f"it has no daemon on {witness.host}" if witness.host else "what it printed says why"
+            say(f"mpirun ended with {status} before rank 0 had started: {why}")
             told = NOT_READY
-    code = exit_code(told, status, interrupted, survive)
-    if told is None and interrupted is not None:
-        say(f"interrupted ({title(interrupted)})")
-    elif told is None and survive and code == INSTANCE_LOST:
-        say(f"rank 0 ended without an exit code: it was killed or crashed (mpirun ended with {status})")
+        code, cause = exit_code(told, status, interrupted, survive), None
+        if survive and interrupted is None and (started or supervisor.killed):
+            if cause := _why(witness, supervisor, told, code, status):
+                code = INSTANCE_LOST
+        elif told is None and interrupted is not None:
+            cause = Cause(f"interrupted ({title(interrupted)})")
+        directory = told_directory(exit_file)
+    text = cause.text if cause else ""
+    silent = several_hosts and code != 0 and interrupted is None and not witness.told_person
+    if directory is not None and directory.is_dir() and (cause or silent):
+        text = amend(directory, cause, code)
+    if text:
+        say(text)
     return code
+
+
+def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, status: int) -> Cause | None:
+    """Return why a run ended that rank 0 could not explain: what this process saw itself.
+
+    None if rank 0 could. `code`: the exit code to be, if so.
+    """
+    if told != 0:
+        if text := witness.lost_by_open_mpi(supervisor.told_at):
+            return Cause(text)
+        if supervisor.killed and supervisor.told_at == math.inf:
+            return Cause(killed(supervisor.pid, supervisor.killed))
+    if told is not None or code != INSTANCE_LOST:
+        return None
+    if text := witness.before_rank_0(status):
+        return Cause(text)
+    end = f"rank 0 ended without an exit code: it was killed or crashed (mpirun ended with {status})"
+    return Cause(end, 0)

@@ -1,7 +1,8 @@
-"""The roll call: ranks of several hosts are heard by `mpillm mpirun` until all have joined.
+"""The roll call: ranks of several hosts are heard by `mpillm mpirun` for as long as they are there.
 
 MPI_Init waits for every rank, and says of none that it is missing; rank 0 sees the processes of its own host
-only. So ranks call the launcher (`launch.callers`), which can name one that is lost before others could.
+only. So ranks call the launcher (`launch.callers`), which can name one that is lost before all have joined,
+and later who ended first where mpirun leaves rank 0 no time to say so.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ ROLL_CALL = "MPILLM_ROLL_CALL"
 """Where the launcher listens: host names and addresses, best first, the port, and a key, between slashes."""
 
 _HELLO = struct.Struct(f"!{KEY}II64s")  # the key, rank, process id, host
-_JOINED = b"."
+_JOINED, _LEAVES = b"+", b"."
 _SOON_S = 0.5
 _SURE_S = 5.0  # by then the launcher has been reached, or can't be
 _NAMED = 8  # ranks, at most
+_THEN_S = 3.0  # whoever ended longer before rank 0 is not why
 _TOGETHER_S = 0.005  # somebody who kills several ranks takes less, Open MPI that aborts others more
 _PATIENCE_S = 5.0
 """A rank that has ended may have a reason, which rank 0 reports by then: `let_rank_0_report`."""
@@ -44,44 +46,77 @@ class RollCall:
     def __init__(self, size: int) -> None:
         """Open a port for so many ranks. Raises OSError if none can be."""
         self._size = size
-        self._answered: frozenset[int] = frozenset()  # as the next one
-        self._ended: tuple[_Ended, ...] = ()  # replaced, never changed: another thread reads it
-        callers = Callers("mpillm-roll-call", _HELLO, self._note_end, self._note_call)
+        # Replaced, never changed: another thread reads them.
+        self._hosts: dict[int, str] = {}  # of the ranks that have answered
+        self._joined: frozenset[int] = frozenset()
+        self._ended: tuple[_Ended, ...] = ()
+        callers = Callers("mpillm-roll-call", _HELLO, self._note_end, self._note_call, self._note_join)
         self.address = f"{','.join(own_addresses())}/{callers.port}/{callers.key.hex()}"
 
     def _note_call(self, fields: tuple[int, int, bytes]) -> None:
-        self._answered |= {fields[0]}
+        rank, _, host = fields
+        self._hosts = self._hosts | {rank: host.rstrip(b"\0").decode(errors="replace")}
+
+    def _note_join(self, fields: tuple[int, int, bytes], word: bytes) -> bool:
+        self._joined |= {fields[0]}
+        return word == _JOINED
 
     def _note_end(self, fields: tuple[int, int, bytes]) -> None:
-        rank, pid, host = fields
-        name = host.rstrip(b"\0").decode(errors="replace")
-        self._ended += (_Ended(rank, name, pid, time.monotonic()),)
+        rank, pid, _ = fields
+        self._ended += (_Ended(rank, self._hosts[rank], pid, time.monotonic()),)
+
+    def hosts(self) -> dict[int, str]:
+        """Return the hosts of the ranks that have answered, in the ranks' order."""
+        return dict(sorted(self._hosts.items()))
 
     def lost(self) -> str:
-        """Name the ranks that rank 0 has had time to report, or can't; "" if there are none."""
-        ended = self._ended
+        """Name the ranks that rank 0 has had time to report, or can't; "" if there are none.
+
+        Once all have joined, it can.
+        """
         late = time.monotonic() - _PATIENCE_S
-        return self.first() if any(one.at < late or one.rank == 0 for one in ended) else ""
+        return self.first() if any(one.at < late or one.rank == 0 for one in self._early()) else ""
 
     def first(self) -> str:
-        """Name the ranks that ended first; others may have ended because of them; "" if none has."""
+        """Name the ranks that ended first, before all had joined; others may have ended because of them.
+
+        "" if none has.
+        """
         return ", ".join(f"rank {one.rank} on {one.host} (pid {one.pid})" for one in sorted(self._first()))
 
     def first_ranks(self) -> list[int]:
         """The ranks that `first` names."""
         return sorted(one.rank for one in self._first())
 
+    def before_rank_0(self) -> list[int]:
+        """Return the ranks that ended before rank 0 did, of those with the same cause the first; none if that
+        is rank 0."""
+        ended = {one.rank: one for one in self._ended}
+        if 0 not in ended:
+            return []
+        first = _together([one for one in ended.values() if one.at > ended[0].at - _THEN_S])
+        ranks = sorted(one.rank for one in first)
+        return [] if 0 in ranks else ranks
+
     def _first(self) -> list[_Ended]:
-        ended = self._ended
-        together = min((one.at for one in ended), default=0.0) + _TOGETHER_S
-        return [one for one in ended if one.at <= together]
+        return _together(self._early())
+
+    def _early(self) -> list[_Ended]:
+        """Return those that ended before they had joined."""
+        return [one for one in self._ended if one.rank not in self._joined]
 
     def absent(self) -> str:
         """Name the ranks that have not answered, though others have; "" if there are none."""
-        answered = self._answered
+        answered = self._hosts.keys()
         missing = sorted(set(range(self._size)) - answered) if answered else []
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         return ", ".join(f"rank {rank}" for rank in missing[:_NAMED]) + more
+
+
+def _together(ended: list[_Ended]) -> list[_Ended]:
+    """Return who ended first, at the same time."""
+    together = min((one.at for one in ended), default=0.0) + _TOGETHER_S
+    return [one for one in ended if one.at <= together]
 
 
 class _Answer:
@@ -89,7 +124,7 @@ class _Answer:
 
     def __init__(self, hosts: list[str], port: int, hello: bytes) -> None:
         self._lock = threading.Lock()
-        self._joined = False
+        self._unsaid = b""  # while there is no connection yet
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._connect, args=(hosts, port, hello), daemon=True)
         self._thread.start()
@@ -102,19 +137,21 @@ class _Answer:
         connection, _ = call(hosts, port, hello)
         with self._lock:
             self._connection = connection
-            if self._joined:
-                self._leave()
+            self._say(self._unsaid)
 
-    def joined(self) -> None:
+    def say(self, word: bytes) -> None:
+        """Say that this rank has joined, or that it leaves: its last word."""
         with self._lock:
-            self._joined = True
-            self._leave()
+            self._say(word)
 
-    def _leave(self) -> None:
-        if self._connection is not None:
+    def _say(self, word: bytes) -> None:
+        if self._connection is None:
+            self._unsaid = word
+        elif word:
             with contextlib.suppress(OSError):
-                self._connection.sendall(_JOINED)
-            self.let_go()
+                self._connection.sendall(word)
+            if word == _LEAVES:
+                self.let_go()
 
     def let_go(self) -> None:
         """Close it without a word: in a child process, which is not the rank."""
@@ -147,6 +184,12 @@ def fails() -> None:
 
 
 def joined() -> None:
-    """Tell the launcher that rank 0 knows this rank, or that it ends in an orderly way before that."""
+    """Tell the launcher that rank 0 knows this rank."""
     if _answer is not None:
-        _answer.joined()
+        _answer.say(_JOINED)
+
+
+def leaves() -> None:
+    """Tell the launcher that this rank ends in an orderly way, or that nobody will miss it."""
+    if _answer is not None:
+        _answer.say(_LEAVES)

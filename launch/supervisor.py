@@ -19,6 +19,7 @@ import psutil
 
 from launch.live_lines import LiveLines
 from launch.signals import Echoes, stop_signals, title
+from launch.witness import Witness
 
 STOP_GRACE_S = 10.0
 """How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
@@ -63,15 +64,19 @@ class Supervisor:
         start_deadline_s: float = START_DEADLINE_S,
         drains: bool = False,
         draws: bool = False,
+        witness: Witness | None = None,
     ) -> None:
         """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise.
 
         `drains`: after the first signal rank 0 ends what is open, under a deadline of its own; the grace time
         begins when it has told its exit code. `draws`: the ranks' output goes through this process, which
-        draws their progress on a terminal.
+        draws their progress on a terminal. `witness` hears it, and what mpirun prints.
         """
         self.never_started = False
         self.lost = ""
+        self.told_at = math.inf  # when rank 0 was seen to have told its exit code (time.monotonic)
+        self.killed = 0  # the signal that ended mpirun, if nobody here has sent one
+        self.pid = 0  # mpirun's
         self._start_deadline_s = start_deadline_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
@@ -80,7 +85,8 @@ class Supervisor:
         self._echoes = Echoes()
         self._segments: set[str] = set()
         self._lines = LiveLines(sys.stdout, sys.stderr)
-        self._draws = draws
+        self._witness = witness
+        self._pumps = draws or witness is not None
         self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
         # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
         self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
@@ -106,11 +112,12 @@ class Supervisor:
                 line,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if self._draws else None,
-                stderr=subprocess.PIPE if self._draws else None,
+                stdout=subprocess.PIPE if self._pumps else None,
+                stderr=subprocess.PIPE if self._pumps else None,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
+            self.pid = process.pid
             pumps = self._start_pumps(process)
             try:
                 self._wait(process, started, finished, tell, lost)
@@ -130,8 +137,9 @@ class Supervisor:
         return status, self._signals[0] if self._signals else None
 
     def _start_pumps(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        hear = self._witness.hear if self._witness else lambda line: None
         pumps = [
-            threading.Thread(target=self._lines.pump, args=(source, to), daemon=True)
+            threading.Thread(target=self._lines.pump, args=(source, to, hear), daemon=True)
             for source, to in ((process.stdout, self._lines.out), (process.stderr, self._lines.err))
             if source is not None
         ]
@@ -149,6 +157,8 @@ class Supervisor:
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
         """Note the shared memory of MPICH's ranks on this node, which stays behind when one of them is
         killed."""
+        if not self._openmpi and self._witness:
+            self._witness.note_proxies(process.pid)
         if self._openmpi or self._segments:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -181,7 +191,8 @@ class Supervisor:
                 grace = self._asked_grace_s if runs else self._grace_s
                 stop_at = time.monotonic() + grace
             elif (stop_at is None or stop_at == math.inf) and finished():
-                stop_at = time.monotonic() + self._grace_s
+                self.told_at = time.monotonic()
+                stop_at = self.told_at + self._grace_s
             elif start_by is not None and started():
                 start_by = None
                 look_until = time.monotonic() + _LOOK_S
@@ -201,6 +212,7 @@ class Supervisor:
                     process.terminate()
                     _ended_within(process, KILL_GRACE_S)
                 return
+        self.killed = max(0, -process.returncode)
 
 
 def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:

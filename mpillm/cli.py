@@ -88,7 +88,7 @@ _THEIRS = {
 
 def module_of(command: str) -> str:
     """Return the module whose `main` takes the command's arguments and returns its exit code."""
-    where = "launch" if command in ("mpirun", "sbatch") else "mpillm.commands"
+    where = "launch" if command == "sbatch" else "mpillm.commands"
     return f"{where}.{command.replace('-', '_')}"
 
 
@@ -122,12 +122,12 @@ def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str]], int] 
     try:
         code = _told(sys.argv[1:] if argv is None else argv, run or _run)
     except SystemExit:
-        roll_call.joined()
+        roll_call.leaves()
         raise
     except Exception:  # nobody expected it: the launcher shall name this rank
         roll_call.fails()
         raise
-    roll_call.joined()
+    roll_call.leaves()
     return code
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch import mpirun
 from launch.places import RUNS
+from mpillm.commands import mpirun
 from mpillm.config.values import Values, collect
 from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from launch import mpirun
 from launch.places import RUNS
+from mpillm.commands import mpirun
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser

@@ -70,7 +70,7 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=spawns)
         (own,) = _duplicates(world, 1)
-    roll_call.joined()
+    roll_call.leaves()
     return own
 
 

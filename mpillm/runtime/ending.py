@@ -192,7 +192,7 @@ class Ending(ABC):
         """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
         self.state = State.LEAVING
         self._watch.quiet()
-        roll_call.joined()
+        roll_call.leaves()
         if stopped.finalize:
             self._finalize()
         logging.shutdown()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from disagg import InstancePlan
 from launch.callers import own_addresses
+from launch.environment import tell_directory
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
@@ -29,8 +30,6 @@ from mpillm.report.run_directory import RunRecord, failures_json, path_shown, ta
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, plan_run
-
-_THEN_WRITTEN = ("join", "ready", "test", "drain")  # phases after which result.json knows more
 
 
 class RunSession(Protocol):
@@ -122,7 +121,7 @@ class Rank0:
             note = self.session.drained(reports)
         if self._record is not None:
             self._record.phases_s[phase] = round(seconds, 4)
-            if phase in _THEN_WRITTEN:
+            if phase != PHASES[-1]:
                 self._record.write_unfinished(PHASES[PHASES.index(phase) + 1])
         self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
         return self.session.finished() if self.session and phase == "stop" else value
@@ -190,6 +189,7 @@ class Rank0:
             config, purpose = planned.config, self._purpose
             path = take_directory(config, purpose.name(config))
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
+            tell_directory(path)
         return self._record
 
     def _with_its_end(self, failure: Failure) -> Failure:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -140,7 +142,24 @@ def test_a_killed_rank_0(both: Starter, phase: str, control: int) -> None:
     ended = command.end()
     ended.must(INSTANCE_LOST)
     assert "rank 0 ended without an exit code" in ended.err
+    (failure,) = ended.result["failures"]
+    assert failure["rank"] == 0 and "killed or crashed" in failure["cause"], ended
+    assert (ended.log_dir / "report.html").exists()
     assert ended.seconds < START_S + 3 + 2 * GRACE_S, repr(ended)
+
+
+def test_a_killed_mpirun(both: Starter) -> None:
+    command = both.start(3, *ENDLESS)
+    command.wait_phase("test")
+    for pid in command.pids():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in ("prterun", "mpirun"):
+                os.kill(pid, signal.SIGKILL)
+    ended = command.end().must(INSTANCE_LOST)
+    assert "was ended by SIGKILL, and so were all ranks" in ended.err, ended
+    assert [failure["rank"] for failure in ended.result["failures"]] == [None], ended
+    assert (ended.result["status"], ended.result["phase"]) == ("FAILED", "test"), ended
+    assert "was ended by SIGKILL" in (ended.log_dir / "report.html").read_text()
 
 
 def test_a_killed_rank_makes_others_fail(both: Starter) -> None:

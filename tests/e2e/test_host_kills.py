@@ -1,9 +1,10 @@
-"""A whole host is lost, or the daemon through which mpirun reaches it (make test-hosts, as root)."""
+"""A whole host is lost, the daemon through which mpirun reaches it, or mpirun (make test-hosts, as root)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.helpers.support import (
     make_samples,
     wait_until,
 )
-from tools.hosts import Hosts, hosts
+from tools.hosts import HEAD, Hosts, hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -35,15 +36,30 @@ WHERE = "h1:2,h2:2,h3:2"  # harness and leader, and two executors on each of the
 
 
 @pytest.fixture
-def on_hosts(one: Starter) -> Iterator[OnHosts]:
+def three_hosts() -> Iterator[Hosts]:
     """Make three hosts for one test, which may end them."""
     with or_skip(hosts(3)) as made:
-        yield OnHosts(made, one)
+        yield made
+
+
+@pytest.fixture
+def on_hosts(three_hosts: Hosts, one: Starter) -> OnHosts:
+    return OnHosts(three_hosts, one)
 
 
 @pytest.fixture
 def few(tmp_path: Path) -> Samples:
     return make_samples(tmp_path / "few.jsonl", [1 + 37 * i % 293 for i in range(64)])
+
+
+def signal_rank_on(made: Hosts, rank: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a rank, on whichever host it is."""
+    wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+    for host in made.names:
+        for pid in python_on(made, host, "run"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if wanted & {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
+                    os.kill(pid, number)
 
 
 def _kill_ranks(made: Hosts) -> None:
@@ -53,17 +69,43 @@ def _kill_ranks(made: Hosts) -> None:
 
 
 def _kill_daemon(made: Hosts) -> None:
-    for pid in made.processes(LOST):
+    _kill(made, LOST, "prted")
+
+
+def _kill(made: Hosts, host: str, *names: str) -> None:
+    """Kill the processes on a host that the system calls so."""
+    for pid in made.processes(host):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
+            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
                 os.kill(pid, signal.SIGKILL)
+
+
+def _kill_mpirun(made: Hosts) -> None:
+    """It is on `head`, below the process that `mpillm mpirun` is there."""
+    _kill(made, HEAD, "prterun", "mpirun")
 
 
 HITS: dict[str, Callable[[Hosts], None]] = {
     "its ranks": _kill_ranks,
     "its daemon": _kill_daemon,
     "its power": lambda made: made.cut_power(LOST),
+    "mpirun": _kill_mpirun,
 }
+
+
+def check_cause(ended: Ended, hit: str) -> None:
+    """The launcher says what it saw, whatever rank 0 has made of it: also in the result, and on a page."""
+    ended.must(INSTANCE_LOST)
+    result = ended.result
+    assert (result["status"], result["exit_code"]) == ("FAILED", INSTANCE_LOST), ended
+    if hit == "mpirun":
+        cause = r"mpirun \(pid \d+\) was ended by SIGKILL, and so were all ranks"
+    else:
+        cause = rf"host {LOST} \(ranks 2-3\): mpirun has lost its daemon on {LOST}"
+    (failure,) = result["failures"]
+    assert failure["rank"] is None and re.match(cause, failure["cause"]), ended
+    assert re.search(f"^mpillm mpirun: failed in phase '{result['phase']}': {cause}", ended.err, re.M), ended
+    assert failure["cause"] in (ended.log_dir / "report.html").read_text()
 
 
 def _wait(command: Command, on: Hosts, phase: str) -> None:
@@ -114,18 +156,46 @@ def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, p
     _check_that_none_is_left(ended, on_hosts.hosts, hit)
     if phase == "join":  # MPI may or may not have started
         assert ended.code in (NOT_READY, INSTANCE_LOST, 128 + signal.SIGTERM), ended
-        assert "MPI_Init" in ended.err or LOST in ended.err + ended.out, ended
+        assert "MPI_Init" in ended.err or LOST in ended.err + ended.out or hit == "mpirun", ended
+        assert "rank 0 ended" not in ended.err, ended
         return
     if hit == "its ranks" and phase == "test" and policy == "continue":
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
         check_told(ended, [0, 1])
         return
-    assert ended.result["status"] == "FAILED", ended
     if hit == "its ranks":
-        ended.must(INSTANCE_LOST)
+        assert ended.must(INSTANCE_LOST).result["status"] == "FAILED", ended
         assert {failure["rank"] for failure in ended.result["failures"]} <= {2, 3}, ended
-    else:  # mpirun tells which host it has lost, and ends the other ranks, at times before rank 0 knows
-        assert ended.code in (INSTANCE_LOST, 128 + signal.SIGTERM), ended
+        assert (ended.log_dir / "report.html").exists()
+    else:  # mpirun ends the other ranks, at times before rank 0 knows
+        check_cause(ended, hit)
+
+
+@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
+@pytest.mark.parametrize("phase", ["warmup", "test"])
+@pytest.mark.parametrize("hit", ["its power", "mpirun"])
+def test_mpichs_mpirun_leaves_rank_0_no_time(
+    three_hosts: Hosts, both: Starter, few: Samples, hit: str, phase: str
+) -> None:
+    hang = f",fault:hang,fault_phase:{phase},fault_rank:5" if phase == "warmup" else ""
+    on = OnHosts(three_hosts, both)
+    command = on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES + hang)
+    _wait(command, three_hosts, phase)
+    HITS[hit](three_hosts)
+    ended = command.end(WITHIN_S)
+    _check_that_none_is_left(ended, three_hosts, hit)
+    check_cause(ended, hit)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_0_is_blamed_only_where_it_was_killed(on_hosts: OnHosts, few: Samples, victim: int) -> None:
+    command = on_hosts.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES)
+    _wait(command, on_hosts.hosts, "test")
+    signal_rank_on(on_hosts.hosts, victim)
+    ended = command.end(WITHIN_S).must(INSTANCE_LOST)
+    assert [failure["rank"] for failure in ended.result["failures"]] == [victim], ended
+    assert ("rank 0 ended without an exit code" in ended.err) == (victim == 0), ended
+    assert (ended.log_dir / "report.html").exists()
 
 
 @pytest.mark.parametrize("policy", ["fail", "continue"])
@@ -156,7 +226,8 @@ def test_a_host_is_lost_after_the_test(
         check_told(ended, [0, 1])
     else:
         assert (ended.result["status"], ended.result["phase"]) == ("FAILED", phase), ended
-        assert ended.code in (INSTANCE_LOST, 128 + signal.SIGTERM), ended
         if hit == "its ranks":
-            assert {failure["rank"] for failure in ended.result["failures"]} <= {2, 3}, ended
-        assert LOST in ended.err, ended  # in mpirun's words, or in ours
+            assert {failure["rank"] for failure in ended.must(INSTANCE_LOST).result["failures"]} <= {2, 3}
+            assert LOST in ended.err, ended
+        else:
+            check_cause(ended, hit)

@@ -176,7 +176,6 @@ def test_every_command_has_a_file_of_its_own() -> None:
     folder = Path(cli.__file__).parent / "commands"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert {f"mpillm.commands.{name}" for name in files} == {*map(cli.module_of, cli.COMMANDS)} - {
-        "launch.mpirun",
         "launch.sbatch",
     }
 

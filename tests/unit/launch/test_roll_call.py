@@ -18,8 +18,8 @@ import sys
 from launch import roll_call
 roll_call.answer()
 print("here", flush=True)
-if sys.stdin.readline() == "joined\\n":
-    roll_call.joined()
+if word := sys.stdin.readline().strip():
+    getattr(roll_call, word)()
 """
 
 
@@ -68,9 +68,24 @@ def test_only_who_ended_first_is_named(
     assert roll_call.lost() == roll_call.first() == f"rank 2 on {os.uname().nodename} (pid {ranks[2].pid})"
 
 
-def test_who_has_joined_is_not_missed(roll_call: RollCall, ranks: list[subprocess.Popen[str]]) -> None:
-    for process in ranks[:2]:
-        end(process, "joined\n")
+def test_who_has_joined_or_left_is_not_missed(
+    roll_call: RollCall, ranks: list[subprocess.Popen[str]]
+) -> None:
+    end(ranks[0], "joined\n")
+    end(ranks[1], "leaves\n")
     end(ranks[2])
     wait_until(roll_call.first, "rank 2's end")
     assert roll_call.first_ranks() == [2]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_ended_before_rank_0(roll_call: RollCall, ranks: list[subprocess.Popen[str]], first: int) -> None:
+    end(ranks[2], "leaves\n")
+    for rank in (first, 1 - first):
+        end(ranks[rank], "joined\n")
+        time.sleep(0.05)
+    wait_until(lambda: roll_call.before_rank_0() or first == 0, "rank 0's end")
+    time.sleep(0.05)
+    assert roll_call.before_rank_0() == ([1] if first == 1 else [])
+    assert roll_call.lost() == roll_call.first() == ""
+    assert roll_call.hosts() == dict.fromkeys(range(3), os.uname().nodename)

@@ -1,0 +1,116 @@
+"""What `mpillm mpirun` itself sees of how a run ends, which rank 0 may not: its own end, and mpirun's.
+
+An mpirun that loses a daemon, or is killed, ends all ranks. Open MPI's does so by SIGTERM and drops what they
+print from then on, so rank 0 can only guess that somebody has interrupted it; MPICH's leaves it no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import select
+import signal
+import time
+from typing import NamedTuple
+
+import psutil
+
+from disagg import rank_list
+from launch.roll_call import RollCall
+
+_LOSES = re.compile(r"has lost communication with a remote daemon|A daemon failed to report back")
+_WHERE = re.compile(r"Remote (?:daemon\s*:.* on node|host:)\s+(\S+)")
+_PROXY = re.compile(r"--proxy-id (\d+)")
+_STATUS = re.compile(r"Daemon exit status:\s+(\d+)")
+_HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end
+_HYDRA_LOOKS_S = 0.5
+_OF_THE_RUN = "mpillm: "  # how rank 0's one message begins
+_STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one that only the launcher knows
+
+
+class Cause(NamedTuple):
+    """Why a run ended, as this process knows it."""
+
+    text: str
+    rank: int | None = None  # whose log may say more
+
+
+class Witness:
+    """Hears what mpirun prints, and knows the ranks that have called (`roll_call`)."""
+
+    def __init__(self, roll_call: RollCall | None = None) -> None:
+        """`roll_call`: None: all ranks are on this host."""
+        self._roll_call = roll_call
+        self._loses = False  # the next lines say which daemon
+        self.host = ""  # of the daemon that Open MPI's mpirun has lost, or could not start
+        self._heard_at = math.inf
+        self._status = 0  # of the lost daemon, as a shell gives it
+        self._proxy: int | None = None  # Hydra's lost daemon
+        self._proxies: dict[int, int] = {}  # Hydra's number of a daemon, by a pidfd of its (remote) shell
+        self.told_person = False  # rank 0's message has come through
+
+    def note_proxies(self, mpirun: int) -> None:
+        """Note the processes through which Hydra's mpirun has started its daemons, if it has; once."""
+        if self._proxies:
+            return
+        with contextlib.suppress(psutil.Error, OSError):
+            for child in psutil.Process(mpirun).children():
+                if match := _PROXY.search(" ".join(child.cmdline())):
+                    self._proxies[os.pidfd_open(child.pid)] = int(match[1])
+
+    def hear(self, line: str) -> None:
+        """Take a line that the ranks or mpirun have printed; any thread may call."""
+        if line.startswith(_OF_THE_RUN):
+            self.told_person = True
+        elif _HYDRA_LOSES in line and self._proxies and not self.host:
+            gone = select.select([*self._proxies], [], [], _HYDRA_LOOKS_S)[0]
+            self._proxy = self._proxies[gone[0]] if len(gone) == 1 else None
+        elif _LOSES.search(line):
+            self._loses, self._heard_at = True, min(self._heard_at, time.monotonic())
+        elif self._loses and not self.host and (match := _WHERE.search(line)):
+            self.host = match[1]
+        elif self._loses and (match := _STATUS.search(line)):
+            self._status = int(match[1])
+
+    def lost_by_open_mpi(self, told_at: float) -> str:
+        """Say which daemon Open MPI's mpirun has lost; "" if none, or only after the run had ended
+        (`told_at`)."""
+        if not self.host or self._heard_at > told_at + _STILL_S:
+            return ""
+        how = f" ({_name(self._status - 128)})" if self._status > 128 else ""
+        return self._lost(self.host, how)
+
+    def before_rank_0(self, status: int) -> str:
+        """Name who has ended before rank 0, which had no time to do so; "" if nobody is known to have.
+
+        `status`: mpirun's.
+        """
+        if self._roll_call is None:
+            return ""
+        hosts = self._roll_call.hosts()
+        names = [*dict.fromkeys(hosts.values())]  # as mpirun numbers them
+        if self._proxy is not None and self._proxy < len(names):
+            return self._lost(names[self._proxy], "")
+        first = self._roll_call.before_rank_0()
+        end = "has ended" if len(first) == 1 else "have ended"
+        return f"{rank_list(first, hosts)} {end}; then mpirun, with {status}, and all ranks" if first else ""
+
+    def _lost(self, host: str, how: str) -> str:
+        hosts = self._roll_call.hosts() if self._roll_call is not None else {}
+        there = [rank for rank, own in hosts.items() if own == host]
+        who = f"{rank_list(there, hosts)}: " if there else ""
+        return f"{who}mpirun has lost its daemon on {host}{how}, and ended all ranks"
+
+
+def killed(pid: int, number: int) -> str:
+    """Say that a signal has ended mpirun."""
+    return f"mpirun (pid {pid}) was ended by {_name(number)}, and so were all ranks"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,53 @@
+"""The files of a run whose rank 0 could not finish them, or did not know why it ended: its launcher does.
+
+What this needs is imported only then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.witness import Cause
+
+
+def amend(path: Path, cause: Cause | None, code: int) -> str:
+    """See that result.json of the run in `path` says why it ended, and that the run has a page.
+
+    `cause`: what its launcher knows; None: rank 0 has said why. `code`: the exit code. Returns what to tell
+    the person. Nothing is changed in a run that has ended well.
+    """
+    from disagg.errors import ConfigError
+
+    try:
+        return _amended(path, cause, code)
+    except (ConfigError, OSError) as error:  # a file can't be read or written
+        return f"{cause.text if cause else 'the run has failed'}\n  its files stay as they are: {error}"
+
+
+def _amended(path: Path, cause: Cause | None, code: int) -> str:
+    from mpillm.errors import Failure
+    from mpillm.files import as_written, read_object, write_json
+    from mpillm.report.page.page import write_page
+    from mpillm.report.ranklog import how_it_ended, log_name
+    from mpillm.report.run_directory import PAGE, failures_json, path_shown
+
+    result = read_object(path / "result.json")
+    if result.get("status") not in ("FAILED", "SERVED"):
+        return cause.text if cause else ""
+    if cause:
+        how = "" if cause.rank is None else f"\n{how_it_ended(path / log_name(cause.rank))}"
+        failure = Failure(f"{cause.text}{how}".rstrip(), cause.rank)
+        result |= {"status": "FAILED", "exit_code": code, "failures": failures_json((failure,))}
+        write_json(path / "result.json", result)
+    if cause or not (path / PAGE).exists():
+        write_page(path)
+    with as_written(path / "result.json"):
+        told = "; ".join(
+            failure["cause"]
+            if failure["rank"] in (None, 0)
+            else f"rank {failure['rank']}: {failure['cause']}"
+            for failure in result.get("failures", ())
+        )
+    where = f"failed in phase '{result['phase']}'" if result.get("phase") else "failed"
+    lines = f"{where}: {told}\nsee {path_shown(path / 'result.json')} and {PAGE} beside it".splitlines()
+    return "\n  ".join(line.strip() for line in lines) if told else ""

@@ -1,0 +1,106 @@
+"""What mpirun's own words tell the launcher."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch.roll_call import RollCall
+from launch.witness import Witness, killed
+
+# As printed by Open MPI 5.0.11 and 4.1.6, and MPICH 5.0.2.
+LOST = """\
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-head-48@0,0] on node head
+  Remote daemon: [prterun-head-48@0,2] on node h2
+
+This is usually due to either a failure of the TCP network
+"""
+OLDER = """\
+ORTE has lost communication with a remote daemon.
+
+  HNP daemon   : [[50237,0],0] on node head
+  Remote daemon: [[50237,0],2] on node h2
+"""
+FAILED = """\
+A daemon failed to report back after being spawned. This could
+be due to several factors, including inability to find the
+  Local host:    head
+  Remote host:   h2
+  Daemon exit status: 137
+"""
+HYDRA = "[mpiexec@head] control_cb (/src/pm/hydra/mpiexec/pmiserv_cb.c:280): assert (!closed) failed\n"
+MPIRUN = """
+import subprocess, sys, time
+for i in "01":
+    shell = [sys.executable, "-c", "import time; time.sleep(60)", "--proxy-id", i]
+    print(subprocess.Popen(shell).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def hear(made: Witness, text: str) -> None:
+    for line in text.splitlines(keepends=True):
+        made.hear(line)
+
+
+@pytest.fixture
+def roll_call(monkeypatch: pytest.MonkeyPatch) -> RollCall:
+    """Return the roll call of four ranks on two hosts, all of which have answered."""
+    made = RollCall(4)
+    monkeypatch.setattr(made, "_hosts", {0: "h1", 1: "h1", 2: "h2", 3: "h2"})
+    return made
+
+
+@pytest.mark.parametrize("text", [LOST, OLDER, FAILED])
+def test_the_host_of_a_lost_daemon(roll_call: RollCall, text: str) -> None:
+    made = Witness(roll_call)
+    hear(made, text)
+    how = " (SIGKILL)" if text == FAILED else ""
+    said = f"mpirun has lost its daemon on h2{how}, and ended all ranks"
+    assert made.lost_by_open_mpi(math.inf) == f"host h2 (ranks 2-3): {said}"
+    assert made.lost_by_open_mpi(time.monotonic() - 60) == "", "the run had ended long before"
+
+
+def test_what_others_print_says_nothing(roll_call: RollCall) -> None:
+    made = Witness(roll_call)
+    hear(made, "  Remote host:   h2\nDaemon exit status: 137\nmpillm: failed in phase 'test'\n")
+    assert made.lost_by_open_mpi(math.inf) == "" and made.told_person
+
+
+def test_hydras_lost_daemon(roll_call: RollCall) -> None:
+    """Its shell is the one that has ended; the numbers are those of the hosts, in the ranks' order."""
+    process = subprocess.Popen([sys.executable, "-c", MPIRUN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    made = Witness(roll_call)
+    try:
+        made.note_proxies(process.pid)
+        assert sorted(made._proxies.values()) == [0, 1]
+        os.kill(pids[1], signal.SIGKILL)
+        hear(made, HYDRA)
+    finally:
+        for pid in (*pids, process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
+    assert made.before_rank_0(255) == expected
+
+
+def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Witness().before_rank_0(1) == Witness(roll_call).before_rank_0(1) == ""
+    monkeypatch.setattr(roll_call, "before_rank_0", lambda: [2])
+    said = Witness(roll_call).before_rank_0(137)
+    assert said == "rank 2 on h2 has ended; then mpirun, with 137, and all ranks"
+
+
+def test_a_killed_mpirun() -> None:
+    assert killed(7, signal.SIGSEGV) == "mpirun (pid 7) was ended by SIGSEGV, and so were all ranks"
+    assert "signal 99" in killed(7, 99)
