@@ -8,9 +8,13 @@ the process, and neither does a host that loses its power.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launch.door import Door
@@ -27,15 +31,15 @@ class Callers:
         name: str,
         hello: struct.Struct,
         ended: Callable[[tuple[Any, ...]], None],
-        called: Callable[[tuple[Any, ...]], None] = lambda fields: None,
+        called: Callable[[tuple[Any, ...], str], None] = lambda fields, address: None,
         stays: Callable[[tuple[Any, ...], bytes], bool] = lambda fields, word: False,
     ) -> None:
         """Open a port. Raises OSError if none can be.
 
         `name`: the thread's. `hello`: what callers say, first the key; who does not know it is a stranger.
-        `called` and `ended` get the other fields: of a caller, and of one whose process has ended without
-        taking its leave. `stays` gets the fields and one more byte that a caller says, and returns whether
-        it does not take its leave by it.
+        `called` gets the other fields of a caller, and its address; `ended` the fields of one whose process
+        has ended without taking its leave. `stays` gets the fields and one more byte that a caller says, and
+        returns whether it does not take its leave by it.
         """
         import secrets  # as hmac: who only calls does without, whose start it would delay
 
@@ -56,7 +60,8 @@ class Callers:
         if not hmac.compare_digest(key, self.key):
             connection.close()
             return
-        self._called(tuple(fields))
+        with contextlib.suppress(OSError):  # it has gone by now, as is noticed below
+            self._called(tuple(fields), connection.getpeername()[0].removeprefix("::ffff:"))
         self._door.watch(connection, lambda: self._hear(connection, tuple(fields)))
 
     def _hear(self, connection: socket.socket, caller: tuple[Any, ...]) -> bool:
@@ -87,6 +92,33 @@ def call(hosts: Sequence[str], port: int, hello: bytes) -> tuple[socket.socket |
             continue
         return connection, problem
     return None, problem
+
+
+def unreached(targets: Mapping[int, tuple[str, int]], seconds: float = _CONNECT_S) -> dict[int, str]:
+    """Connect to addresses and ports, all at the same time; return why not, by key, for those that fail."""
+    problems: dict[int, str] = {}
+    waiting: dict[socket.socket, int] = {}
+    for key, (address, port) in targets.items():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            connection = socket.socket(family)
+            connection.setblocking(False)
+            if (number := connection.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
+                problems[key] = os.strerror(number)
+            waiting[connection] = key
+        except OSError as error:
+            problems[key] = error.strerror or str(error)
+    end = time.monotonic() + seconds
+    left = {one for one, key in waiting.items() if key not in problems}
+    while left and (patience := end - time.monotonic()) > 0:
+        for connection in select.select([], [*left], [], patience)[1]:
+            left.remove(connection)
+            if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                problems[waiting[connection]] = os.strerror(number)
+    problems |= {waiting[one]: f"no answer within {seconds:g} s" for one in left}
+    for connection in waiting:
+        connection.close()
+    return problems
 
 
 def own_addresses() -> tuple[str, ...]:

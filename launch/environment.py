@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -17,14 +18,15 @@ EXIT_FILE = "MPILLM_EXIT_FILE"
 """Path of the file in which rank 0 leaves its exit code for the launcher.
 
 Beside it, rank 0 leaves `_STARTED` when it begins, and the launcher, in `_SIGNAL`, the number of the signal
-that interrupted it, in `_ABSENT`, which ranks have not answered its roll call, and in `_LOST`, which have
-ended. In `_DIRECTORY` rank 0 leaves the path of the run directory.
+that interrupted it, in `_ABSENT`, which ranks have not answered its roll call, in `_PORTS`, where they
+listen, and in `_LOST`, which have ended. In `_DIRECTORY` rank 0 leaves the path of the run directory.
 """
 
 _STARTED = "started"
 _SIGNAL = "signal"
 _ABSENT = "absent"
 _LOST = "lost"
+_PORTS = "ports"
 _DIRECTORY = "directory"
 
 TTY = "MPILLM_TTY"
@@ -224,6 +226,22 @@ def told_absent(env: Mapping[str, str] = os.environ) -> str:
         return Path(env[EXIT_FILE]).with_name(_ABSENT).read_text(encoding="ascii")
     except (KeyError, OSError):
         return ""
+
+
+def tell_ports(ports: Sequence[tuple[int, str, str, int]], beyond: str, exit_file: Path) -> None:
+    """Tell rank 0 where ranks listen (rank, host, address, port), and who can't be reached from here."""
+    draft = exit_file.with_name(f"{_PORTS}.draft")
+    draft.write_text(json.dumps([ports, beyond]), encoding="utf-8")
+    draft.replace(exit_file.with_name(_PORTS))
+
+
+def told_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int]], str]:
+    """Return what the launcher tells by `tell_ports`; nothing if it does not tell."""
+    try:
+        ports, beyond = json.loads(Path(env[EXIT_FILE]).with_name(_PORTS).read_text(encoding="utf-8"))
+    except (KeyError, OSError, ValueError):
+        return [], ""
+    return [(rank, host, address, port) for rank, host, address, port in ports], beyond
 
 
 def tell_lost(ranks: Iterable[int], exit_file: Path) -> None:

@@ -59,22 +59,21 @@ class LiveLines:
         with self._lock:
             self._put(frame(lines), self.out)
 
-    def pump(self, source: IO[bytes], to: TextIO, hear: Callable[[str], None] = lambda line: None) -> None:
+    def pump(self, source: IO[bytes], to: TextIO, hear: Callable[[str], bool] = lambda line: False) -> None:
         """Write the lines of `source` to `to`, and draw the frames among them, until it ends.
 
-        `hear` gets each line before it is written.
+        `hear` gets each line before it is written, and returns whether it shall not be.
         """
         with source:
             for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):
                 if line.startswith(_BEGIN):
                     self.draw(line.removeprefix(_BEGIN).partition(_END)[0].split(_BETWEEN))
-                else:
-                    hear(line)
+                elif not hear(line):
                     self.write(line, to)
 
-    def clear(self) -> None:
-        """Remove the lines drawn: nothing will come in their place."""
-        self.write("")
+    def end(self) -> None:
+        """Remove the lines drawn, and end the last one written: nothing more will come."""
+        self.write("\n" if self._ends_in_line else "", self.err)
 
     def _clearing(self) -> str:
         n, self._n_drawn = self._n_drawn, 0

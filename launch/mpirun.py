@@ -14,13 +14,17 @@ What it adds to a plain `mpirun`:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +40,7 @@ from launch.environment import (
     rank_environment,
     tell_absent,
     tell_lost,
+    tell_ports,
     tell_signal,
     told_directory,
     told_exit_code,
@@ -44,6 +49,7 @@ from launch.environment import (
 )
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
+from launch.mpi_ports import unreached_ranks
 from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
@@ -51,6 +57,8 @@ from launch.witness import Cause, Witness, killed
 
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
+
+_MPI_STARTS_S = 5.0  # in this time, as a rule, once all ranks are there
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""
@@ -313,21 +321,37 @@ def _call_the_roll(ranks: int) -> RollCall | None:
         return None
 
 
-def _heard(roll_call: RollCall, exit_file: Path) -> Callable[[], str]:
-    """Return what names the ranks that are lost, and tells rank 0 of them, and which have not started."""
-    told: tuple[str, list[int]] = ("", [])
+class _Heard:
+    """Tells rank 0 what the roll call has heard, and whom this host can't reach."""
 
-    def lost() -> str:
-        nonlocal told
+    def __init__(self, roll_call: RollCall, exit_file: Path) -> None:
+        self._roll_call, self._exit_file = roll_call, exit_file
+        self._told: tuple[str, list[int]] = ("", [])
+        self._probe_at: float | None = None  # once all are there; inf: it is done
+
+    def lost(self) -> str:
+        """Name the ranks without which MPI can't start; call it often."""
+        roll_call, exit_file = self._roll_call, self._exit_file
         absent, ended = roll_call.absent(), roll_call.first_ranks()
-        if absent != told[0]:
+        if absent != self._told[0]:
             tell_absent(absent, exit_file)
-        if ended != told[1]:
+        if ended != self._told[1]:
             tell_lost(ended, exit_file)
-        told = absent, ended
+        self._told = absent, ended
+        if self._probe_at is None and (ports := roll_call.ports()):
+            self._probe_at = time.monotonic() + _MPI_STARTS_S
+            tell_ports(ports, "", exit_file)
+        elif self._probe_at is not None and time.monotonic() > self._probe_at:
+            self._probe_at = math.inf
+            if roll_call.waits():
+                threading.Thread(target=self._probe, daemon=True).start()
         return roll_call.lost()
 
-    return lost
+    def _probe(self) -> None:
+        ports = self._roll_call.ports()
+        if beyond := unreached_ranks(ports, socket.gethostname()):
+            with contextlib.suppress(OSError):  # the run has just ended, and its folder is gone
+                tell_ports(ports, beyond, self._exit_file)
 
 
 def main(
@@ -395,7 +419,7 @@ def main(
             lambda: told_started(exit_file),
             lambda: told_exit_code(exit_file) is not None,
             lambda number: tell_signal(number, exit_file),
-            _heard(roll_call, exit_file) if roll_call is not None else lambda: "",
+            _Heard(roll_call, exit_file).lost if roll_call is not None else lambda: "",
         )
         told = told_exit_code(exit_file)
         started = told_started(exit_file)

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from disagg import rank_list
 from launch.callers import KEY, Callers, call, own_addresses
 from launch.launcher import find_launcher
+from launch.mpi_ports import FIREWALL, Port, listen_as_mpi
 
 ROLL_CALL = "MPILLM_ROLL_CALL"
 """Where the launcher listens: host names and addresses, best first, the port, and a key, between slashes."""
 
-_HELLO = struct.Struct(f"!{KEY}II64s")  # the key, rank, process id, host
+_HELLO = struct.Struct(f"!{KEY}IIH64s")  # the key, rank, process id, port, host
 _JOINED, _LEAVES = b"+", b"."
+_HERE = re.compile(r"\x1b_mpillm-here:(\d+) (\S+)\x1b")  # a terminal ignores it
 _SOON_S = 0.5
 _SURE_S = 5.0  # by then the launcher has been reached, or can't be
 _NAMED = 8  # ranks, at most
@@ -48,21 +53,27 @@ class RollCall:
         self._size = size
         # Replaced, never changed: another thread reads them.
         self._hosts: dict[int, str] = {}  # of the ranks that have answered
+        self._ports: dict[int, Port] = {}
+        self._cut_off: dict[int, str] = {}  # hosts of ranks that are there, but do not reach this one
         self._joined: frozenset[int] = frozenset()
         self._ended: tuple[_Ended, ...] = ()
         callers = Callers("mpillm-roll-call", _HELLO, self._note_end, self._note_call, self._note_join)
-        self.address = f"{','.join(own_addresses())}/{callers.port}/{callers.key.hex()}"
+        own = own_addresses()
+        self._where = f"{own[0] if own else 'any address'} port {callers.port}"
+        self.address = f"{','.join(own)}/{callers.port}/{callers.key.hex()}"
 
-    def _note_call(self, fields: tuple[int, int, bytes]) -> None:
-        rank, _, host = fields
-        self._hosts = self._hosts | {rank: host.rstrip(b"\0").decode(errors="replace")}
+    def _note_call(self, fields: tuple[int, int, int, bytes], address: str) -> None:
+        rank, _, port, host = fields
+        name = host.rstrip(b"\0").decode(errors="replace")
+        self._ports = self._ports | {rank: Port(rank, name, address, port)}
+        self._hosts = self._hosts | {rank: name}
 
-    def _note_join(self, fields: tuple[int, int, bytes], word: bytes) -> bool:
+    def _note_join(self, fields: tuple[int, int, int, bytes], word: bytes) -> bool:
         self._joined |= {fields[0]}
         return word == _JOINED
 
-    def _note_end(self, fields: tuple[int, int, bytes]) -> None:
-        rank, pid, _ = fields
+    def _note_end(self, fields: tuple[int, int, int, bytes]) -> None:
+        rank, pid, _, _ = fields
         self._ended += (_Ended(rank, self._hosts[rank], pid, time.monotonic()),)
 
     def hosts(self) -> dict[int, str]:
@@ -105,12 +116,41 @@ class RollCall:
         """Return those that ended before they had joined."""
         return [one for one in self._ended if one.rank not in self._joined]
 
+    def note_cut_off(self, line: str) -> bool:
+        """Take a line that a rank has printed; return whether it was for this process: it has started."""
+        match = _HERE.search(line)
+        if match:
+            self._cut_off = self._cut_off | {int(match[1]): match[2]}
+        return match is not None
+
     def absent(self) -> str:
-        """Name the ranks that have not answered, though others have; "" if there are none."""
+        """Say which ranks have not answered, though others have, and whether they have started.
+
+        "" if there are none.
+        """
         answered = self._hosts.keys()
-        missing = sorted(set(range(self._size)) - answered) if answered else []
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        return ", ".join(f"rank {rank}" for rank in missing[:_NAMED]) + more
+        missing = sorted(set(range(self._size)) - answered) if answered or self._cut_off else []
+        here = [rank for rank in missing if rank in self._cut_off]
+        gone = [rank for rank in missing if rank not in self._cut_off]
+        told = []
+        if gone:
+            more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+            names = ", ".join(f"rank {rank}" for rank in gone[:_NAMED]) + more
+            told.append(f"{names} has not started, or was lost before that")
+        if here:
+            who = rank_list(here, {**self._hosts, **self._cut_off})
+            has = "has" if len(here) == 1 else "have"
+            told.append(f"{who} {has} started, but can't reach `mpillm mpirun` at {self._where}: {FIREWALL}")
+        return "; ".join(told)
+
+    def waits(self) -> bool:
+        """Return whether all ranks have answered, and some have not joined yet."""
+        return len(self._hosts) == self._size > len(self._joined)
+
+    def ports(self) -> list[Port]:
+        """Return where all ranks listen while MPI starts, once all have answered; nothing before."""
+        ports = self._ports
+        return [ports[rank] for rank in sorted(ports)] if len(ports) == self._size else []
 
 
 def _together(ended: list[_Ended]) -> list[_Ended]:
@@ -122,16 +162,18 @@ def _together(ended: list[_Ended]) -> list[_Ended]:
 class _Answer:
     """A rank's end."""
 
-    def __init__(self, hosts: list[str], port: int, hello: bytes) -> None:
+    def __init__(self, hosts: list[str], port: int, hello: bytes, listener: socket.socket | None) -> None:
         self._lock = threading.Lock()
+        self._listener = listener  # until all have joined
         self._unsaid = b""  # while there is no connection yet
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._connect, args=(hosts, port, hello), daemon=True)
         self._thread.start()
 
-    def wait(self, seconds: float = _SURE_S) -> None:
-        """Wait until the launcher is reached, or can't be."""
+    def wait(self, seconds: float = _SURE_S) -> bool:
+        """Wait until the launcher is reached, or can't be; return whether it is."""
         self._thread.join(seconds)
+        return self._connection is not None
 
     def _connect(self, hosts: list[str], port: int, hello: bytes) -> None:
         connection, _ = call(hosts, port, hello)
@@ -145,6 +187,9 @@ class _Answer:
             self._say(word)
 
     def _say(self, word: bytes) -> None:
+        if word == _JOINED and self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._connection is None:
             self._unsaid = word
         elif word:
@@ -155,6 +200,8 @@ class _Answer:
 
     def let_go(self) -> None:
         """Close it without a word: in a child process, which is not the rank."""
+        if self._listener is not None:
+            self._listener.close()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -170,10 +217,15 @@ def answer(env: Mapping[str, str] = os.environ) -> None:
     if ROLL_CALL not in env or launcher is None or launcher.rank is None or _answer is not None:
         return
     hosts, port, key = env[ROLL_CALL].split("/")
-    host = socket.gethostname().encode()[:64]
-    hello = _HELLO.pack(bytes.fromhex(key), launcher.rank, os.getpid(), host)
-    _answer = _Answer(hosts.split(","), int(port), hello)
-    _answer.wait(_SOON_S)  # a millisecond, as a rule; a rank that is lost at once shall be known
+    host = socket.gethostname()
+    listener = listen_as_mpi(env)
+    own_port = listener.getsockname()[1] if listener is not None else 0
+    hello = _HELLO.pack(bytes.fromhex(key), launcher.rank, os.getpid(), own_port, host.encode()[:64])
+    _answer = _Answer(hosts.split(","), int(port), hello, listener)
+    # A millisecond, as a rule; a rank that is lost at once shall be known.
+    if not _answer.wait(_SOON_S):
+        # Later no thread of this process may speak: MPI_Init keeps the interpreter to itself.
+        print(f"\x1b_mpillm-here:{launcher.rank} {host}\x1b\\", file=sys.stderr, flush=True)
     os.register_at_fork(after_in_child=_answer.let_go)
 
 

@@ -126,7 +126,7 @@ class Supervisor:
                 end_processes(process, before)
                 for pump in pumps:  # at its end: nobody is left who could write
                     pump.join(KILL_GRACE_S)
-                self._lines.clear()
+                self._lines.end()
                 for segment in self._segments:
                     Path(segment).unlink(missing_ok=True)
         finally:
@@ -137,7 +137,7 @@ class Supervisor:
         return status, self._signals[0] if self._signals else None
 
     def _start_pumps(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        hear = self._witness.hear if self._witness else lambda line: None
+        hear = self._witness.hear if self._witness else lambda line: False
         pumps = [
             threading.Thread(target=self._lines.pump, args=(source, to, hear), daemon=True)
             for source, to in ((process.stdout, self._lines.out), (process.stderr, self._lines.err))

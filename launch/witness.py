@@ -52,16 +52,20 @@ class Witness:
         self.told_person = False  # rank 0's message has come through
 
     def note_proxies(self, mpirun: int) -> None:
-        """Note the processes through which Hydra's mpirun has started its daemons, if it has; once."""
-        if self._proxies:
-            return
+        """Note the processes through which Hydra's mpirun has started its daemons so far."""
         with contextlib.suppress(psutil.Error, OSError):
             for child in psutil.Process(mpirun).children():
-                if match := _PROXY.search(" ".join(child.cmdline())):
+                match = _PROXY.search(" ".join(child.cmdline()))
+                if match and int(match[1]) not in self._proxies.values():
                     self._proxies[os.pidfd_open(child.pid)] = int(match[1])
 
-    def hear(self, line: str) -> None:
-        """Take a line that the ranks or mpirun have printed; any thread may call."""
+    def hear(self, line: str) -> bool:
+        """Take a line that the ranks or mpirun have printed; any thread may call.
+
+        Return whether it is for nobody else.
+        """
+        if self._roll_call is not None and self._roll_call.note_cut_off(line):
+            return True
         if line.startswith(_OF_THE_RUN):
             self.told_person = True
         elif _HYDRA_LOSES in line and self._proxies and not self.host:
@@ -73,6 +77,7 @@ class Witness:
             self.host = match[1]
         elif self._loses and (match := _STATUS.search(line)):
             self._status = int(match[1])
+        return False
 
     def lost_by_open_mpi(self, told_at: float) -> str:
         """Say which daemon Open MPI's mpirun has lost; "" if none, or only after the run had ended

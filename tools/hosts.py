@@ -27,7 +27,7 @@ HEAD = "head"
 _TMPDIR = "/dev/shm/tmp"
 _NETWORK = "10.77.0."
 _START_S = 60.0
-_PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
+_PROGRAMS = ("bridge", "ip", "mount", "nsenter", "setpriv", "unshare")
 
 _INIT = f"""\
 set -e
@@ -87,6 +87,11 @@ class Hosts:
     def plug(self, host: str, *, in_: bool) -> None:
         """Pull the cable of a host, or plug it in again: what was sent meanwhile, TCP sends again."""
         self.run(HEAD, "ip", "link", "set", f"to-{host}", "up" if in_ else "down")
+
+    def keep_apart(self, *hosts: str) -> None:
+        """Drop what these hosts send to each other, as a firewall between them does."""
+        for host in hosts:
+            self.run(HEAD, "bridge", "link", "set", "dev", f"to-{host}", "isolated", "on")
 
     @contextmanager
     def slow_link(self, host: str, rate: str) -> Iterator[None]:

@@ -21,9 +21,12 @@ from launch.environment import (
     tell_exit_code,
     told_absent,
     told_exit_code,
+    told_lost,
+    told_ports,
     told_signal,
 )
 from launch.launcher import EveryRankError, find_launcher, one_of_several
+from launch.mpi_ports import Port, told_apart
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, siblings, stopped_ranks
 from mpillm.comms import kept_connections
@@ -89,11 +92,27 @@ def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
     try:
         return [world.Dup() for _ in range(n)]
     except MPI.Exception as error:
-        if world.rank == 0 and ROLL_CALL not in os.environ:  # there the launcher knows more
-            _never_started((f"MPI can't start: {_lost_in(world) or error}", ExitCode.INSTANCE_LOST))
-            os._exit(ExitCode.INSTANCE_LOST)
-        time.sleep(_LAUNCHER_GRACE_S)
+        if world.rank == 0:
+            if ROLL_CALL in os.environ:  # the launcher knows more: if somebody has ended, it says so
+                end = time.monotonic() + _LAUNCHER_GRACE_S
+                while time.monotonic() < end and not told_lost():
+                    time.sleep(_LOOK_S)
+                if told_lost():
+                    time.sleep(_LAUNCHER_GRACE_S)
+                    os._exit(ExitCode.INSTANCE_LOST)
+            apart = _told_apart()
+            code = ExitCode.NOT_READY if apart else ExitCode.INSTANCE_LOST
+            _never_started((f"MPI can't start: {apart or _lost_in(world) or error}", code))
+            os._exit(code)
+        roll_call.leaves()  # it is not this rank that is missing
+        time.sleep(3 * _LAUNCHER_GRACE_S)
         os._exit(ExitCode.INSTANCE_LOST)
+
+
+def _told_apart() -> str:
+    """Say why ranks that have all started do not meet; "" if the launcher does not tell where they are."""
+    ports, beyond = told_ports()
+    return told_apart(beyond, [Port(*one) for one in ports]) if ports else ""
 
 
 def _lost_in(world: MPI.Intracomm) -> str:
@@ -265,12 +284,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
         if ROLL_CALL in os.environ:  # the launcher knows the order in which ranks of all hosts have ended
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
-    absent = told_absent()
-    who = stopped_ranks() or (
-        f"{absent} has not started, or was lost before that"
-        if absent
-        else "a rank has not started, or can't be reached"
-    )
+    who = stopped_ranks() or told_absent() or _told_apart() or "a rank has not started, or can't be reached"
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
 
 

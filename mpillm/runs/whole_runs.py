@@ -108,7 +108,7 @@ def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
     try:
         yield show
     finally:
-        lines.clear()
+        lines.end()
 
 
 def _last_said(log: Path) -> str:

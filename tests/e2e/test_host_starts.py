@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import support
-from tests.helpers.clusters import OnHosts, python_on
+from tests.helpers.clusters import OnHosts, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, ROOT, Command, Starter, wait_until
-from tools.hosts import Hosts
+from tools.hosts import Hosts, hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -108,3 +108,21 @@ def test_a_host_without_python(on_hosts: OnHosts) -> None:
     finally:
         on_hosts.hosts.run("h2", "umount", real)
     assert ended.code != DONE and "h2" in ended.err, ended
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_a_firewall_between_hosts(one: Starter, command: str) -> None:
+    """All ranks have started: who can't be reached is named, and at which ports MPI listens.
+
+    MPICH's UCX ends such a rank itself, and says which address it did not reach.
+    """
+    with or_skip(hosts(N_HOSTS)) as made:
+        made.keep_apart("h1", "h2")
+        words = RUN if command == "run" else ["doctor", "--deadline", 30]
+        log_dir = one.folder / "run"
+        ended = OnHosts(made, one).start(WHERE, *words, log_dir=log_dir).end(WITHIN_S).must(NOT_READY)
+    assert re.search(
+        r"all ranks have started, but host h2 \(ranks 2-3\) can't be reached from h1 \(10.77.0.2 port \d+: .*"
+        r"is there a firewall .* listens at \d+-\d+",
+        ended.message,
+    ), ended

@@ -41,7 +41,7 @@ def test_a_line_without_an_end_is_not_taken_along() -> None:
     lines.write("no newline")
     lines.draw(BAR)
     lines.draw(BAR)
-    lines.clear()
+    lines.end()
     assert screen(out.getvalue()) == ["no newline"]
 
 
@@ -62,7 +62,7 @@ def test_no_line_of_another_stream_is_drawn_over() -> None:
         os.close(end)
     for pump in pumps:
         pump.join(10)
-    lines.clear()
+    lines.end()
     expected = [text for number in range(50) for text in (f"line {number} …", "\ufffd")]
     assert screen(terminal.getvalue()) == [*expected, "no newline"]
 

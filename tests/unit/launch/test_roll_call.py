@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from launch.callers import unreached
 from launch.roll_call import ROLL_CALL, RollCall
 from tests.helpers.support import ROOT, wait_until
 
@@ -89,3 +90,22 @@ def test_who_ended_before_rank_0(roll_call: RollCall, ranks: list[subprocess.Pop
     assert roll_call.before_rank_0() == ([1] if first == 1 else [])
     assert roll_call.lost() == roll_call.first() == ""
     assert roll_call.hosts() == dict.fromkeys(range(3), os.uname().nodename)
+
+
+def test_who_has_started_but_does_not_reach_the_launcher(roll_call: RollCall) -> None:
+    assert not roll_call.note_cut_off("rank 1 prints this\n")
+    assert roll_call.absent() == ""
+    assert roll_call.note_cut_off("\x1b_mpillm-here:1 h2\x1b\\\n")
+    said = roll_call.absent()
+    assert said.startswith("rank 0, rank 2 has not started, or was lost before that; rank 1")
+    assert "has started, but can't reach `mpillm mpirun` at " in said and "firewall" in said
+    assert roll_call.ports() == [] and not roll_call.waits()
+
+
+def test_where_ranks_listen(roll_call: RollCall, ranks: list[subprocess.Popen[str]]) -> None:
+    assert roll_call.waits()
+    assert [(one.rank, one.host) for one in roll_call.ports()] == [(i, os.uname().nodename) for i in range(3)]
+    assert unreached({one.rank: (one.address, one.port) for one in roll_call.ports()}) == {}
+    for process in ranks:
+        end(process, "joined\n")
+    wait_until(lambda: not roll_call.waits(), "all to have joined")

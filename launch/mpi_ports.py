@@ -1,0 +1,94 @@
+"""Ports between hosts, as MPI needs them: whether a rank that has started can be reached there.
+
+MPI_Init of ranks that a firewall keeps apart waits, or fails without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg import rank_list
+from launch.callers import unreached
+
+_TRIED = 256  # ports
+
+
+class Port(NamedTuple):
+    """Where a rank listens while MPI starts, as it does: who can't be reached there, MPI does not reach."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+
+
+FIREWALL = "is there a firewall between the nodes?"
+
+
+def unreached_ranks(ports: Sequence[Port], host: str) -> str:
+    """Try to reach the first rank of each other host from this one, `host`; say which can't be, "" if none.
+
+    It takes some seconds if so.
+    """
+    firsts = {one.host: one for one in reversed(ports) if one.host != host and one.port}
+    problems = unreached({one.rank: (one.address, one.port) for one in firsts.values()})
+    bad = [one for one in firsts.values() if one.rank in problems]
+    if not bad:
+        return ""
+    hosts = {one.rank: one.host for one in ports}
+    ranks = [rank for rank, name in hosts.items() if name in {one.host for one in bad}]
+    first = min(bad)
+    why = f"{first.address} port {first.port}: {problems[first.rank]}"
+    return f"{rank_list(ranks, hosts)} can't be reached from {host} ({why})"
+
+
+def told_apart(beyond: str, ports: Sequence[Port], env: Mapping[str, str] = os.environ) -> str:
+    """Say why ranks that have all started do not meet, as this rank and the launcher (`beyond`) see it."""
+    found = [*filter(None, [beyond, unreached_ranks(ports, socket.gethostname())])]
+    seen = "; ".join(found) or "MPI does not connect them, though this host reaches those of the others"
+    return f"all ranks have started, but {seen}: {FIREWALL} {_ports_needed(env)}"
+
+
+def _ports_needed(env: Mapping[str, str]) -> str:
+    """Say which ports MPI listens at, and how they are chosen."""
+    if _openmpi(env):
+        first, last = _openmpi_ports(env)
+        return (
+            f"Open MPI's TCP listens at {first}-{last} (OMPI_MCA_btl_tcp_port_min_v4 and"
+            " OMPI_MCA_btl_tcp_port_range_v4 say others)"
+        )
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return "MPI listens at ports that the system chooses"
+    return f"MPI listens at {first}-{last}, of which the system chooses (UCX: UCX_TCP_PORT_RANGE says others)"
+
+
+def _openmpi(env: Mapping[str, str]) -> bool:
+    return "OMPI_COMM_WORLD_RANK" in env
+
+
+def _openmpi_ports(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the first and the last port at which Open MPI's TCP transport may listen."""
+    first, n = (
+        int(text) if (text := env.get(f"OMPI_MCA_btl_tcp_port_{name}_v4", "")).isdecimal() else other
+        for name, other in (("min", 1024), ("range", 65535))
+    )
+    return first, min(first + n - 1, 65535)
+
+
+def listen_as_mpi(env: Mapping[str, str]) -> socket.socket | None:
+    """Listen as MPI does; None if that is not possible.
+
+    Nobody has to accept: the kernel answers, also while MPI_Init keeps the process from it.
+    """
+    first, last = _openmpi_ports(env) if _openmpi(env) else (0, 0)
+    for port in range(first, min(last, first + _TRIED) + 1):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), backlog=128)
+    return None

@@ -1,0 +1,65 @@
+"""Whether ranks that have started can be reached where MPI listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from launch.callers import unreached
+from launch.mpi_ports import Port, listen_as_mpi, told_apart, unreached_ranks
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2"}
+
+
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """Yield a port at which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def test_who_listens_is_reached_without_accepting(closed: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        problems = unreached({0: ("127.0.0.1", port), 1: ("127.0.0.1", closed), 2: ("no address", 1)}, 1.0)
+    assert problems.keys() == {1, 2} and problems[1] == "Connection refused"
+
+
+def test_open_mpis_ports() -> None:
+    """The first free one of its range, as it takes them."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        first = taken.getsockname()[1]
+        names = {f"OMPI_MCA_btl_tcp_port_{what}_v4": str(n) for what, n in (("min", first), ("range", 20))}
+        listener = listen_as_mpi(OPEN_MPI | names)
+        assert listener is not None
+        with listener:
+            assert first < listener.getsockname()[1] < first + 20
+        assert f"listens at {first}-{first + 19} (OMPI_MCA" in told_apart("", [], OPEN_MPI | names)
+    assert "Open MPI's TCP listens at 1024-65535 " in told_apart("", [], OPEN_MPI)
+
+
+def test_ports_that_the_system_chooses() -> None:
+    listener = listen_as_mpi({"PMI_RANK": "0"})
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[1] >= 1024
+    assert "UCX_TCP_PORT_RANGE" in told_apart("", [], {"PMI_RANK": "0"})
+
+
+def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "h1")
+    with socket.create_server((here, 0)) as listener:
+        port = listener.getsockname()[1]
+        ports = [Port(0, "h1", here, closed), Port(1, "h2", here, port), Port(2, "h2", here, closed)]
+        assert unreached_ranks(ports, "h1") == ""
+        assert "but MPI does not connect them, though" in told_apart("", ports, OPEN_MPI)
+        ports += [Port(3, "h3", here, closed), Port(4, "h3", here, port)]
+        said = f"host h3 (ranks 3-4) can't be reached from h1 (127.0.0.1 port {closed}: Connection refused)"
+        assert unreached_ranks(ports, "h1") == said
+        said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
+        assert told_apart("rank 0 … from head", ports, OPEN_MPI).startswith(said)
