@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -225,7 +224,8 @@ def answer(env: Mapping[str, str] = os.environ) -> None:
     # A millisecond, as a rule; a rank that is lost at once shall be known.
     if not _answer.wait(_SOON_S):
         # Later no thread of this process may speak: MPI_Init keeps the interpreter to itself.
-        print(f"\x1b_mpillm-here:{launcher.rank} {host}\x1b\\", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            os.write(2, f"\x1b_mpillm-here:{launcher.rank} {host}\x1b\\\n".encode())
     os.register_at_fork(after_in_child=_answer.let_go)
 
 

@@ -82,7 +82,7 @@ HELLO = struct.Struct(f"!{KEY}II64s")
 @cache
 def callers() -> tuple[Callers, list[Any]]:
     said: list[Any] = []
-    return Callers("fuzzed-callers", HELLO, said.append, said.append), said
+    return Callers("fuzzed-callers", HELLO, said.append, lambda fields, _: said.append(fields)), said
 
 
 @cache
