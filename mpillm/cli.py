@@ -55,16 +55,23 @@ COMMANDS = {
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
+    "completion": "print what a shell needs to complete commands and options: bash, zsh, fish",
     "bench": "measure a part beside a baseline; `bench` alone lists the benchmarks",
 }
 """What each command does. `module_of` says where it is."""
 
 _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch", "run-harness", "run-llm-server"),
-    "look": ("plan", "doctor", "report", "compare", "rerun", "certify"),
+    "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify"),
     "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
     "prepare": (
-        *("fetch-model", "generate-engines", "generate-disagg-config", "generate-triton-config"),
+        *(
+            "fetch-model",
+            "completion",
+            "generate-engines",
+            "generate-disagg-config",
+            "generate-triton-config",
+        ),
         *("fill-template", "hf-lora-convert", "launch-triton-server", "triton-client", "e2e-test"),
     ),
     "submit": ("accuracy", "compliance", "submission", "endpoints-submission"),
@@ -199,6 +206,10 @@ def _know_home() -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        from mpillm.commands.completion import complete
+
+        complete({name: module_of(name) for name in COMMANDS})
     if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
         print(usage())
         return ExitCode.DONE if argv else ExitCode.USAGE

@@ -30,6 +30,7 @@ BROUGHT_BY = {
     **dict.fromkeys(("torch", "safetensors"), "torch"),
     **dict.fromkeys(("tokenizers", "jinja2"), "tokenizer"),
     "gguf": "models",
+    "argcomplete": "completion",
     "pandas": "datasets",
     **dict.fromkeys(("rouge_score", "nltk"), "accuracy"),
     "tritonclient": "triton",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError, nearest
 from mpillm.errors import ExitCode, needs_extra
 
-_CLIENTS = {
+CLIENTS = {
     "tokens": "a request to tensorrt_llm: inflight_batcher_llm_client.py",
     "text": "prompts to ensemble or tensorrt_llm_bls: end_to_end_grpc_client.py",
 }
@@ -18,12 +18,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the client that is named, with the options after its name."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m mpillm triton-client tokens|text [options]\n")
-        for name, description in _CLIENTS.items():
+        for name, description in CLIENTS.items():
             print(f"  {name:<6}  {description}")
         return ExitCode.DONE
     name, *words = argv
-    if name not in _CLIENTS:
-        raise ConfigError(f"no client '{name}'{nearest(name, _CLIENTS)}; there are: {', '.join(_CLIENTS)}")
+    if name not in CLIENTS:
+        raise ConfigError(f"no client '{name}'{nearest(name, CLIENTS)}; there are: {', '.join(CLIENTS)}")
     with needs_extra("triton-client", "triton"):
         client = importlib.import_module(f"mpillm.triton_client.{name.removesuffix('s')}_client")
     return int(client.run(words))

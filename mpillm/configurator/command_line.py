@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -126,7 +127,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Do as argparse's `parse_known_args`, where hyphens equal underscores."""
-        return self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
+        return self.parse_known_args([underscored(arg) for arg in args or ()], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Do as argparse's, but raise ConfigError for unknown words."""
@@ -157,7 +158,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}")
 
 
-def _underscored(arg: str) -> str:
+def underscored(arg: str) -> str:
+    """Return a word of the command line, with underscores in an option's name."""
     name, equals, value = arg.partition("=")
     if not name.startswith("--") or " " in name:  # a value may be options of another command
         return arg
@@ -192,4 +194,10 @@ def add_fields(
             "dest": field.name,
         }
         names = [("--" if len(name) > 1 else "-") + name for name in (field.name, *field.aliases)]
-        groups[field.group].add_argument(*names, **{**options, **(field.argparse_opts or {})})
+        action = groups[field.group].add_argument(*names, **{**options, **(field.argparse_opts or {})})
+        if field.choices:
+            action.completer = functools.partial(_offered, field.choices)  # what argcomplete asks
+
+
+def _offered(choices: tuple[str, ...], **_: Any) -> tuple[str, ...]:
+    return choices

@@ -1,0 +1,88 @@
+"""``python -m mpillm completion SHELL``: what a shell needs to complete commands and options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from launch.launcher import RANK_COMMANDS
+from mpillm.configurator.command_line import Parser, underscored
+from mpillm.errors import ExitCode, needs_extra
+
+SHELLS = ("bash", "zsh", "fish")
+_START_OTHERS = ("mpirun", "sbatch")
+# Commands whose first word is the name of one of several, and where these are.
+_NAMES = {
+    "bench": ("mpillm.commands.bench", "BENCHES"),
+    "triton-client": ("mpillm.commands.triton_client", "CLIENTS"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the shell's code."""
+    parser = Parser(
+        prog="mpillm completion",
+        usage="python -m mpillm completion SHELL",
+        description="Print what a shell needs to complete commands, options and their values of `mpillm`.",
+        epilog='examples:\n  eval "$(mpillm completion bash)"        # in ~/.bashrc; zsh in ~/.zshrc\n'
+        "  mpillm completion fish | source",
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    shell = parser.parse_args(argv).shell
+    with needs_extra("completion", "completion"):
+        from argcomplete.shell_integration import shellcode
+    print(shellcode(["mpillm"], shell=shell))
+    return ExitCode.DONE
+
+
+def complete(modules: Mapping[str, str]) -> NoReturn:
+    """Tell a shell, which has set argcomplete's variables, what may follow its line; end this process.
+
+    `modules`: of the commands, by name. The command itself runs as far as its parser.
+    """
+    import argcomplete
+    from argcomplete.lexers import split_line
+
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    _, prefix, _, words, _ = split_line(line, point)
+    os.environ["COMP_LINE"] = line[: point - len(prefix)] + underscored(prefix) + line[point:]
+    at = 1  # the word that is the command
+    if len(words) > at and words[at] in _START_OTHERS:
+        at = next((i for i in range(at + 1, len(words)) if words[i] in RANK_COMMANDS), at)
+    if len(words) <= at:
+        _offer(modules, len(words))
+    name = words[at].replace("_", "-")
+    if name == "mpirun":
+        _offer(RANK_COMMANDS, len(words))
+    if name not in modules:
+        raise SystemExit(ExitCode.USAGE)
+    start = at + 1
+    if name in _NAMES:
+        module, names = _NAMES[name]
+        start += 1
+        if len(words) < start:
+            _offer(getattr(importlib.import_module(module), names), len(words))
+    os.environ["_ARGCOMPLETE"] = str(start)
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def answer(parser: argparse.ArgumentParser, *_: Any) -> Any:
+        argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
+        argcomplete.autocomplete(parser)
+
+    argparse.ArgumentParser.parse_known_args = answer  # type: ignore[method-assign, assignment]
+    importlib.import_module(modules[name]).main(words[at + 1 :])
+    raise SystemExit(ExitCode.USAGE)
+
+
+def _offer(names: Collection[str], start: int) -> NoReturn:
+    """Tell the shell these names; `start`: how many words come before."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("name", choices=sorted(names))
+    os.environ["_ARGCOMPLETE"] = str(start)
+    argcomplete.autocomplete(parser)
+    raise SystemExit(ExitCode.USAGE)
