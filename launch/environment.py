@@ -88,6 +88,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in env.items() if not _JOB.fullmatch(name)}
     if "SLURM_STEP_ID" in env:  # a step that it starts, as mpirun does, would wait for the end of this one
         clean.setdefault("SLURM_OVERLAP", "1")
+        clean |= _whole_allocation(env)
     if not any(name in env for name in _OPEN_MPI_RANK):
         return clean
     clean = {name: value for name, value in clean.items() if not _MPIRUN_MCA.fullmatch(name)}
@@ -102,6 +103,20 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
         if not folders:
             del clean["LD_LIBRARY_PATH"]
     return clean
+
+
+def _whole_allocation(env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which an mpirun in a step of fewer nodes than the job's sees all of them.
+
+    Those of the step name the job's nodes, but the step's tasks: Open MPI takes nodes without one for none.
+    """
+    job, step = (env.get(f"SLURM_{what}_NUM_NODES", "") for what in ("JOB", "STEP"))
+    cpus, each = env.get("SLURM_JOB_CPUS_PER_NODE", ""), env.get("SLURM_CPUS_PER_TASK", "1")
+    if not (job.isdecimal() and step.isdecimal() and int(step) < int(job) and cpus and each.isdecimal()):
+        return {}
+    # As "72(x2),36": numbers of CPUs, and of nodes in a row.
+    tasks = re.sub(r"\d+(?![\d)])", lambda found: str(max(1, int(found[0]) // max(1, int(each)))), cpus)
+    return {"SLURM_NNODES": job, "SLURM_TASKS_PER_NODE": tasks}
 
 
 def rank_environment(

@@ -201,6 +201,17 @@ def test_a_harness_in_a_step(both_under: UnderSlurm) -> None:
     assert ended.result["status"] == "VALID" and ended.result["world_size"] == 3
 
 
+def test_a_harness_in_a_step_of_one_of_the_nodes(both_under: UnderSlurm) -> None:
+    """Its mpirun has the whole allocation: as many CPUs as tasks there, one on each node."""
+    folder = both_under.starter.folder
+    harness = [both_under.starter.python, "-m", "mpillm", "run-harness", *FEW[1:], "--scenarios=Offline"]
+    step = ["srun", "-n", 1, "--overlap", f"--mpi={both_under.mpi}"]
+    size = ["--world_size", 2, "--log_dir", folder / "run"]
+    command = both_under.on_head(["salloc", "-N", 2, "-n", 2, *step, *harness, *size], folder / "run")
+    ended = command.end(WITHIN_S).must(DONE)
+    assert [rank["node"] for rank in ended.json("plan.json")["ranks"]] == ["h1", "h2"]
+
+
 def test_a_harness_as_several_tasks(under: UnderSlurm) -> None:
     ended = under.start(["-N", 2, "-n", 2], "run-harness", *FEW[1:], "--scenarios=Offline").end(WITHIN_S)
     assert "mpillm: srun started 2 processes of 'run-harness', which runs as one" in ended.must(USAGE).err

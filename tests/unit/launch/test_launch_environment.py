@@ -208,3 +208,28 @@ def test_an_exit_code_that_cannot_be_written_is_said(
     tell_exit_code(4, {EXIT_FILE: str(file)})
     said = capsys.readouterr().err
     assert said == f"mpillm: exit code 4 can't be told: {file}: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    "cpus, each, tasks",
+    [
+        ("1(x2)", None, "1(x2)"),
+        ("72(x2),36", "4", "18(x2),9"),
+        ("3,1", "2", "1,1"),
+        ("128(x12)", "1", "128(x12)"),
+    ],
+)
+def test_a_step_of_one_node_shows_the_whole_allocation(cpus: str, each: str | None, tasks: str) -> None:
+    """Open MPI's mpirun reads nodes and tasks there."""
+    env = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_TASKS_PER_NODE": "1",
+        "SLURM_JOB_CPUS_PER_NODE": cpus,
+    } | ({"SLURM_CPUS_PER_TASK": each} if each else {})
+    clean = clean_environment(env)
+    assert (clean["SLURM_NNODES"], clean["SLURM_TASKS_PER_NODE"]) == ("3", tasks)
+    whole = clean_environment(env | {"SLURM_STEP_NUM_NODES": "3"})
+    assert (whole["SLURM_NNODES"], whole["SLURM_TASKS_PER_NODE"]) == ("1", "1")
