@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -76,6 +77,8 @@ class OwnedServer:
         self._stopping = self._is_ready = False
         self._first: int | None = None  # the server's first process
         self._processes: dict[int, _Process] = {}
+        self._shared: set[Path] = set()  # files in /dev/shm that it has made
+        self._started = time.time()
         self._line, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             output.write(f"$ {command}\n".encode())
@@ -99,6 +102,7 @@ class OwnedServer:
     def ready(self) -> None:
         """Note that it is ready: from now on it can't do without its large processes."""
         self._is_ready = True
+        self._note_shared_memory()  # what is killed can't tidy up
 
     def ended(self) -> str:
         """Return why it does not run any more: what has ended, and how; "" while it does."""
@@ -113,6 +117,7 @@ class OwnedServer:
         if self._stopping:
             return
         self._stopping = True
+        self._note_shared_memory()
         with contextlib.suppress(OSError):  # the guard has ended
             self._line.sendall(f"{grace_s:g}\n".encode())
         self._watcher.join(_KILL_S)
@@ -122,6 +127,17 @@ class OwnedServer:
         except subprocess.TimeoutExpired:  # something hangs in the kernel
             self._guard.kill()
         self._kill_left()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+    def _note_shared_memory(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                for path in map(Path, re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE)):
+                    with contextlib.suppress(OSError):
+                        if (found := path.stat()).st_uid == os.geteuid() and found.st_ctime >= self._started:
+                            self._shared.add(path)
 
     # --- the watcher's thread, until `stop` ---
 

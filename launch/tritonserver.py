@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from disagg.errors import ConfigError
 from launch.bounded_http import ReplyError, page
-from launch.command import Command, NotHere
+from launch.command import Command, NotHere, find_program
+from launch.find_mpirun import detect
+from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.outside import one_line
 from launch.servers import Server
 
@@ -71,6 +73,27 @@ def find_tritonserver(given: str | None) -> str:
     if not program or not shutil.which(program):
         raise NotHere(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {PROGRAM}")
     return str(Path(program))
+
+
+def mpirun_words(repo: Repository) -> list[str]:
+    """Return how the line begins that starts a server for each rank of a repository's model; none is needed
+    for one rank. Raises NotHere without an mpirun."""
+    if not repo.parallel:
+        return []
+    if repo.is_embedded:
+        return embedded_mpirun(max(repo.ranks.values()))
+    mpirun = find_program("mpirun", "it starts the ranks of an engine")
+    return [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
+    """Return how the line of the embedded engine's MPI begins, for `n_ranks` servers on this host."""
+    mpi = detect()
+    crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
+    options = ["--oversubscribe"] if crowded else []
+    options += on_this_host(mpi)
+    line = command_line(mpi, 1, [], options, root=os.geteuid() == 0, survive=False)
+    return [line[0], *line[3:]]  # without -n 1, which each rank has
 
 
 def read_repositories(prefix: str) -> list[Repository]:

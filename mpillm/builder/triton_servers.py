@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
-from launch.find_mpirun import detect
-from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.servers import Server, ports_here
 from launch.tritonserver import (
     More,
     Repository,
     default_grpc_ports,
     find_tritonserver,
+    mpirun_words,
     ports_beside,
     read_repositories,
     triton_server,
 )
-from mpillm.builder.preconditions import lacking, program_or_name
+from mpillm.builder.preconditions import lacking
 from mpillm.builder.triton_repository import triton_stages
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.run_config import RunConfig
@@ -54,22 +52,11 @@ def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
     """
     if len(repo.parallel) > 1 or config.triton_orchestrator:
         return None
-    if not repo.parallel:
-        return []
-    if not repo.is_embedded:
-        mpirun = program_or_name(config, "mpirun", "it starts the ranks of an engine")
-        return [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    return embedded_mpirun(max(repo.ranks.values()))
-
-
-def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
-    """Return how the line of the embedded engine's MPI begins, for `n_ranks` servers on this host."""
-    mpi = detect()
-    crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
-    options = ["--oversubscribe"] if crowded else []
-    options += on_this_host(mpi)
-    line = command_line(mpi, 1, [], options, root=os.geteuid() == 0, survive=False)
-    return [line[0], *line[3:]]  # without -n 1, which each rank has
+    try:
+        return mpirun_words(repo)
+    except NotHere as error:
+        lacking(config, error)
+        return ["mpirun"]
 
 
 def _repositories(config: RunConfig) -> list[Repository]:

@@ -16,8 +16,15 @@ import psutil
 from disagg.errors import ConfigError
 from launch.command import NotHere
 from launch.places import SERVERS
-from launch.tritonserver import More, Ports, Repository, find_tritonserver, read_repository, triton_server
-from mpillm.builder.triton_servers import embedded_mpirun
+from launch.tritonserver import (
+    More,
+    Ports,
+    Repository,
+    embedded_mpirun,
+    find_tritonserver,
+    read_repository,
+    triton_server,
+)
 from mpillm.commands.run_llm_server import run_servers
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser

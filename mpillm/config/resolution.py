@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.config.flags import LIMITS, check_values, lay_over, limits_of_engine, renamed
 from mpillm.configurator import Field
-from mpillm.configurator.effect import ANY
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.core_names import TRTLLM
 from mpillm.fields import BY_NAME
@@ -23,6 +22,7 @@ from mpillm.fields.model import ModelFields
 from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.fields.topology import TopologyFields
+from mpillm.servers.kinds import kind_of
 from mpillm.workloads import plain_form
 
 _RUNTIME, _BUILD = HarnessFields.trtllm_runtime_flags.name, BuildFields.trtllm_build_flags.name
@@ -30,7 +30,7 @@ _CHECKPOINT = CheckpointFields.trtllm_checkpoint_flags.name
 
 
 class _Meaning(NamedTuple):
-    """A value of an option that implies another option's; ANY: each does."""
+    """A value of an option that implies another option's."""
 
     field: Field
     value: Any
@@ -42,7 +42,6 @@ class _Meaning(NamedTuple):
 _MEANINGS = (
     _Meaning(GeneralFields.use_triton, True, GeneralFields.harness_type, "triton"),
     _Meaning(GeneralFields.harness_type, "triton", TopologyFields.core_type, "triton_grpc"),
-    _Meaning(OwnServerFields.server, ANY, TopologyFields.core_type, "trtllm_endpoint"),
     _Meaning(TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated"),
 )
 # By --precision: qformat of TensorRT-LLM's quantisation, and --quantization of cores that run here.
@@ -64,6 +63,8 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     """
     found = dict(stated)
     lay_over(found)
+    if server := found[OwnServerFields.server.name].value:
+        _imply(found, OwnServerFields.server, server, TopologyFields.core_type, kind_of(server).core_type)
     for meaning in _MEANINGS:
         _imply(found, *meaning)
     found[_RUNTIME] = renamed(found[_RUNTIME], _RUNTIME)
@@ -92,12 +93,11 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
 def _imply(found: dict[str, Found], field: Field, value: Any, other: Field, its_value: Any) -> None:
     """Raise ConfigError if the user set the other option otherwise, in whatever source."""
     cause, effect = found[field.name], found[other.name]
-    is_so = cause.value is not None if value is ANY else cause.value == value
-    if not is_so or effect.value == its_value:
+    if cause.value != value or effect.value == its_value:
         return
     if effect.origin.level >= Level.CONTEXT:
         raise ConfigError(
-            f"{field.name} {cause.value} ({cause.origin.where}) means {other.name} {its_value},"
+            f"{field.name} {value} ({cause.origin.where}) means {other.name} {its_value},"
             f" but that is {effect.value} ({effect.origin.where})"
         )
     found[other.name] = _called(field.name, Found(its_value, cause.origin))

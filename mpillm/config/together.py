@@ -29,11 +29,12 @@ def check_together(config: RunConfig) -> None:
         )
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
-    if config.server and config.given("trtllm_server_urls"):
-        raise ConfigError(
-            f"{config.named('server')} and {config.named('trtllm_server_urls')} exclude each other: the run"
-            " starts its servers, or there are some"
-        )
+    for name in ("trtllm_server_urls", "triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn"):
+        if config.server and config.given(name):
+            raise ConfigError(
+                f"{config.named('server')} and {config.named(name)} exclude each other: the run starts its"
+                " servers, or there are some"
+            )
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     check_mode(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.configurator import Field, Options
 from mpillm.configurator.effect import ANY
 from mpillm.configurator.parsers import positive, shell_words
-from mpillm.core_names import TRTLLM_ENDPOINT
+from mpillm.core_names import TRITON, TRTLLM_ENDPOINT
 from mpillm.fields.effects import used_by
 from mpillm.servers.kinds import server as server_kind
 
@@ -16,10 +16,10 @@ class OwnServerFields(Options):
     server = Field(
         "server",
         "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
-        " trtllm-serve, mpillm, or command:WORDS with {model}, {host}, {port}, {tp}, {pp}, {devices} and"
-        " {name} in them; --core_type is trtllm_endpoint then",
+        " trtllm-serve, tritonserver, mpillm, or command:WORDS with {port} in them, and {model}, {name},"
+        " {host}, {tp}, {pp} or {devices}; --core_type follows",
         server_kind,
-        effect=used_by(*TRTLLM_ENDPOINT),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
         group="own servers",
     )
     server_args = Field(
@@ -27,7 +27,7 @@ class OwnServerFields(Options):
         "more options of each server's command line, as they are typed there",
         shell_words,
         default=(),
-        effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY)),
         group="own servers",
     )
     clients_per_server = Field(
@@ -35,6 +35,6 @@ class OwnServerFields(Options):
         "ranks that are clients of each server; the first of them owns it",
         positive,
         default=1,
-        effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY)),
         group="own servers",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class ServerPlan:
     values: Mapping[str, Any]  # see `Wanted`
     args: tuple[str, ...]
     devices: tuple[int, ...] | None  # GPUs, as the rank counts them; None: there are none
+    place: int  # among the servers of its node
+    program: str | None  # where the user says that it is
     host: str  # where it listens
     reached_at: str  # the host's name for its clients
 
@@ -52,15 +54,31 @@ class ServerPlan:
         """How messages call it."""
         return f"server {self.index} ({self.kind.name.rstrip(':')})"
 
-    def wanted(self, port: int | str, base: Path | str) -> Wanted:
+    def wanted(self, ports: Sequence[int | str], base: Path | str) -> Wanted:
         """Return what the kind makes a command line of; `base`: see there."""
-        name = Path(self.model).name
-        devices = None if self.devices is None else as_visible(self.devices)
-        return Wanted(self.model, name, self.host, port, self.values, self.args, devices, str(base))
+        port, *others = ports
+        devices = None if self.devices is None or not self.kind.takes_gpus else as_visible(self.devices)
+        return Wanted(
+            self.model,
+            Path(self.model).name,
+            self.host,
+            port,
+            self.values,
+            self.args,
+            devices,
+            str(base),
+            self.place,
+            dict(zip(self.kind.more_ports, others, strict=True)),
+            self.program,
+        )
 
-    def command(self, port: int | str, base: Path | str) -> Command:
-        """Return its command line, for its rank. Raises ValueError for values that the kind can't take."""
-        return self.kind.command(self.wanted(port, base))
+    def shown(self) -> Command:
+        """Return its command line with names in place of what is chosen when it starts.
+
+        Raises ValueError for values that the kind can't take.
+        """
+        ports = ["PORT", *(f"{name.upper()}_PORT" for name in self.kind.more_ports)]
+        return self.kind.command(self.wanted(ports, f"server_{self.index}"))
 
 
 class ServerRole(Role):
@@ -76,7 +94,8 @@ class ServerRole(Role):
         self._deadline_s = deadline_s
         self._wake = wake
         self._server: OwnedServer | None = None
-        self._port: HeldPort | None = None
+        self._ports: list[HeldPort] = []  # that of HTTP, and the kind's others
+        self._wanted: Wanted | None = None
         self._tries = 0
         self._started = 0.0
         self._check: HealthCheck | None = None
@@ -98,12 +117,12 @@ class ServerRole(Role):
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop(_GRACE_S if self._ends_well else _SHORT_GRACE_S)
-        if self._port is not None:
-            self._port.let_go()
+        for port in self._ports:
+            port.let_go()
 
     def serves(self) -> dict[int, str]:
-        assert self._port is not None
-        return {self._plan.index: f"http://{self._plan.reached_at}:{self._port.number}"}
+        assert self._wanted is not None
+        return {self._plan.index: self._plan.kind.url(self._plan.reached_at, self._wanted)}
 
     def doing(self) -> str:
         if self._server is None or self._is_ready:
@@ -119,18 +138,19 @@ class ServerRole(Role):
     def _start(self) -> None:
         plan = self._plan
         self._tries += 1
-        port = HeldPort(plan.host)
+        self._ports = [HeldPort(plan.host) for _ in range(1 + len(plan.kind.more_ports))]
         base = self._folder / f"server_{plan.index}"
-        command = plan.command(port.number, base)
-        if text := plan.kind.file_text(plan.wanted(port.number, base)):
+        self._wanted = plan.wanted([port.number for port in self._ports], base)
+        command = plan.kind.command(self._wanted)
+        if text := plan.kind.file_text(self._wanted):
             base.with_suffix(".yaml").write_text(text, encoding="utf-8")
         program = find_program(command.argv[0], plan.kind.install or "name it by its path")
         if not plan.kind.binds_held_port:
-            port.let_go()
+            for port in self._ports:
+                port.let_go()
         command = Command((program, *command.argv[1:]), command.env)
         _log.info("%s: %s", plan.name, command)
         self._server = OwnedServer(plan.name, command, base.with_suffix(".log"), self._wake, _SHORT_GRACE_S)
-        self._port = port
         self._check = None
 
     def poll(self) -> bool:
@@ -144,9 +164,8 @@ class ServerRole(Role):
             problem = f": {self._check.problem}" if self._check and self._check.problem else ""
             raise self._failure(f"was not ready within {self._deadline_s:g} s (--load_deadline){problem}")
         if self._check is None or (self._check.answered is False and self._check.is_old(_CHECK_S)):
-            assert self._port is not None
             host = "127.0.0.1" if self._plan.host == "0.0.0.0" else self._plan.host
-            url = f"http://{host}:{self._port.number}{self._plan.kind.health}"
+            url = f"http://{host}:{self._ports[0].number}{self._plan.kind.health}"
             self._check = HealthCheck(url, self._check)
         elif self._check.answered:
             self._is_ready = True
@@ -163,6 +182,8 @@ class ServerRole(Role):
         if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(_LINES)):
             _log.warning("%s %s: another process took its port; it gets another one", self._plan.name, why)
             self._server.stop(_SHORT_GRACE_S)
+            for port in self._ports:
+                port.let_go()
             self._start()
             return
         raise self._failure(why)

@@ -11,7 +11,7 @@ from mpillm.config.idle import of_engine
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Level
 from mpillm.devices import Gpu
-from mpillm.fields import FIELDS
+from mpillm.fields import BY_NAME, FIELDS
 from mpillm.roles.server import ServerPlan
 from mpillm.servers.kinds import kind_of
 
@@ -30,7 +30,7 @@ def gpus_of_servers(
     mine: dict[int, tuple[int, ...]] = {}
     for server in plan.servers:
         seen, node = gpus[server.owner], plan.ranks[server.owner].node
-        if not seen:
+        if not seen or not kind_of(config.server or "").takes_gpus:
             continue
         used = taken.setdefault(node, set())
         free = [index for index, gpu in enumerate(seen) if gpu.uuid not in used][:size]
@@ -64,17 +64,19 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
             ServerPlan(
                 server.index,
                 kind,
-                config.model_path or "",
+                config[BY_NAME[kind.model_option]] or "",
                 {name: value for name, value in values.items() if value is not None},
                 config.server_args,
                 gpus.get(server.owner),
+                server.place,
+                config.tritonserver,
                 "127.0.0.1" if nodes == {node} else "0.0.0.0",
                 "127.0.0.1" if nodes == {node} else node,
             )
         )
     try:
         for one in plans:
-            one.command("PORT", "server")
+            one.shown()
     except ValueError as error:
         raise ConfigError(f"--server {config.server}: {error}", about=["server"]) from None
     return plans
@@ -82,7 +84,7 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
 
 def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
     """Return lines that say where the servers run, and their command lines."""
-    commands = [str(one.command("PORT", f"server_{one.index}")) for one in plans]
+    commands = [str(one.shown()) for one in plans]
     lines = [f"servers: {command}" for command in dict.fromkeys(commands[:_MOST_SHOWN])]
     for server, one in list(zip(plan.servers, plans, strict=True))[:_MOST_SHOWN]:
         where = f"rank {server.owner} on {plan.ranks[server.owner].node}"

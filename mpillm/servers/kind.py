@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from launch.command import Command
@@ -24,6 +25,9 @@ class Wanted(NamedTuple):
     args: Sequence[str] = ()  # as the user types them
     devices: Sequence[str] | None = None  # its GPUs, as CUDA_VISIBLE_DEVICES names them; None: it has none
     base: str = ""  # of the names of its files: options in a file, a folder
+    place: int = 0  # among the servers of its node
+    more_ports: Mapping[str, int | str] = MappingProxyType({})  # see `ServerKind.more_ports`
+    program: str | None = None  # where the user says that it is
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,17 @@ class ServerKind:
     # It can listen on a port that is bound, but not listened on, by another process: it sets SO_REUSEADDR.
     binds_held_port: bool = True
     install: str = ""  # what to do where its program is missing
+    core_type: str = "trtllm_endpoint"  # of its clients
+    model_option: str = "model_path"  # which option says what it serves
+    more_ports: tuple[str, ...] = ()  # that it needs besides the one of HTTP
+    client_port: str = ""  # the one of these that clients connect to; "": that of HTTP
+    takes_gpus: bool = True  # it is told which GPUs it has
+
+    def url(self, host: str, wanted: Wanted) -> str:
+        """Return where its clients reach it on `host`."""
+        if self.client_port:
+            return f"{host}:{wanted.more_ports[self.client_port]}"
+        return f"http://{host}:{wanted.port}"
 
     def takes(self, name: str) -> bool:
         """Return whether an option of ours has a meaning for it."""

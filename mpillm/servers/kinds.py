@@ -13,6 +13,7 @@ _BUILT_IN = {
     "vllm": "vllm:VLLM",
     "sglang": "sglang:SGLANG",
     "trtllm-serve": "trtllm_serve:TRTLLM_SERVE",
+    "tritonserver": "tritonserver:TRITONSERVER",
     "mpillm": "mpillm_serve:MPILLM",
 }
 

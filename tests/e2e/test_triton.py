@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.real_triton import MARKS, TRITONSERVER
-from tests.helpers.support import DONE, NOT_READY, Command, Starter, free_ports, make_samples, wait_until
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    Command,
+    Starter,
+    free_ports,
+    make_samples,
+    wait_until,
+)
 
 TIMEOUT_S = 180.0
 # `trtllm_runtime_flags` of a repository with the embedded engine.
@@ -165,6 +176,44 @@ def test_a_test_through_two_servers(scenario: str, one: Starter) -> None:
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0), ended
     expected = {line["index"]: line["output_tokens"] for line in ours.outputs()}
     assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == expected
+
+
+OWNED = ("--server=tritonserver", "--triton_model_repo=repo", f"--tritonserver={TRITONSERVER}")
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_a_test_through_two_servers_of_its_own(scenario: str, one: Starter) -> None:
+    """One mpirun starts both: two servers, two frontends each, two clients each."""
+    make_samples(one.folder / "samples.jsonl", [3 + 5 * i % 60 for i in range(32)])
+    words: list[object] = ["--scenarios", scenario, "--dataset_path", one.folder / "samples.jsonl"]
+    words += ["--max_output_len", 8, "--min_query_count", 480 if scenario == "Server" else 64]
+    words += ["--min_duration", 0.1, "--save_outputs"]
+    words += ["--server_target_qps", 60] if scenario == "Server" else []
+    model = ("--model_path", "tiny-llama")
+    ours = one.run(2, *words, *model, core="torch", timeout=TIMEOUT_S, log_dir=one.folder / "ours").must(DONE)
+    generate(one, "--triton_num_servers=2", "--triton_num_models_per_server=1", scenario=scenario)
+    clients = ("--clients_per_server", 2, "--triton_num_clients_per_frontend", 2)
+    ended = one.run(5, *words, *OWNED, *clients, core="triton_grpc", timeout=TIMEOUT_S).must(DONE)
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0), ended
+    expected = {line["index"]: line["output_tokens"] for line in ours.outputs()}
+    assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == expected
+    assert [instance["clients"] for instance in ended.result["per_instance"]] == [2, 2, 2, 2]
+    assert all((ended.log_dir / f"server_{index}.log").exists() for index in (0, 1))
+
+
+@pytest.mark.parametrize("whose", [b"bin/tritonserver\0--backend", b"triton_python_backend_stub"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_of_an_own_server_is_killed_or_stopped(whose: bytes, number: int, one: Starter) -> None:
+    make_samples(one.folder / "samples.jsonl", [40] * 32)
+    generate(one, scenario="Offline")
+    words = ["--dataset_path", one.folder / "samples.jsonl", "--max_output_len", 64, "--min_duration", 0]
+    command = one.start(2, *words, *OWNED, "--min_query_count", 4096, core="triton_grpc")
+    command.wait_phase("test")
+    victim = next(pid for pid in command.pids() if whose in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(victim, number)
+    ended = command.end(60, lingers=15).must(INSTANCE_LOST)
+    how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else "(SIGKILL)"
+    assert how in ended.message and "server 0 (tritonserver)" in ended.message, repr(ended)
 
 
 def test_a_request_that_is_refused_does_not_end_a_test(one: Starter) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,13 @@ class TritonGrpcCore(LLMCore):
         super().__init__(config, comms)
         self._harness = TritonHarnessConfig()
         self.streams = self._harness.streaming
-        self._urls, self._at_once = share_of(
-            self._harness.server_urls or (_DEFAULT_URL,),
-            int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE),
-            config.instance,
-            config.n_instances,
+        at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
+        self._urls, self._at_once = (
+            share_of(
+                self._harness.server_urls or (_DEFAULT_URL,), at_once, config.instance, config.n_instances
+            )
+            if config.server is None
+            else share_of([""], at_once, config.client, config.n_clients)
         )
         self._clients = Streams()
         self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
@@ -112,6 +114,16 @@ class TritonGrpcCore(LLMCore):
     # --- life ---
 
     def load(self) -> None:
+        """Connect, if the servers are not the run's own."""
+        if self.config.server is None:
+            self._connect()
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        if self.config.server is not None:
+            self._urls = [urls[self.config.server]]
+            self._connect()
+
+    def _connect(self) -> None:
         """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
         deadline = EARLIER * self._harness.load_deadline
         for url in self._urls:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from launch import tritonserver
 from launch.find_mpirun import Kind, Mpi
-from mpillm.builder import triton_servers
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ def test_an_allocation_of_slurm_is_left_alone(
     kind: Kind, version: tuple[int, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks are servers of one host."""
-    monkeypatch.setattr(triton_servers, "detect", lambda: Mpi(kind, version, "mpirun"))
+    monkeypatch.setattr(tritonserver, "detect", lambda: Mpi(kind, version, "mpirun"))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert "slurm" not in " ".join(line := triton_servers.embedded_mpirun(2)) and "-rmk" not in line
+    assert "slurm" not in " ".join(line := tritonserver.embedded_mpirun(2)) and "-rmk" not in line
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert triton_servers.embedded_mpirun(2) == [*line, *words.split()]
+    assert tritonserver.embedded_mpirun(2) == [*line, *words.split()]

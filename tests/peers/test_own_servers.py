@@ -1,0 +1,88 @@
+"""vLLM as ranks of the run: `--server=vllm` starts it, and every end of it is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_own_servers import processes
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, Starter, wait_until
+from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
+from tests.peers.test_servers import offline, server
+from tests.peers.test_servers import prompts as prompts
+
+pytestmark = pytest.mark.peers
+
+LENGTH = 32
+VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--max_seq_len", 1024)
+
+
+@pytest.fixture(autouse=True)
+def in_path(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have vllm in PATH, and its settings for CPUs in the environment."""
+    program("vllm")
+    for name in ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "DO_NOT_TRACK"):
+        monkeypatch.setenv(name, peer_environment()[name])
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def options(model: Path, data: Path) -> tuple[object, ...]:
+    return ("--dataset_path", data, "--model_path", model, "--max_output_len", LENGTH, "--dtype", "float32")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+    """One and two instances: every answer has the tokens of ours."""
+    n = 160 if ranks == 2 else 40
+    data = options(model, prompts(n))
+    ours = offline(one, "ours", "torch", *data)
+    words = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / "theirs")
+    command = one.start(ranks, *data, *VLLM, *words, core="trtllm_endpoint", log_dir=one.folder / "theirs")
+    ended = command.end(TIMEOUT_S).must(DONE)
+    theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
+    say(f"{ranks - 1} x vLLM as ranks: Offline VALID; {equal} of {n} answers have our tokens")
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
+    for instance in ended.result["per_instance"]:
+        assert instance["frameworks"] == ["vLLM 0.32.0"] and instance["server_cached_tokens"] == 0
+        assert instance["server_generated_tokens"] == instance["tokens"]
+    assert "prefix cache" not in ended.out
+
+
+def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+    result = server(one, 32, *options(model, prompts(32)), *VLLM)
+    say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def _engine_core(command: Command) -> int:
+    """Return the process that computes, which is no child of the owner's."""
+    found = wait_until(lambda: processes(command, b"EngineCore"), "vLLM's EngineCore", TIMEOUT_S)
+    return int(found[0])
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("MPILLM_KILLS", "3"))))
+def test_random_kills(
+    seed: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """A process of vLLM is killed or stopped somewhere: the run names it, and nothing stays."""
+    choose = random.Random(seed)
+    number = choose.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT])
+    phase = choose.choice(["load", "test"])
+    whose = choose.choice(["server", "engine"])
+    command = one.start(2, *options(model, prompts(160)), *VLLM, "--min_duration", 60, core="trtllm_endpoint")
+    first = wait_until(lambda: processes(command, b"vllm"), "vLLM", TIMEOUT_S)[0]
+    victim = _engine_core(command) if whose == "engine" or phase == "test" else int(first)
+    if phase == "test":
+        command.wait_phase("test")
+        victim = victim if whose == "engine" else int(first)
+    os.kill(victim, number)
+    code = INSTANCE_LOST if phase == "test" else NOT_READY
+    ended = command.end(120, lingers=15).must(code)
+    say(f"seed {seed}, {phase}, {whose}, {number.name}: {ended.message.splitlines()[1].strip()[:150]}")
+    how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else f"({number.name})"
+    assert how in ended.message, repr(ended)
