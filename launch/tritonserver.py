@@ -22,6 +22,8 @@ from launch.servers import Server
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
 """Where NVIDIA's containers have it."""
 
+DEFAULT_URL = "localhost:8001"
+"""Where its clients look for it if nothing else is said."""
 
 _ASK_S = 10.0
 

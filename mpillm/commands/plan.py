@@ -55,8 +55,9 @@ def main(argv: Sequence[str]) -> int:
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     clients = config.yaml is None and BackendRegistry.declared(config.core_type).is_client
-    clients_per_server = config.clients_per_server if config.server else 0
-    made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes, clients_per_server)
+    made = disagg.plan(
+        disagg_config(config, world_size, clients), world_size, nodes, config.clients_of_a_server
+    )
     notes += server_lines(made, server_plans(config, made, {}))
     figures = {**made.to_json(), "notes": notes}
     json_output.tell(figures)

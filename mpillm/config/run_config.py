@@ -112,6 +112,15 @@ class RunConfig(Values, AllFields):
         """The values that hold for the instances where requests start."""
         return self.of(self.yaml.sections[0][0]) if self.yaml and self.sections else self
 
+    @property
+    def clients_of_a_server(self) -> int:
+        """How many ranks are clients of each server that the run starts; 0: it starts none."""
+        if not self.server:
+            return 0
+        if self.server == "tritonserver" and not self.given("clients_per_server"):
+            return self.triton_num_frontends_per_model
+        return self.clients_per_server
+
     def passed_over(self) -> str:
         """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
         said = [f"{name} {self.found[name].value}" for name in PASSED_OVER if name in self.found]

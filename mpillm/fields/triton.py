@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.effect import Effect
+from mpillm.configurator.effect import Effect, Use
 from mpillm.configurator.parsers import boolean, grpc_ports, positive, seconds, urls
 from mpillm.core_names import TRITON
 from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
@@ -36,10 +36,14 @@ class TritonFields(Options):
     )
     triton_num_frontends_per_model = Field(
         "triton_num_frontends_per_model",
-        "taken and not needed: each worker rank of the core triton_grpc is a frontend",
+        "client ranks of each tritonserver that the run starts, as --clients_per_server",
         positive,
         default=1,
-        effect=Effect((), measured=False, instead="each worker rank is a frontend: mpirun -n decides"),
+        effect=Effect(
+            (Use((), TRITON, needs=("server", "tritonserver")),),
+            measured=False,
+            instead="each worker rank is a frontend: mpirun -n decides",
+        ),
         group="triton",
     )
     triton_num_clients_per_frontend = Field(

@@ -84,7 +84,7 @@ def ranks_of(config: RunConfig) -> int:
         return int(config.world_size)
     if config.server:
         n_servers = config.triton_num_servers or 1
-        return disagg.ranks_for(config.clients_per_server * n_servers, config.control_ranks)
+        return disagg.ranks_for(config.clients_of_a_server * n_servers, config.control_ranks)
     if BackendRegistry.get(config.core_type).is_client:
         return disagg.ranks_for(len(config.trtllm_server_urls or ()) or 1, config.control_ranks)
     if config.yaml is not None:

@@ -125,7 +125,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
-    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_per_server if config.server else 0)
+    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server)
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
     server_gpus = gpus_of_servers(config, plan, [reports[rank].gpus for rank in ranks])
     notes += server_lines(plan, server_plans(config, plan, server_gpus))

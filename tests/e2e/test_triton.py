@@ -216,6 +216,20 @@ def test_a_process_of_an_own_server_is_killed_or_stopped(whose: bytes, number: i
     assert how in ended.message and "server 0 (tritonserver)" in ended.message, repr(ended)
 
 
+def test_a_harness_that_starts_its_servers(one: Starter) -> None:
+    """NVIDIA's lines, without another shell: servers, frontends and ranks follow from the options."""
+    samples = make_samples(one.folder / "samples.jsonl", [5, 40, 17, 60])
+    generate(one, scenario="Offline")
+    words = ["--harness_type=triton", "--scenarios=Offline", "--triton_model_repo=repo", "--log_dir=run"]
+    words += ["--triton_num_servers=1", "--triton_num_frontends_per_model=2", "--max_output_len=8"]
+    words += [f"--tritonserver={TRITONSERVER}", f"--dataset_path={samples.path}", "--min_duration=0"]
+    command = one.command([one.python, "-m", "mpillm", "run-harness", *words])
+    ended = command.end(TIMEOUT_S).must(DONE)
+    assert "each test starts its tritonservers" in ended.out and "mpillm mpirun -n 3 run" in ended.out
+    roles = [rank["roles"] for rank in ended.json("plan.json")["ranks"]]
+    assert roles == [["harness", "leader"], ["server", "executor"], ["executor"]]
+
+
 def test_a_request_that_is_refused_does_not_end_a_test(one: Starter) -> None:
     lengths = [4, 5, 5000, 6]
     make_samples(one.folder / "samples.jsonl", lengths)

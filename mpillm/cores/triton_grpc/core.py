@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
+from launch.tritonserver import DEFAULT_URL
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.core_config import CoreConfig
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
 
 _log = logging.getLogger(__name__)
-_DEFAULT_URL = "localhost:8001"
 _WATCH_S = 1.0
 # Where nobody measures single answers (Offline), they go to rank 0 many in a message, which is work for both
 # ranks: those of so long, or sooner, when a part of all requests that may be open waits for its successors.
@@ -74,7 +74,7 @@ class TritonGrpcCore(LLMCore):
         at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
         self._urls, self._at_once = (
             share_of(
-                self._harness.server_urls or (_DEFAULT_URL,), at_once, config.instance, config.n_instances
+                self._harness.server_urls or (DEFAULT_URL,), at_once, config.instance, config.n_instances
             )
             if config.server is None
             else share_of([""], at_once, config.client, config.n_clients)

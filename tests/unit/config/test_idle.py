@@ -111,7 +111,10 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
     return made
 
 
-SETS_THE_CORE = ("harness_type", "use_triton", "server", "server_args", "clients_per_server")
+SETS_THE_CORE = (
+    *("harness_type", "use_triton"),
+    *("server", "server_args", "clients_per_server", "triton_num_frontends_per_model"),
+)
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
 
@@ -139,7 +142,9 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
             expected = "effect" if (name, core) == ("engine_dir", "triton_grpc") else "error"
             assert run[name][core] == expected, (name, core)
     assert run["trtllm_server_urls"]["torch"] == "error"
-    assert run["triton_num_frontends_per_model"]["triton_grpc"] == "line"
+    alone = config_of(core_type="triton_grpc", triton_num_frontends_per_model="2")
+    named_in_vain = [one for one in idle(alone, "run") if one.name == "triton_num_frontends_per_model"]
+    assert [one.is_error for one in named_in_vain] == [False], "servers that others have started"
     assert made["server_target_qps"]["serve"]["torch"] == "line"
 
 
