@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from disagg.errors import ConfigError
@@ -35,6 +35,20 @@ class Command:
     def environment(self, keep_job: bool = False) -> dict[str, str]:
         """Return its environment: this process's, without what makes that a rank, unless `keep_job`."""
         return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
+
+
+def wrapped(words: Iterable[str], width: int = 80, indent: str = "") -> str:
+    """Return a command line, in lines of at most `width` columns where words allow.
+
+    `words`: in shell syntax.
+    """
+    lines = [indent]
+    for word in words:
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > width - 2:
+            lines.append(f"{indent}    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1].strip() else word
+    return " \\\n".join(lines)
 
 
 def find_program(name: str, hint: str) -> str:

@@ -32,6 +32,7 @@ from pathlib import Path
 import psutil
 
 from disagg.errors import ConfigError, nearest
+from launch.command import wrapped
 from launch.environment import (
     EXIT_FILE,
     LAUNCH_TYPE,
@@ -72,10 +73,11 @@ Amend = Callable[[Path, Cause | None, int], str]
 It sees that the directory's files say so, and that there is a page. Returns what to tell the person."""
 
 USAGE = """\
-usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S] [mpirun options] [--] COMMAND [options of
-COMMAND]
+usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S]
+           [mpirun options] [--] COMMAND [options of COMMAND]
 
-Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI or MPICH).
+Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI
+or MPICH).
 
   -n N        number of ranks (also -np, --np, -c)
   --dry_run   print the line, start nothing
@@ -83,12 +85,12 @@ Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI 
               seconds that mpirun has to start rank 0 [default: {start:g}]
   COMMAND     {commands}
 
-Other options before COMMAND go to mpirun as they are: --hostfile FILE, --host LIST, -x NAME, --map-by POLICY,
---bind-to POLICY, --mca NAME VALUE, …
+Other options before COMMAND go to mpirun as they are: --hostfile FILE,
+--host LIST, -x NAME, --map-by POLICY, --bind-to POLICY, --mca NAME VALUE, …
 
-Exit codes: 0 done, 1 a stage failed, 2 bad usage or configuration, 3 did not become ready, 4 the test failed,
-5 a rank or an instance was lost,
-128 + signal when interrupted (130 after Ctrl-C); any other code is mpirun's own."""
+Exit codes: 0 done, 1 a stage failed, 2 bad usage or configuration, 3 did not
+become ready, 4 the test failed, 5 a rank or an instance was lost, 128 + signal
+when interrupted (130 after Ctrl-C); any other code is mpirun's own."""
 
 _RANKS = frozenset({"n", "np", "c"})
 _HOSTS = frozenset(
@@ -237,17 +239,6 @@ def command_line(
     return [*line, *options, *program]
 
 
-def wrapped(line: Sequence[str], width: int = 80) -> str:
-    """Return a command line as a shell takes it, in lines of at most `width` columns where words allow."""
-    lines = [""]
-    for word in map(shlex.quote, line):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
-            lines.append(f"    {word}")
-        else:
-            lines[-1] += f" {word}" if lines[-1] else word
-    return " \\\n".join(lines)
-
-
 def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the options that keep all ranks on this host in a Slurm job.
 
@@ -389,11 +380,12 @@ def main(
         survive=survive,
     )
     if arguments.dry_run:
-        print(shlex.join(line))
+        # One line for a shell that reads it: eval "$(…)".
+        print(wrapped(map(shlex.quote, line)) if sys.stdout.isatty() else shlex.join(line))
         for name in secrets:
             say(f"the line has no secret: set {name} in its environment")
         return 0
-    print(wrapped(line) if sys.stderr.isatty() else shlex.join(line), file=sys.stderr, flush=True)
+    print(wrapped(map(shlex.quote, line)), file=sys.stderr, flush=True)
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
     # directory is.
     with (

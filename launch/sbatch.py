@@ -25,6 +25,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
+from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
 from launch.mpirun import INSTANCE_LOST
 from launch.places import RUNS
@@ -188,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="python -m mpillm sbatch [options] -- COMMAND [options of COMMAND]",
         description="Write a Slurm job script that runs a command on every task; show, submit, follow it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -101,7 +101,7 @@ def module_of(command: str) -> str:
 
 def usage() -> str:
     """Return the text of --help."""
-    from mpillm.configurator.command_line import terminal_columns
+    from launch.help_format import terminal_columns
 
     width, columns = max(map(len, COMMANDS)), terminal_columns()
     lines = ["MLPerf Inference LLM benchmarks on a cluster, from one mpirun."]

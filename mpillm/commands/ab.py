@@ -17,9 +17,9 @@ from mpillm.experiments.ab_page import ab_page
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
-from mpillm.experiments.table import table
 from mpillm.fields import Field
 from mpillm.files import write_json, write_text
+from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 
 
@@ -72,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
     folder = series_folder(options.log_dir, "ab").absolute()
-    print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {path_shown(folder)}", flush=True)
+    print(beside("A: ", texts[0]), beside("B: ", texts[1]), sep="\n")
+    print(f"{options.pairs} pairs, in {path_shown(folder)}", flush=True)
     pairs, doubtful = run_pairs(
-        folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True)
+        folder, ranks, sides, options.pairs, lambda line: print(beside("  ", line), flush=True)
     )
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{_words(verdict, options.pairs)}")
     for line in doubtful:
-        print(f"doubtful: {line}")
+        print(beside("doubtful: ", line))
     page = folder / "ab.html"
     write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs), doubtful))
     print(f"\npage  {path_shown(page)}")

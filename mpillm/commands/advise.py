@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from disagg.errors import ConfigError
+from launch.command import wrapped
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import json_output
@@ -25,11 +26,11 @@ from mpillm.experiments.advise.planning import plan_of, prepared, world_size
 from mpillm.experiments.advise_page import advise_page
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
-from mpillm.experiments.table import table
 from mpillm.fields import Field, positive
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_json, write_text
 from mpillm.loadgen.issue_order import issue_order
+from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
@@ -220,7 +221,7 @@ def _plans(
         config.user_conf,
         test.dataset.lengths().tolist(),
         options.repeats,
-        lambda line: print(line, flush=True),
+        lambda line: print(beside("  ", line.strip()), flush=True),
     )
     return plans, test, calibrator
 
@@ -243,7 +244,8 @@ def _pareto(predicted: Sequence[Prediction], of: str) -> str:
 
 def _command(candidate: Candidate, words: Sequence[str], ranks: int) -> str:
     n, options = world_size(words, ranks), [*without(words, ("mode", "max_batch_size")), *candidate.words()]
-    return f"python -m mpillm mpirun -n {n} run {shlex.join(options)}"
+    line = f"python -m mpillm mpirun -n {n} run".split()
+    return wrapped(map(shlex.quote, [*line, *options]), indent="   ")
 
 
 def _proposals(
@@ -258,7 +260,7 @@ def _proposals(
         if limits_ms:
             share = one.good_per_second / figures["samples_per_second"]
             said += f", {share:.1%} of requests within the limits"
-        lines += [f"{i}. {_label(one.candidate)}: {said}", f"   {_command(one.candidate, words, ranks)}"]
+        lines += [beside(f"{i}. ", f"{_label(one.candidate)}: {said}"), _command(one.candidate, words, ranks)]
     if limits_ms:
         lines.insert(0, "limits: " + ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in limits_ms.items()))
     return "\n".join(lines)
@@ -283,7 +285,8 @@ def _verify(
         where = folder / (name + (f"-again-{again}" if again else ""))
         if (now := just_before(what)) is not None:
             first, then = (one.figures["tokens_per_second"] for one in (what, now))
-            print(f"  {_label(what.candidate)}: {first:,.4g} tokens/s predicted, now {then:,.4g}", flush=True)
+            changed = f"{first:,.4g} tokens/s predicted, now {then:,.4g}"
+            print(beside("  ", f"{_label(what.candidate)}: {changed}"), flush=True)
         ended = run_in(where, mpirun, [*words, *what.candidate.words()])
         return now, RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
 
@@ -300,7 +303,8 @@ def _verify(
                 said[f"error{name}"] = tokens and tokens / shown["tokens_per_second"] - 1
             last = said["error"] if now is None else said["error_just_before"]
             label = f"{i + 1}  {_label(one.candidate)}"
-            print(f"  {label}: {shown['status']}, prediction {last:+.1%}{others.said()}", flush=True)
+            verdict = f"{shown['status']}, prediction {last:+.1%}{others.said()}"
+            print(beside("  ", f"{label}: {verdict}"), flush=True)
             said |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
             found[i].append({"run": str(run.path), **said, **shown})
     return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]
@@ -308,15 +312,16 @@ def _verify(
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
     """Return a table of the predictions' errors: from the calibration, from just before, from own steps."""
-    first = ["", "tokens/s predicted", "just before", "measured", "error", "just before", "own steps"]
-    rows = [[*first, "per user predicted", "measured"]]
-    for one, found in zip(chosen, verified, strict=True):
+    names = ["tokens/s predicted", "just before", "measured"]
+    names += ["error", "error just before", "error from own steps"]
+    rows = [["", *names, "per user predicted", "per user measured"]]
+    for i, (one, found) in enumerate(zip(chosen, verified, strict=True), 1):
         per_user = one.figures["tokens_per_second_per_user"], found["tokens_per_second_per_user"]
         speeds = found["predicted"], found["predicted_just_before"], found["tokens_per_second"]
         errors = [found[f"error{name}"] for name in ("", "_just_before", "_from_own_steps")]
         rows.append(
             [
-                _label(one.candidate),
+                f"{i}.",
                 *("-" if value is None else f"{value:,.4g}" for value in speeds),
                 *("-" if value is None else f"{value:+.1%}" for value in errors),
                 *("-" if value is None else f"{value:,.4g}" for value in per_user),

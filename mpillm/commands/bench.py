@@ -9,6 +9,7 @@ from types import ModuleType
 from disagg.errors import ConfigError, nearest
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
+from mpillm.report.columns import beside
 
 BENCHES = {
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
@@ -44,7 +45,7 @@ def find(
         print(f"usage: python -m {prog} NAME [options]\n")
         width = max(map(len, benches))
         for name, description in benches.items():
-            print(f"  {name:<{width}}  {description}")
+            print(beside(f"  {name:<{width}}  ", description))
         return None
     if argv[0] not in benches:
         raise ConfigError(

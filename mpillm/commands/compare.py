@@ -14,8 +14,9 @@ from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page
 from mpillm.experiments.compared_runs import ComparedRun, compare
 from mpillm.experiments.intervals import BLOCKS, LEAST_PER_BLOCK
-from mpillm.experiments.table import change_text, run_names, table, value_text
+from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.files import write_json, write_text
+from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_list import run_path
 
@@ -58,9 +59,9 @@ def _print(result: dict[str, Any]) -> None:
     names = run_names(len(result["runs"]))
     for name, run in zip(names, result["runs"], strict=True):
         counted = f"{run['samples']:,} samples, {run['errors']} errors"
-        print(f"{name}  {run['directory']}: {run['scenario']}, {run['status']}, {counted}")
+        print(beside(f"{name}  ", f"{run['directory']}: {run['scenario']}, {run['status']}, {counted}"))
         for line in (*(f"doubtful: {one}" for one in run["doubts"]), *run["environment"]):
-            print(f"   {line}")
+            print(beside("   ", line))
     print()
     if result["options"]:
         rows = [["options", *names]]

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from disagg.errors import ConfigError, nearest
+from launch.help_format import HelpFormatter
 from mpillm.builder.pbtxt import scalar
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable, write_text
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         description="Fill the placeholders of a config.pbtxt, as fill_template.py of TensorRT-LLM's backend.",
         epilog="example:\n  python -m mpillm fill-template -i tensorrt_llm/config.pbtxt"
         " triton_max_batch_size:4,decoupled_mode:false",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("file_path", type=Path, help="the file")

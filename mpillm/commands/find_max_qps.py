@@ -20,6 +20,7 @@ from mpillm.experiments.search_page import search_page
 from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json, write_text
+from mpillm.report.columns import beside
 from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.run_directory import path_shown, series_folder
@@ -79,9 +80,10 @@ def main(argv: Sequence[str]) -> int:
         best = record.best()
         if best is not None:
             length = "" if best.full else ", by a short test only"
-            print(f"\nbest so far                {best.rate:.5g} per second{length}: {best.folder}")
+            said = f"{best.rate:.5g} per second{length}: {path_shown(Path(best.folder))}"
+            print(f"\n{beside('best so far                ', said)}")
         _leave_page(tests, record, None)
-        print(f"to go on: the same command with --log_dir {path_shown(tests.folder)}", flush=True)
+        print(beside("to go on: ", f"the same command with --log_dir {path_shown(tests.folder)}"), flush=True)
         raise
 
 
@@ -93,7 +95,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         print(f"  {start:.4g} answers per second", flush=True)
     record.begin(start)
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
-    print(f"{lengths}, in {path_shown(tests.folder)}")
+    print(beside("", f"{lengths}, in {path_shown(tests.folder)}"))
 
     lasted: dict[bool, list[float]] = {False: [], True: []}  # the tests of now, by whether they were full
 
@@ -162,5 +164,7 @@ def _line(tried: Tried, when: str = "") -> str:
     )
     verdict = "VALID  " if tried.valid else "INVALID"
     more = [*([tried.why] if tried.why else []), *(f"doubtful: {doubt}" for doubt in tried.doubts)]
-    head = f"  {tried.rate:9.4g}/s  {length}  {verdict}  {latencies or 'stopped'}{when}"
-    return "\n             ".join([head, *more])
+    head = f"  {tried.rate:9.4g}/s  {length}  {verdict}  "
+    return "\n".join(
+        [beside(head, f"{latencies or 'stopped'}{when}"), *(beside(" " * 13, line) for line in more)]
+    )

@@ -17,6 +17,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
+from mpillm.report.columns import prose
 from mpillm.runtime.own_servers import server_lines, server_plans
 from mpillm.runtime.yaml_effects import check_yaml
 
@@ -64,5 +65,5 @@ def main(argv: Sequence[str]) -> int:
     if config[format_field] == "json":
         print(json.dumps(figures, indent=2))
     else:
-        print(disagg.table(made), *(f"  {line}" for line in notes), sep="\n")
+        print(disagg.table(made), *(prose(line) for line in notes), sep="\n")
     return ExitCode.DONE

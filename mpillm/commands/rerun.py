@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from launch.command import wrapped
 from launch.places import RUNS
 from mpillm.commands import mpirun
 from mpillm.config.values import Values, collect
@@ -14,6 +15,7 @@ from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
+from mpillm.report.columns import beside
 from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
@@ -44,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
     run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
     words, notes = repeated(run)
     for note in notes:
-        print(f"  {note}")
+        print(beside("  ", note))
     if not notes:
         print("  nothing known is different from when the run was made")
     words += ["--log_dir", options.log_dir] if options.log_dir else []
     command = ["-n", str(run.world_size), *options.mpirun_options, "run", *words]
-    print(f"python -m mpillm mpirun {shlex.join(command)}", flush=True)
+    print(wrapped(map(shlex.quote, ["python", "-m", "mpillm", "mpirun", *command])), flush=True)
     return ExitCode.DONE if options.dry_run else mpirun.main(command)

@@ -12,8 +12,8 @@ from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
-from mpillm.experiments.table import table
 from mpillm.files import write_text
+from mpillm.report.columns import table
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_list import LATEST, find_runs, find_series
@@ -48,7 +48,11 @@ def main(argv: Sequence[str]) -> int:
     found = find_runs(folder)
     if not found:
         raise ConfigError(f"there is no run in {folder}")
-    print(table([list(COLUMNS), *(cells_of(one) for one in found[: options.most])], 3))
+    listed = found[: options.most]
+    head, *lines = table([COLUMNS, *map(cells_of, listed)], 2).splitlines()
+    print(head)
+    for one, line in zip(listed, lines, strict=True):
+        print(f"{line}\n  {one.what}: {one.path}" if one.what else f"{line}\n  {one.path}")
     if len(found) > options.most:
         print(f"… and {len(found) - options.most:,} more: --most {len(found)}")
     json_output.tell(

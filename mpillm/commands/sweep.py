@@ -26,9 +26,10 @@ from mpillm.experiments.option_grid import (
 )
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
-from mpillm.experiments.table import cell, table, values_text
+from mpillm.experiments.table import cell, values_text
 from mpillm.fields import Field
 from mpillm.files import write_json, write_text
+from mpillm.report.columns import beside, table
 from mpillm.report.numbers import duration
 from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, found, front))
     for line in doubtful_points(found):
-        print(f"doubtful: {line}")
+        print(beside("doubtful: ", line))
     json_output.tell(all_figures := {"points": found, "pareto": front})
     if options.output:
         write_json(Path(options.output), all_figures)
@@ -90,12 +91,12 @@ def _point(
 
     How long a new one took goes to `lasted`.
     """
-    number = f"{i} of {len(todo)}"
+    head = f"  {i} of {len(todo)}  "
     where = folder / point.folder
     said = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
     if (run := finished(where)) is not None:
-        print(f"  {number}  {label}: was there", flush=True)
+        print(beside(head, f"{label}: was there"), flush=True)
         return said | figures(run)
     if where.exists():  # keep what a failed or cut run left, for its owner to look at
         where.rename(unused(where.with_name(f"{where.name}.incomplete")))
@@ -103,9 +104,10 @@ def _point(
     ended = run_in(where, mpirun, point.words)
     lasted.append(time.monotonic() - began)
     if ended.failure:
-        print(f"  {number}  {label}: failed: {ended.failure.splitlines()[0]}", flush=True)
+        print(beside(head, f"{label}: failed: {ended.failure.splitlines()[0]}"), flush=True)
         return said | {"status": "FAILED", "why": ended.failure}
-    print(f"  {number}  {label}: {ended.result['status']}{_left(folder, todo[i:], lasted)}", flush=True)
+    verdict = f"{ended.result['status']}{_left(folder, todo[i:], lasted)}"
+    print(beside(head, f"{label}: {verdict}"), flush=True)
     return said | figures(RunFiles.read(where))
 
 
@@ -122,7 +124,7 @@ def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequen
     for i, (point, one) in enumerate(zip(todo, found, strict=True)):
         cells = [cell(one.get(key)) for key in COLUMNS]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
-    lines = [table(rows, len(names) + 1)]
+    lines = [table(rows, len(names) + 1, len(names))]
     if front:
         lines += ["", *curve(found, front, [values_text(one) for one in found], of)]
     return "\n".join(lines)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import os
 import re
 import shlex
-import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disagg.errors import ConfigError, nearest
+from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
 from mpillm.configurator import json_output
 
@@ -34,22 +32,6 @@ _THEIRS = {
     "--moe_ep_size": "it is --moe_expert_parallelism",
 }
 _MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
-
-
-def terminal_columns() -> int:
-    """Return the columns of the terminal that one sees, also behind a pipe to a pager; 80 without one."""
-    if os.environ.get("COLUMNS", "").isdecimal():
-        return shutil.get_terminal_size().columns
-    for number in (1, 2, 0):
-        with contextlib.suppress(OSError):
-            return os.get_terminal_size(number).columns or 80
-    return 80
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        width = min(140, terminal_columns() - 2)
-        super().__init__(prog, max_help_position=min(44, width // 3), width=width)
 
 
 class _Help(argparse.Action):
@@ -85,8 +67,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, main: Sequence[str] = (), add_help: bool = True, figures: bool = False, **kwargs: Any
     ) -> None:
-        kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
-        super().__init__(allow_abbrev=False, add_help=False, formatter_class=_Formatter, **kwargs)
+        usage = kwargs.pop("usage", f"python -m {kwargs['prog']} [options]")
+        kwargs["usage"] = "\n".join(textwrap.wrap(usage, 72, subsequent_indent=" " * 11))
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
         self._main = main
         if add_help:
             self.add_argument(

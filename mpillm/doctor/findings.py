@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import disagg
+from mpillm.report.columns import beside
 
 
 class Status(str, enum.Enum):
@@ -107,12 +108,11 @@ def shown(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyType({})
     for line in lines:
         where = f"{disagg.rank_list(line.ranks, nodes)}: " if line.ranks else ""
         head, *more = f"{where}{line.text}".split("\n")
-        texts.append(f"  {line.status.value:<8} {line.check:<{width}}  {head}")
+        texts.append(beside(f"  {line.status.value:<8} {line.check:<{width}}  ", head))
         advice = line.advice.split("\n") if line.advice else []
-        texts += [f"  {'':<8} {'':<{width}}  {text}" for text in more]
-        texts += [
-            f"  {'':<8} {'':<{width}}  {'->' if i == 0 else '  '} {text}" for i, text in enumerate(advice)
-        ]
+        below = " " * (13 + width)
+        texts += [beside(below, text) for text in more]
+        texts += [beside(f"{below}{'->' if i == 0 else '  '} ", text) for i, text in enumerate(advice)]
     counts = {status: sum(line.status is status for line in lines) for status in reversed(Status)}
     told = [f"{n} {_plural(status, n)}" for status, n in counts.items() if n]
     return [*texts, "", f"  {', '.join(told)}"]

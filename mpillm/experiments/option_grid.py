@@ -13,9 +13,12 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
+from mpillm.report.columns import beside
 from mpillm.report.run_files import RunFiles
 
 Grid = dict[str, list[str]]
+
+_BAR = 20  # columns of the curve's bars
 
 
 def grid_of_words(words: Sequence[str]) -> Grid:
@@ -149,6 +152,7 @@ def curve(
     lines = [f"Pareto curve: tokens/s per {of} against tokens/s per user"]
     for i in front:
         per_user, per_gpu = (found[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
-        bar = "#" * max(1, round(40 * per_gpu / most))
-        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {labels[i]}")
+        bar = "#" * max(1, round(_BAR * per_gpu / most))
+        head = f"{per_user:>10.4g} per user  {bar:<{_BAR}} {per_gpu:>8,.4g}  "
+        lines.append(beside(head, labels[i]))
     return lines

@@ -1,21 +1,9 @@
-"""Tables for the terminal, and how figures are written in them and on pages."""
+"""How figures are written in the tables of several runs, on the terminal and on pages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows as aligned lines: the first `left` columns to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def run_names(count: int) -> list[str]:

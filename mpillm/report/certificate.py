@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpillm.loadgen.logs import latencies_ms
+from mpillm.report.columns import table
 from mpillm.report.run_files import RunFiles
 
 _PERCENTILES = ("p50", "p90", "p99")
@@ -73,12 +74,7 @@ def certificate_table(found: dict[str, Any]) -> str:
     rows.append(
         ("samples per second", f"{rate['run']:.2f}", f"{rate['harness']:.2f}", _percent(rate["share"]))
     )
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"  {row[0]:<{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
+    lines = table([(f"  {name}", *cells) for name, *cells in rows]).splitlines()
     if rate["share"] is None:
         lines.append(
             "  LoadGen gives the rate in this scenario: the harness alone was asked for the same one"

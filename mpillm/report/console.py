@@ -18,6 +18,7 @@ from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
 from mpillm.errors import Failure
+from mpillm.report.columns import beside
 from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
 
@@ -78,9 +79,13 @@ class Console:
         """Print a line in place of the progress bar, if that is shown."""
         self._lines.write(f"{text}\n")
 
+    def note(self, text: str, head: str = "  ") -> None:
+        """Print `head` and prose: wrapped on a terminal; elsewhere a line, which can be searched."""
+        self.line(beside(head, text) if self._draws else f"{head}{text}".rstrip())
+
     def phase(self, name: str, seconds: float, note: str = "") -> None:
         """Print that a phase is done."""
-        self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
+        self.note(note, f"  {name:<7} {seconds:8.2f} s  ")
 
     def waiting(self, phase: str, elapsed_s: float, awaited: Mapping[str, Sequence[int]]) -> None:
         """Show that a phase goes on, and what its ranks do: `awaited`, the ranks by what they say.
@@ -148,7 +153,7 @@ class Console:
         """Print names and values, aligned."""
         self.line()
         for name, value in rows:
-            self.line(f"  {name:<22} {value}")
+            self.line(beside(f"  {name:<22} ", str(value)))
 
     def failure(
         self,

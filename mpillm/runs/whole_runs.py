@@ -27,6 +27,7 @@ _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
 _LINES = 8  # of a run's output, in which its last phase or progress is
 _SHOW_S = 1.0
+_BAR = re.compile(r"\[#*\.*\] ")
 _URL = re.compile(r"serving .* at (http://\S+)")
 CONSOLE = "console.txt"  # in the run directory: what the run printed
 
@@ -112,9 +113,11 @@ def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
 
 
 def _last_said(log: Path) -> str:
-    """Return the last line of a run's output that doesn't go on from the one before."""
+    """Return the last line of a run's output that doesn't go on from the one before, without its bar."""
     said = [line.removeprefix("  | ") for line in tail(log, _LINES).splitlines()]
-    return " ".join(next((line for line in reversed(said) if not line.startswith("    ")), "").split())
+    # The mpirun line has several lines, each but the last with a backslash at its end.
+    whole = (line for line in reversed(said) if not line.startswith("    ") and not line.endswith("\\"))
+    return " ".join(_BAR.sub("", next(whole, "starts")).split())
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:

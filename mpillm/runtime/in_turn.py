@@ -22,6 +22,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 from mpillm.fields.effects import RUN
+from mpillm.report.columns import table
 
 # Options that this module sets for each test.
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
@@ -135,8 +136,4 @@ def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    rows = [("test", "status", "samples/s", "exit code"), *lines]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table([("test", "status", "samples/s", "exit code"), *lines], left=4)

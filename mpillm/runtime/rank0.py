@@ -139,7 +139,11 @@ class Rank0:
         record = partial(self._made_record, planned)  # created at the first call: not if an option is wrong
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
-            self._console.line(line)
+            if "\n" in line:  # the table of the plan
+                self._console.line(line)
+            else:
+                text = line.lstrip()
+                self._console.note(text, line[: len(line) - len(text)])
         where = self._where(reports)
         if planned.outlives_losses:
             self.control.expendable = Expendable(planned.plan, self._lost)
@@ -171,7 +175,7 @@ class Rank0:
             }
         )
         cause = failure.cause.splitlines()[0]
-        self._console.line(f"  lost    instance {instance.index}: {who}: {cause}")
+        self._console.note(f"instance {instance.index}: {who}: {cause}", "  lost    ")
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
         """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be

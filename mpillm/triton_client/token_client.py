@@ -65,7 +65,7 @@ def parser() -> Parser:
     add("-r", "--root_certificates", help="file of root certificates (PEM)")
     add("-p", "--private_key", help="file of the private key (PEM)")
     add("-x", "--certificate_chain", help="file of the certificate chain (PEM)")
-    add("-C", "--grpc_compression_algorithm", help="gzip or deflate")
+    add("-C", "--grpc_compression_algorithm", metavar="NAME", help="gzip or deflate")
     return made
 
 

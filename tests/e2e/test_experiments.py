@@ -123,7 +123,7 @@ def test_advice_is_calibrated_predicted_and_verified(one: Starter, tmp_path: Pat
     ]
     (verified,) = found["verified"]
     assert (Path(verified["run"]) / "result.json").exists()
-    run = re.search(r"mpirun -n 3 (run .*)", ended.out)
+    run = re.search(r"mpirun -n 3 (run .*)", ended.out.replace("\\\n", ""))
     assert run is not None and "--mode=aggregated" in run[1] and run[1].count("max_batch_size") == 1
 
 

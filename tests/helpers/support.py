@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import termios
@@ -153,6 +154,8 @@ class Command:
         self.started = time.monotonic()
         terminal = self.terminal or self.controlling
         out, slave = pty.openpty() if terminal else os.pipe()
+        if terminal:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         err, err_slave = os.pipe()
         self._keyboard = out
         self.process = subprocess.Popen(

@@ -12,16 +12,21 @@ from mpillm.report.page.document import Html, document, escape, link, link_to_ru
 from mpillm.report.run_list import ListedRun
 
 _GOOD, _BAD = ("VALID", "SERVED"), ("INVALID", "FAILED")
-COLUMNS = ("started", "verdict", "what", "tokens/s", "samples/s", "TTFT p99", "TPOT p99", "run")
+COLUMNS = ("started", "verdict", "tokens/s", "samples/s", "TTFT p99", "TPOT p99")
+"""What a list of runs says of each, besides what was run and where."""
 
 
 def index_page(folder: Path, runs: Sequence[ListedRun], series: Sequence[Path]) -> str:
     """Return the page. `series`: pages of commands that start several runs."""
-    rows = [(*cells_of(one)[:1], _verdict(one), *cells_of(one)[2:-1], _link(one, folder)) for one in runs]
+    rows = []
+    for one in runs:
+        started, _, *figures = cells_of(one)
+        rows.append((started, _verdict(one), one.what, *figures, _link(one, folder)))
+    columns = (*COLUMNS[:2], "what", *COLUMNS[2:], "run")
     pages = "".join(f"<li>{link(os.path.relpath(page, folder))}</li>" for page in series)
     head = f"<header><h1>{escape(folder)}</h1><p>{len(runs):,} runs, newest first</p></header>"
     several = f"<section><h2>Several runs together</h2><ul>{pages}</ul></section>" if pages else ""
-    return document(f"runs: {folder}", (head, section("Runs", COLUMNS, rows), several), [])
+    return document(f"runs: {folder}", (head, section("Runs", columns, rows), several), [])
 
 
 def cells_of(one: ListedRun) -> list[str]:
@@ -31,10 +36,8 @@ def cells_of(one: ListedRun) -> list[str]:
     return [
         time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started)),
         one.status,
-        one.what,
         *("-" if value is None else short(value) for value in rates),
         *("-" if value is None else milliseconds(value) for value in latencies),
-        str(one.path),
     ]
 
 

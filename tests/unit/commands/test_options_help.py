@@ -41,7 +41,8 @@ def test_help_lists_every_option() -> None:
 def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
     """Every option that an example of --help shows is one, and its value is good."""
     shown = mpillm(command, "--help").stdout
-    examples = re.findall(rf"python -m mpillm {command} (.*)", shown.partition("example")[2])
+    text = shown.partition("example")[2].replace("\\\n", "")
+    examples = re.findall(rf"python -m mpillm {command} (.*)", text)
     assert examples
     for example in examples:
         words = [word.replace("DIR", "tiny-llama") for word in shlex.split(example)]

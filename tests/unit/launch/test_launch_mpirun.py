@@ -19,6 +19,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch import find_mpirun, mpirun, supervisor
+from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
 from launch.mpirun import (
     command_line,
@@ -28,7 +29,6 @@ from launch.mpirun import (
     slots,
     spans_hosts,
     usable_cores,
-    wrapped,
 )
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
@@ -438,6 +438,6 @@ def test_an_mpirun_that_fails_before_rank_0(
 
 def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     line = ["/opt/venv/bin/mpirun", "-n", "3", *("--an_option", "its value") * 8, "x" * 90]
-    text = wrapped(line)
+    text = wrapped(map(shlex.quote, line))
     assert max(map(len, text.splitlines()[:-1])) <= 80 and len(text.splitlines()) == 4
     assert shlex.split(text.replace("\\\n", "")) == line

@@ -33,10 +33,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines[:3]] == [
+    assert [line.split()[-1] for line in lines[1:6:2]] == [
         f"{RUNS}/{name}" for name in ("sweep/point", "bad", "old")
     ]
-    assert "INVALID" in lines[0] and "2.5 s" in lines[0] and "no outcome" in lines[1]
+    assert "INVALID" in lines[0] and "2.5 s" in lines[0] and "no outcome" in lines[2]
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "page  mpillm-runs/index.html"
 
 

@@ -1,0 +1,55 @@
+"""Text for terminals of 80 columns: tables, and prose beside what it is about."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 80
+
+
+def beside(head: str, text: str, width: int = WIDTH) -> str:
+    """Return `head` and `text` on one line, or on several: those after the first begin below the text.
+
+    Words, paths among them, are never broken.
+    """
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines) or head.rstrip()
+
+
+def prose(text: str, head: str = "  ") -> str:
+    """Do as `beside` on a terminal; elsewhere return one line, which can be searched."""
+    return beside(head, text) if sys.stdout.isatty() else f"{head}{text}".rstrip()
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: int = WIDTH) -> str:
+    """Return rows as aligned lines: the first `left` columns to the left, the others to the right.
+
+    A table that is wider than `width` continues below itself, with its first `names` columns again.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    blocks, taken = [list(range(names))], sum(widths[:names]) + 2 * (names - 1)
+    used = taken
+    for i in range(names, len(widths)):
+        if used + 2 + widths[i] > width and len(blocks[-1]) > names:
+            blocks.append(list(range(names)))
+            used = taken
+        blocks[-1].append(i)
+        used += 2 + widths[i]
+    return "\n\n".join(
+        "\n".join(
+            "  ".join(
+                row[i].ljust(widths[i]) if i < left else row[i].rjust(widths[i]) for i in block
+            ).rstrip()
+            for row in rows
+        )
+        for block in blocks
+    )
