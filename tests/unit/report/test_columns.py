@@ -43,3 +43,7 @@ def test_one_column_may_be_too_wide() -> None:
         "a  c",
         "1  3",
     ]
+
+
+def test_a_row_is_a_line() -> None:
+    assert table([["a", "b"], ["1\n2\r3", "4"]]).splitlines() == ["a      b", "1 2 3  4"]
