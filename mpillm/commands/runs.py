@@ -19,6 +19,9 @@ from mpillm.report.run_directory import path_shown
 from mpillm.report.run_list import LATEST, find_runs, find_series
 
 
+_WIDE = 10_000  # a status is a text of a file: however long, it is a line
+
+
 class _Options(Values):
     """Options of ``runs``."""
 
@@ -49,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if not found:
         raise ConfigError(f"there is no run in {folder}")
     listed = found[: options.most]
-    head, *lines = table([COLUMNS, *map(cells_of, listed)], 2).splitlines()
+    head, *lines = table([COLUMNS, *map(cells_of, listed)], 2, width=_WIDE).splitlines()
     print(head)
     for one, line in zip(listed, lines, strict=True):
         print(f"{line}\n  {one.what}: {one.path}" if one.what else f"{line}\n  {one.path}")
