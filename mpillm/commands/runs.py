@@ -18,7 +18,6 @@ from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_list import LATEST, find_runs, find_series
 
-
 _WIDE = 10_000  # a status is a text of a file: however long, it is a line
 
 

@@ -35,9 +35,8 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: i
 
     A table that is wider than `width` continues below itself, with its first `names` columns again.
     """
-    rows = [
-        [" ".join(cell.splitlines()) for cell in row] for row in rows
-    ]  # a row is a line, whatever it says
+    # Each is a line, whatever it says.
+    rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     blocks, taken = [list(range(names))], sum(widths[:names]) + 2 * (names - 1)
     used = taken
