@@ -29,7 +29,7 @@ from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, siblings, stopped_ranks
-from mpillm.comms import kept_connections
+from mpillm.comms import kept_connections, segments
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
@@ -142,9 +142,11 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
         with warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
+            segments.sweep()
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        segments.note()
     world = MPI.COMM_WORLD
     check_world(library, (world.size, world.rank), command)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
+from mpillm.comms.segments import left_over
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, size
 from mpillm.telemetry.free_memory import available_bytes
 
@@ -20,6 +21,7 @@ _FILES = 64  # that a rank has open beside its connections: libraries, logs, dat
 _THREADS = 32  # of a rank, beside one for each core
 _SHARED = 32 << 20  # bytes of /dev/shm per rank: segments of MPI (Open MPI's are 16 MiB) and of NCCL
 _SHARED_LEAST = 16 << 20  # without it Open MPI makes no segment, and its ranks of one node can't meet
+_NAMED = 8  # segments
 _MEMORY_LEAST = 1 << 30  # bytes per rank; a model needs more, which `run` checks itself
 
 Limits = Mapping[int, "LimitFacts"]
@@ -35,6 +37,7 @@ class LimitFacts(NamedTuple):
     tasks: int | None  # that the control group leaves free
     locked: int  # bytes
     rdma: bool  # there is an InfiniBand or RoCE device
+    left: dict[str, int]  # bytes of MPI's segments in /dev/shm that no process has, by name
     shm: tuple[int, int] | None  # bytes of /dev/shm: all, free
     memory: int  # bytes available, the control group's limit included
     oom_kills: int  # processes of the control group that the kernel has killed for memory
@@ -62,6 +65,7 @@ def limit_facts() -> LimitFacts:
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         rdma=any(Path("/sys/class/infiniband").glob("*")),
         shm=shm,
+        left=left_over(),
         memory=available_bytes(),
         oom_kills=_oom_kills(group),
         cores=len(os.sched_getaffinity(0)),
@@ -154,6 +158,24 @@ def shared_memory(limits: Limits, world: World) -> list[Line]:
     )
 
 
+def left_memory(limits: Limits, world: World) -> list[Line]:
+    """Segments whose ranks were killed: a start of mpillm on that host has swept those of its own ranks."""
+
+    def verdict(facts: LimitFacts) -> Verdict:
+        if not facts.left:
+            return Verdict(Status.OK, "nothing of MPI's is left in /dev/shm")
+        names = sorted(facts.left)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return Verdict(
+            Status.WARNING,
+            f"{size(sum(facts.left.values()))} in /dev/shm that no process here has:"
+            f" {', '.join(names[:_NAMED])}{more}",
+            "programs that were killed left them; delete them, if no other container uses them",
+        )
+
+    return by_verdict("left memory", {rank: verdict(limits[rank]) for rank in world.firsts_of(limits)})
+
+
 def memory(limits: Limits, world: World) -> list[Line]:
     """Of the node, or of its control group."""
 
@@ -188,7 +210,7 @@ def cores(limits: Limits, world: World) -> list[Line]:
     return by_verdict("cores", {rank: verdict(rank, limits[rank]) for rank in world.firsts_of(limits)})
 
 
-CHECKS = (open_files, processes, locked_memory, shared_memory, memory, cores)
+CHECKS = (open_files, processes, locked_memory, shared_memory, left_memory, memory, cores)
 
 
 # --- the control group ---

@@ -28,6 +28,7 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch import roll_call
 from launch.environment import tell_exit_code
+from mpillm.comms import segments
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.kept_connections import ends_with_a_rank, take_leave
@@ -205,6 +206,7 @@ class Ending(ABC):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
         MPI.Finalize()
+        segments.forget()
         signal.setitimer(signal.ITIMER_REAL, 0)
         take_leave()
 

@@ -134,6 +134,30 @@ def _words(few: Samples, policy: str) -> list[object]:
     return [*words, "--on_instance_loss", policy]
 
 
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
+def test_the_next_start_sweeps_what_killed_ranks_left(
+    three_hosts: Hosts, both: Starter, few: Samples
+) -> None:
+    """On each host, of ours only: here another program's segment lies there, too."""
+    on = OnHosts(three_hosts, both)
+    three_hosts.run(LOST, "touch", "/dev/shm/mpich_shm_1234_0")
+    command = on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES)
+    _wait(command, three_hosts, "test")
+    for host in three_hosts.names:
+        for pid in python_on(three_hosts, host, "run"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    command.end(WITHIN_S)
+
+    def left() -> dict[str, set[str]]:
+        made = three_hosts
+        return {host: {*made.run(host, "ls", "/dev/shm").split()} - {"tmp"} for host in made.names}
+
+    assert any(re.match("mpich_shm|sm_segment", name) for names in left().values() for name in names)
+    on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy").end(WITHIN_S).must(DONE)
+    assert left() == {"h1": set(), LOST: {"mpich_shm_1234_0"}, "h3": set()}
+
+
 def _check_that_none_is_left(ended: Ended, on: Hosts, hit: str) -> None:
     assert "Traceback" not in ended.err, ended
     left = ("h1", "h3") if hit == "its power" else ("h1", LOST, "h3")

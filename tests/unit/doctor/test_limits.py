@@ -25,11 +25,16 @@ PLENTY = LimitFacts(
     tasks=None,
     locked=UNLIMITED,
     rdma=True,
+    left={},
     shm=(1 << 34, 1 << 34),
     memory=1 << 36,
     oom_kills=0,
     cores=64,
     quota=None,
+)
+LEFT, SHOWN = (
+    {"mpich_shm_1_0": 2 << 20, "sm_segment.h1.0.b1.0": 16 << 20},
+    "mpich_shm_1_0, sm_segment.h1.0.b1.0",
 )
 FOUR = World(dict.fromkeys(range(4), "n1"))
 
@@ -54,6 +59,7 @@ def test_with_plenty_nothing_is_wrong() -> None:
         ("processes", {"processes": 1000, "user_threads": 900}, Status.WARNING, "ulimit -u"),
         ("locked memory", {"locked": 1 << 16}, Status.WARNING, "memlock"),
         ("locked memory", {"locked": 1 << 16, "rdma": False}, Status.OK, ""),
+        ("left memory", {"left": LEFT}, Status.WARNING, "delete them"),
         ("shared memory", {"shm": (1 << 26, 1 << 26)}, Status.WARNING, "size=128M"),
         ("shared memory", {"shm": (1 << 26, 1 << 20)}, Status.FAILURE, "--shm-size=128m"),
         ("shared memory", {"shm": None}, Status.FAILURE, "tmpfs"),
@@ -195,3 +201,8 @@ def test_the_stack_of_a_killed_rank_does_not_blame_gpus(monkeypatch: pytest.Monk
     )
     where = 'File "torch/cuda/__init__.py", line 22, in <module>\n    from ._gpu_trace import ncclGPU'
     explain(f"the process has ended; last seen in phase 'load', stuck for 1.2 s in:\n  {where}")
+
+
+def test_what_killed_programs_left_is_named() -> None:
+    told = lines(left=LEFT)["left memory"].text
+    assert told == "19 MB in /dev/shm that no process here has: mpich_shm_1_0, sm_segment.h1.0.b1.0"

@@ -1,0 +1,149 @@
+"""MPI's shared memory that killed ranks leave in /dev/shm: the next start on the host sweeps it.
+
+Open MPI's segments have 16 MiB, one for each rank, MPICH's 2 MB or more for a node; who removes them is gone.
+Only the ranks' own records say which are ours: other programs of this user have such segments, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from mpillm.comms.lifeline import visible_pids
+
+_SHM = Path("/dev/shm")
+_NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
+
+
+class Segment(NamedTuple):
+    """A file in /dev/shm; its number tells it from a later one of the same name."""
+
+    name: str
+    number: int
+
+
+def _folder() -> Path:
+    """Return where this user's ranks keep their records, beside the segments."""
+    return _SHM / f".mpillm-{os.getuid()}"
+
+
+def note() -> None:
+    """Record which segments this rank has, once MPI has started; forget them when Python ends."""
+    here, started = visible_pids(), _started(os.getpid())
+    own = _mapped(Path("/proc/self/maps"))
+    if not own or not here or not started:
+        return
+    folder = _folder()
+    text = "\n".join([here, started, *(f"{one.number} {one.name}" for one in sorted(own))])
+    with contextlib.suppress(OSError):  # no room is left: then they stay, should the rank be killed
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_own_folder(folder):
+            (folder / f"{os.getpid()}").write_text(f"{text}\n", encoding="utf-8")
+            atexit.register(forget)
+
+
+def forget() -> None:
+    """Delete this rank's record: MPI has removed its segments, or is about to."""
+    with contextlib.suppress(OSError):
+        (_folder() / f"{os.getpid()}").unlink(missing_ok=True)
+
+
+def sweep() -> None:
+    """Remove the segments of ranks on this host that have ended, which no living rank has."""
+    folder = _folder()
+    if not _is_own_folder(folder):
+        return
+    here = visible_pids()
+    living, ended = set[Segment](), dict[Path, set[Segment]]()
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            where, started, *lines = path.read_text(encoding="utf-8").splitlines()
+            segments = {Segment(name, int(number)) for number, name in (line.split(" ", 1) for line in lines)}
+            if where != here or _started(int(path.name)) == started:  # another container's may be alive
+                living |= segments
+            else:
+                ended[path] = segments
+    for path, segments in ended.items():
+        for segment in segments - living:
+            _remove(segment)
+        path.unlink(missing_ok=True)
+
+
+def left_over() -> dict[str, int]:
+    """Return the sizes in bytes, by name, of this user's segments that no process in sight has."""
+    found: dict[Segment, int] = {}
+    with contextlib.suppress(OSError):
+        for path in _SHM.iterdir():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if (
+                    _NAMES.fullmatch(path.name)
+                    and stat.S_ISREG(status.st_mode)
+                    and status.st_uid == os.getuid()
+                ):
+                    found[Segment(path.name, status.st_ino)] = status.st_size
+    if not found:
+        return {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and found:
+            for segment in _mapped(folder / "maps"):
+                found.pop(segment, None)
+    return {segment.name: size for segment, size in sorted(found.items())}
+
+
+def _mapped(maps: Path) -> set[Segment]:
+    """Return the segments that a process has; none if it is no more, or another user's."""
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    found = set()
+    for line in lines:
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[5].startswith(f"{_SHM}/"):
+            name = words[5].removeprefix(f"{_SHM}/")
+            if _NAMES.fullmatch(name):
+                found.add(Segment(name, int(words[4])))
+    return found
+
+
+def _remove(segment: Segment) -> None:
+    path = _SHM / segment.name
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if (
+            _NAMES.fullmatch(segment.name)
+            and status.st_ino == segment.number
+            and status.st_uid == os.getuid()
+        ):
+            path.unlink()
+
+
+def _is_own(name: str, status: os.stat_result) -> bool:
+    """Return whether a file in /dev/shm is a segment of this user's."""
+    is_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    return is_file and _NAMES.fullmatch(name) is not None
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return whether it is a folder that nobody but this user can write to."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks; "" if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
