@@ -37,11 +37,15 @@ def _is_wide(data: bytes) -> bool:
 
 def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
     """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
-    if not isinstance(value, list) or not (
-        {*map(type, value)} <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size
-    ):
+    if isinstance(value, list) and not _are_token_ids(value, vocab_size):
+        value = [_as_whole(one) for one in value]
+    if not isinstance(value, list) or not _are_token_ids(value, vocab_size):
         raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
     return value
+
+
+def _are_token_ids(value: list[Any], vocab_size: int) -> bool:
+    return {*map(type, value)} <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size
 
 
 def text(value: Any, param: str) -> str:
@@ -62,6 +66,8 @@ def number(body: Json, name: str, least: float, most: float, *, whole: bool = Fa
     value = body.get(name)
     if value is None:
         return None
+    if whole:
+        value = _as_whole(value)
     kinds = (int,) if whole else (int, float)
     if (
         isinstance(value, bool)
@@ -72,6 +78,11 @@ def number(body: Json, name: str, least: float, most: float, *, whole: bool = Fa
         what = "a whole number" if whole else "a number"
         raise ApiError(400, f"{name} {excerpt(value)}: expected {what} from {least} to {most}", name)
     return value
+
+
+def _as_whole(value: Any) -> Any:
+    """Return 5 for 5.0, which is the same number in JSON; other values as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def flag(body: Json, name: str) -> bool:

@@ -257,7 +257,7 @@ def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
         return [text(prompt, "prompt")]
     if not isinstance(prompt, list) or not prompt:
         raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
-    if isinstance(prompt[0], int):
+    if isinstance(prompt[0], (int, float)):
         return [token_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > _MOST_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")

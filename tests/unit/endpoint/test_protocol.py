@@ -115,3 +115,15 @@ def test_what_is_asked_for_reaches_the_row() -> None:
     own = Served(("m",), ByteTokenizer(), Limits(256, 64), temperature=0.0, seed=3, top_k=4, top_p=0.5)
     row = read(b'{"prompt": "x"}', False, own).row
     assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0, 4, 0.5, 3)
+
+
+def test_whole_numbers_with_a_point() -> None:
+    """JSON tells no difference between 5 and 5.0, and some clients write all numbers with a point."""
+    body = {"prompt": [81, 212.0], "max_tokens": 5.0, "seed": 7.0, "n": 2.0, "stop_token_ids": [9.0]}
+    asked = read(json.dumps(body).encode(), False, SERVED)
+    assert (asked.prompts, asked.max_tokens, asked.n) == ([[81, 212]], 5, 2)
+    assert asked.row["seed"] == 7 and asked.stop_token_ids == {9}
+    assert read(b'{"prompt": [[3.0], [4]]}', False, SERVED).prompts == [[3], [4]]
+    for wrong in ({"prompt": [81.5]}, {"prompt": [1.0], "max_tokens": 5.5}, {"prompt": [1e400]}):
+        with pytest.raises(ApiError):
+            read(json.dumps(wrong).encode(), False, SERVED)
