@@ -89,7 +89,7 @@ class Options(Values):
         "quantization",
         "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
         default="auto",
-        choices=("auto", "none", "int8", "fp8", "mxfp4"),
+        choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         group="benchmark",
     )
     kv_cache_dtype = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Options(Values):
         "quantization",
         "type of the layers' weights",
         default="fp8",
-        choices=("auto", "none", "int8", "fp8", "mxfp4"),
+        choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         group="benchmark",
     )
     kv_cache_dtype = Field(
@@ -220,9 +221,13 @@ def _works(config: Options, model: str, lengths: tuple[int, int], batch: float) 
     if quantization == "auto":
         quantization = "mxfp4" if of.stored == "mxfp4" else of.quantization
     kv_dtype = of.kv_quantization if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    if quantization == "int4" and not of.group:
+        of = replace(of, group=-1)
     n_bytes, _ = layer_bytes(of, of.dtype, quantization)
     kv_dtype = of.dtype if kv_dtype == "none" else kv_dtype
-    return sample_work(of, lengths, batch, n_bytes, kv_dtype, in_floats=quantization in ("none", "mxfp4"))
+    return sample_work(
+        of, lengths, batch, n_bytes, kv_dtype, in_floats=quantization in ("none", "mxfp4", "int4")
+    )
 
 
 def _roofline(config: Options) -> Roofline:

@@ -149,7 +149,9 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
     assert model.lm_head is not None
     quantization = part.info.quantization
     width = N_BYTES[part.info.dtype]  # of floats
-    of_experts, of_others = {"none": (width, width), "mxfp4": (17 / 32, width)}.get(quantization, (1, 1))
+    of_experts, of_others = {"none": (width, width), "mxfp4": (17 / 32, width), "int4": (0.53, 0.53)}.get(
+        quantization, (1, 1)
+    )
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mixture)]
     choice, n_pairs, n_hit = [], n_rows, 1.0
     if mixtures:

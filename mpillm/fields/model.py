@@ -53,10 +53,10 @@ class ModelFields(Options):
     quantization = Field(
         "quantization",
         "type of the layers' weights; auto: the checkpoint's;"
-        " int8 (only on CPUs), fp8 and mxfp4 (only experts) quantise an unquantised checkpoint as it is"
+        " int8 (only on CPUs), fp8, mxfp4 (only experts) and int4 quantise an unquantised checkpoint as it is"
         " loaded; none widens a checkpoint's MXFP4",
         default="auto",
-        choices=("auto", "none", "int8", "fp8", "mxfp4"),
+        choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         effect=used_by(*EMBEDDED),
         group="model",
     )

@@ -12,6 +12,7 @@ import pytest
 from mpillm.engine.model.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
 from tests.helpers.families import make_family, pack_experts
+from tests.helpers.int4 import pack_int4
 from tests.helpers.support import DONE, Starter
 
 pytest.importorskip("torch")
@@ -109,3 +110,14 @@ def test_experts_in_mxfp4(one: Starter, tmp_path: Path) -> None:
     for tp, ep in ((1, 1), (2, 1), (2, 2)):
         more = layout(tp=tp, ep=ep)
         check(one, tmp_path / "model", tp, answers, *more, n_new=NEW_TOKENS, name=f"tp{tp}ep{ep}")
+
+
+@pytest.mark.parametrize(("name", "form"), [("LlamaForCausalLM", "awq"), ("Qwen2ForCausalLM", "gptq")])
+def test_weights_in_int4(one: Starter, tmp_path: Path, name: str, form: str) -> None:
+    """On one rank, and halves on two; the layers of a Llama are one call where there is a compiler."""
+    model = make_family(name, tmp_path / "model", intermediate_size=128)
+    pack_int4(model, tmp_path / "model", form, 32)
+    answers = make_answers(model, tmp_path)
+    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
+    for tp in (1, 2):
+        check(one, tmp_path / "model", tp, answers, *layout(tp=tp), n_new=NEW_TOKENS, name=f"tp{tp}")

@@ -33,6 +33,7 @@ from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_r
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.gpu_cores import SCARCE, answer, random_prompts
+from tests.helpers.int4 import pack_int4
 from tests.helpers.oracle import expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
@@ -440,3 +441,16 @@ def test_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:
     assert [core.info.quantization for core in cores] == ["mxfp4", "none"]
     found, wanted = (answer(core, make_batch(prompts)) for core in cores)
     assert sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True)) >= len(prompts) * 9 // 10
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq"])
+def test_weights_in_int4(tmp_path: Path, form: str) -> None:
+    """In bfloat16 most first tokens are those of a CPU with the same weights in float32."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
+    pack_int4(make_family("LlamaForCausalLM", tmp_path, **sizes), tmp_path, form, 128)
+    prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 60, 3)))]
+    wanted = answer(make_core(tmp_path, dtype="float32"), make_batch(prompts))
+    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="bfloat16")
+    assert core.info.quantization == "int4"
+    found = answer(core, make_batch(prompts))
+    assert sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True)) >= len(prompts) * 7 // 10

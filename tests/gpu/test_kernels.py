@@ -21,15 +21,16 @@ from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
 from mpillm.engine.cache.puts import CacheThere, Put  # noqa: E402
 from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.graphs import capture  # noqa: E402
-from mpillm.engine.kernels import fp8_kernels  # noqa: E402
+from mpillm.engine.kernels import fp8_kernels, int4_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product, pack, packed_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.model.families import Activation  # noqa: E402
-from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
+from mpillm.engine.model.linear import GroupedLinear, Int4Linear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.staging import Staging  # noqa: E402
+from mpillm.engine.weights import int4  # noqa: E402
 from mpillm.engine.weights.mxfp4 import widened  # noqa: E402
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
@@ -476,6 +477,30 @@ def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range)
         assert found.dtype == torch.bfloat16 and float(errors.max()) < 1e-2
         rounded_there = grouped_product(fp8_kernels.quantize_rows(x), weights, scales, choice)
         assert torch.equal(grouped_product(x, weights, scales, choice)[mine], rounded_there[mine])
+
+
+@needs_assembly
+@pytest.mark.parametrize(("n_out", "n_in"), [(48, 128), (70, 384), (512, 4096), (14336, 512)])
+def test_weights_in_int4(n_out: int, n_in: int) -> None:
+    """Numbers, zeros and scales come through exactly; products, also with what follows, are those of floats."""
+    random = torch.Generator().manual_seed(n_out)
+    blocks = torch.randint(256, (n_out, n_in // 2), dtype=torch.uint8, generator=random)
+    zeros = torch.randint(17, (n_out, n_in // 128), generator=random)
+    scales = torch.stack([torch.rand(zeros.shape, generator=random) / 64, zeros], dim=-1).half()
+    wide = int4.widened(blocks, scales).to(DEVICE)
+    product = Int4Linear(blocks.to(DEVICE), scales.to(DEVICE), torch.bfloat16)
+    assert torch.equal(int4_kernels.widened(product._weight, product._scales), wide.to(torch.bfloat16))
+    for n in (1, 3, 8, 16, 17, 64, 65, 300):
+        x = torch.randn(n, n_in, generator=random).to(DEVICE, torch.bfloat16)
+        wanted = x.float() @ wide.T
+        assert error(product(x), wanted) < 8e-3
+        if (few := product.few(n)) is not None:
+            residual = torch.randn(n, n_out, generator=random).to(DEVICE, torch.bfloat16)
+            assert error(few(x, residual=residual.clone()), residual.float() + wanted) < 8e-3
+            gate, up = wanted.chunk(2, dim=1)
+            assert error(few(x, activated=True), torch.nn.functional.silu(gate) * up) < 2e-2
+        else:
+            assert n > 64
 
 
 @needs_assembly

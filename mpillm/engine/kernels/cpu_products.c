@@ -1,7 +1,7 @@
 /* Products with weights, for CPUs: cpu_products.py compiles and calls it.
 
-   Rows are float, or with -DBF16=1 bfloat16, weights the same, with -DINT8=1 int8, or with -DMXFP4=1 four bits (e2m1),
-   of which each BLOCK inputs of an output have an exponent; all are multiplied and added as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
+   Rows are float, or with -DBF16=1 bfloat16, weights the same, with -DINT8=1 int8, or with -DMXFP4=1 or -DINT4=1 four
+   bits, of which each BLOCK inputs of an output have a scale (cpu_four_bits.h); all are multiplied and added as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
    with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008).
 
    Where the CPU multiplies pairs of bfloat16, PAIRS of inputs lie side by side, and a pair is taken where else a float
@@ -24,74 +24,13 @@
 #define PAIRS 0
 #endif
 #define TAKEN (1 + PAIRS) /* inputs at a time */
+#define FOUR_BITS (MXFP4 || INT4)
 #define DEPTH 600    /* inputs, or pairs, at most of a panel's piece, which stays in a core's cache for all tiles */
 #define MOST_ROWS 96 /* that are copied at once */
 
 /* `first` and `second` are the halves of a panel's row, of floats or of pairs. */
-#if MXFP4
-#define BLOCK 32
-#define ROW_BYTES (WIDTH * TAKEN / 2) /* of a panel: the first half in the lower bits */
-typedef uint8_t weight;
-
-#define MAGNITUDES(of) of(0), of(0.5), of(1), of(1.5), of(2), of(3), of(4), of(6)
-#define NEGATIVE(x) -(x)
-#define SAME(x) x
-static const float e2m1[16] = {MAGNITUDES(SAME), MAGNITUDES(NEGATIVE)};
-
-#if PAIRS
-/* The upper halves of these floats are bfloat16: twice, as one bit too many chooses. */
-static inline __m512i table(void)
-{
-    __m512i upper = _mm512_srli_epi32(_mm512_loadu_si512(e2m1), 16);
-    return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(upper));
-}
-static inline __m512i bits(const weight *w) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
-static inline floats first(const weight *w) { return (floats)_mm512_permutexvar_epi16(bits(w), table()); }
-static inline floats second(const weight *w)
-{
-    return (floats)_mm512_permutexvar_epi16(_mm512_srli_epi16(bits(w), 4), table());
-}
-#elif defined __AVX512F__
-static inline __m512i bits(const weight *w) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)w)); }
-static inline floats first(const weight *w) { return (floats)_mm512_permutexvar_ps(bits(w), _mm512_loadu_ps(e2m1)); }
-static inline floats second(const weight *w)
-{
-    return (floats)_mm512_permutexvar_ps(_mm512_srli_epi32(bits(w), 4), _mm512_loadu_ps(e2m1));
-}
-#elif defined __AVX2__ /* a table of eight */
-static inline floats chosen(__m256i bits)
-{
-    __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(e2m1), bits);
-    return (floats)_mm256_or_ps(magnitude, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(bits, 3), 31)));
-}
-static inline __m256i bits(const weight *w) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)w)); }
-static inline floats first(const weight *w) { return chosen(_mm256_and_si256(bits(w), _mm256_set1_epi32(15))); }
-static inline floats second(const weight *w) { return chosen(_mm256_srli_epi32(bits(w), 4)); }
-#else
-static inline floats first(const weight *w)
-{
-    floats wide;
-    for (int i = 0; i < LANES; i++)
-        wide[i] = e2m1[w[i] & 15];
-    return wide;
-}
-static inline floats second(const weight *w)
-{
-    floats wide;
-    for (int i = 0; i < LANES; i++)
-        wide[i] = e2m1[w[i] >> 4];
-    return wide;
-}
-#endif
-
-/* 2^(exponent - 127) for LANES exponents: as a float's bits, but for 0, whose numbers count as zero. */
-typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef uint32_t wide_bytes __attribute__((vector_size(4 * LANES)));
-
-static inline floats factors(const uint8_t *exponents)
-{
-    return (floats)(__builtin_convertvector(*(const bytes *)exponents, wide_bytes) << 23);
-}
+#if FOUR_BITS
+#include "cpu_four_bits.h"
 #elif INT8
 typedef int8_t weight;
 
@@ -131,21 +70,20 @@ static inline floats first(const weight *w) { return *(const floats *)w; }
 static inline floats second(const weight *w) { return first(w + TAKEN * LANES); }
 #endif
 
-#ifndef BLOCK
+#if FOUR_BITS
+#define FIRST(w, of) first(w, of)
+#define SECOND(w, of) second(w, of)
+#else
 #define BLOCK 1
-#endif
-#ifndef ROW_BYTES
+#define SCALES 1
 #define ROW_BYTES (WIDTH * TAKEN * (int64_t)sizeof(weight)) /* of a panel */
+#define FIRST(w, of) first(w)
+#define SECOND(w, of) second(w)
+typedef float scale;
 #endif
 #define ROW (ROW_BYTES / (int64_t)sizeof(weight))
 
 const int64_t width = WIDTH;
-
-#if MXFP4
-typedef uint8_t scale;
-#else
-typedef float scale;
-#endif
 
 /* sum + w x; of pairs, plus both products, where numbers below 2^-126 count as zero */
 static inline floats add_product(floats sum, floats w, float x)
@@ -160,21 +98,26 @@ static inline floats add_product(floats sum, floats w, float x)
 /* GCC 12 keeps a tile's sums of pairs in registers only as a type with its own alignment. */
 typedef float aligned_floats __attribute__((vector_size(4 * LANES)));
 
-/* Add to sums [rows, WIDTH], or begin them, what `depth` inputs of x [depth, rows] and w [depth, WIDTH] give. In MXFP4
-   these are a block, with `exponents` [WIDTH].
+/* Add to sums [rows, WIDTH], or begin them, what `depth` inputs of x [depth, rows] and w [depth, WIDTH] give. Of four
+   bits these are a block, with `scales`.
 
    What is needed next is fetched meanwhile, `step` bytes for each input: memory is read all the time, not only
    while a panel meets its first tile. */
 static inline __attribute__((always_inline)) void multiply_tile(const int rows, const float *x, const weight *w,
-                                                                const uint8_t *exponents, float *sums, int64_t depth,
+                                                                const scale *scales, float *sums, int64_t depth,
                                                                 int begins, const char *next, int64_t step)
 {
     aligned_floats held[ROWS][2];
+#if FOUR_BITS
+    const block of = block_of(scales);
+#else
+    (void)scales;
+#endif
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 2; v++)
-            held[r][v] = begins || exponents ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
+            held[r][v] = begins || FOUR_BITS ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
     for (int64_t k = 0; k < depth; k++, x += rows, w += ROW, next += step) {
-        floats some = first(w), others = second(w);
+        floats some = FIRST(w, &of), others = SECOND(w, &of);
         __builtin_prefetch(next, 0, 1);
         if (step > 64)
             __builtin_prefetch(next + 64, 0, 1);
@@ -184,14 +127,12 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
             held[r][1] = add_product(held[r][1], others, x[r]);
         }
     }
-#if MXFP4
-    for (int v = 0; v < 2; v++) {
-        floats factor = factors(exponents + v * LANES);
-        for (int r = 0; r < rows; r++) {
+#if FOUR_BITS
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++) {
             floats before = begins ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
-            held[r][v] = before + held[r][v] * factor;
+            held[r][v] = before + held[r][v] * of.factor[v];
         }
-    }
 #endif
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 2; v++)
@@ -199,12 +140,12 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
 }
 
 /* The same; for each number of rows the compiler makes a loop of its own, whose sums are registers. */
-static void multiply_rows(int rows, const float *x, const weight *w, const uint8_t *exponents, float *sums,
+static void multiply_rows(int rows, const float *x, const weight *w, const scale *scales, float *sums,
                           int64_t depth, int begins, const char *next, int64_t step)
 {
 #define CASE(n) \
     case n: \
-        multiply_tile(n, x, w, exponents, sums, depth, begins, next, step); \
+        multiply_tile(n, x, w, scales, sums, depth, begins, next, step); \
         break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -297,7 +238,7 @@ static void multiply_panel(const float *tiles, const weight *panel, const scale 
                            int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
 {
     int64_t n_tiles = (rows + ROWS - 1) / ROWS, step = ROW_BYTES / n_tiles;
-#if MXFP4
+#if FOUR_BITS
     int64_t depth = BLOCK / TAKEN;
 #else
     int64_t pieces = (inputs + DEPTH - 1) / DEPTH, depth = (inputs + pieces - 1) / pieces;
@@ -307,21 +248,17 @@ static void multiply_panel(const float *tiles, const weight *panel, const scale 
         int64_t some = inputs - k < depth ? inputs - k : depth;
         const weight *piece = panel + k * ROW;
         const char *next = (const char *)(piece + some * ROW);
-#if MXFP4
-        const uint8_t *exponents = scales + k / depth * WIDTH;
-#else
-        const uint8_t *exponents = NULL;
-#endif
+        const scale *of_block = FOUR_BITS ? scales + k / depth * SCALES : NULL;
         for (int64_t t = 0; t < n_tiles; t++) {
             int64_t start = tile_start(t, rows), n = tile_start(t + 1, rows) - start;
-            multiply_rows(n, tiles + start * inputs + t * LANES + k * n, piece, exponents, sums + start * WIDTH, some,
+            multiply_rows(n, tiles + start * inputs + t * LANES + k * n, piece, of_block, sums + start * WIDTH, some,
                           k == 0, next + t * step * some, step);
         }
     }
-    store_rows(sums, MXFP4 ? NULL : (const float *)scales, out, rows, columns, outputs);
+    store_rows(sums, FOUR_BITS ? NULL : (const float *)scales, out, rows, columns, outputs);
 }
 
-#if BF16 && !INT8 && !MXFP4 && defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
+#if BF16 && !INT8 && !FOUR_BITS && defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
 #define MATRICES 1
 #include "cpu_matrices.h"
 #endif
@@ -337,7 +274,7 @@ int64_t multiple_of_inputs(void)
 }
 
 /* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH], or pairs of them, times scales [panels *
-   WIDTH], or NULL; in MXFP4 exponents [panels, inputs / BLOCK, WIDTH]. The last panel is filled up. */
+   WIDTH], or NULL; of four bits [panels, inputs / BLOCK, SCALES]. The last panel is filled up. */
 void multiply(const number *x, const weight *weights, const scale *scales, number *out, int64_t n,
               int64_t inputs, int64_t outputs)
 {
@@ -366,7 +303,7 @@ void multiply(const number *x, const weight *weights, const scale *scales, numbe
 #pragma omp for nowait /* the end of the region waits */
             for (int64_t j = 0; j < outputs; j += WIDTH)
                 multiply_panel(tiles, weights + j / WIDTH * taken * ROW,
-                               scales ? scales + j * (MXFP4 ? inputs / BLOCK : 1) : NULL, out + j, rows, taken,
+                               scales ? scales + j / WIDTH * (FOUR_BITS ? inputs / BLOCK * SCALES : WIDTH) : NULL, out + j, rows, taken,
                                outputs - j < WIDTH ? outputs - j : WIDTH, outputs);
         }
     }

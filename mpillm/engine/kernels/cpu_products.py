@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.kernels.c_library import address, c_library
+from mpillm.engine.weights.entries import BLOCK
 from mpillm.engine.weights.mxfp4 import numbers_of
 
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -25,7 +26,7 @@ _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 class CpuProducts:
     """Packs weights, and multiplies rows with them.
 
-    Rows are float32 or bfloat16, weights of the same type, int8, or bytes of MXFP4 (see `mxfp4`).
+    Rows are float32 or bfloat16, weights of the same type, int8, or bytes of four bits (`mxfp4`, `int4`).
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -57,7 +58,7 @@ class CpuProducts:
         return packed
 
     def _pack_bytes(self, blocks: Tensor) -> Tensor:
-        """Copy MXFP4 [out, in / 2] to panels: [ceil(out / width), in, width / 2].
+        """Copy bytes [out, in / 2] to panels: [ceil(out / width), in, width / 2].
 
         A byte has numbers of both halves of a panel's row.
         """
@@ -75,12 +76,17 @@ class CpuProducts:
         padded = F.pad(exponents, (0, 0, 0, -len(exponents) % self._width))
         return padded.view(-1, self._width, exponents.shape[1]).transpose(1, 2).contiguous()
 
+    def pack_int4_scales(self, scales: Tensor) -> Tensor:
+        """Copy factors and zeros [out, blocks, 2] to float32 [ceil(out / width), blocks, 2, width]."""
+        padded = F.pad(scales.float(), (0, 0, 0, 0, 0, -len(scales) % self._width))
+        return padded.view(-1, self._width, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
+
     def pack_scales(self, scales: Tensor) -> Tensor:
         """Copy one scale for each output to float32 [panels * width]."""
         return F.pad(scales.flatten().float(), (0, -scales.numel() % self._width)).clone()
 
     def multiply(self, x: Tensor, packed: Tensor, n_outputs: int, scales: Tensor | None = None) -> Tensor:
-        """Return x [n, in] times weights, times `scales` (`pack_scales`, `pack_exponents`): [n, out]."""
+        """Return x [n, in] times weights, times `scales`, packed as the weights are: [n, out]."""
         x = x.contiguous()
         out = x.new_empty(len(x), n_outputs)
         factors = None if scales is None else address(scales)
@@ -107,14 +113,22 @@ class CpuProducts:
 
 
 @functools.cache
-def cpu_products(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
-    """Compile, or find, the products of rows of `dtype`. None where that is not possible."""
+def cpu_products(
+    dtype: torch.dtype, weight_dtype: torch.dtype, int4_block: int | None = None
+) -> CpuProducts | None:
+    """Compile, or find, the products of rows of `dtype`. None where that is not possible.
+
+    Weights of uint8 have four bits: MXFP4, or with `int4_block` inputs that share a scale int4.
+    """
     if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8, torch.uint8):
         return None
+    four_bits = weight_dtype == torch.uint8
     macros = {
         "BF16": dtype == torch.bfloat16,
         "INT8": weight_dtype == torch.int8,
-        "MXFP4": weight_dtype == torch.uint8,
+        "MXFP4": four_bits and int4_block is None,
+        "INT4": four_bits and int4_block is not None,
+        **({"BLOCK": int4_block or BLOCK} if four_bits else {}),
     }
     library = c_library(_SOURCE, *(f"{name}={value:d}" for name, value in macros.items()))
     return None if library is None else CpuProducts(library, dtype, weight_dtype)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.early_starts import after_previous, let_next_start, starts_early
+from mpillm.engine.kernels.int4_kernels import GROUP, factor, numbers
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 
@@ -33,10 +34,15 @@ class _Way(NamedTuple):
     n_programs: int  # wanted
 
 
-# Measured on an H200, for weights in fp8 and in bfloat16: the most rows, above which cuBLAS is faster.
+# Measured on an H200, for weights in fp8, int4 and bfloat16: the most rows, above which cuBLAS is faster.
 # With what follows the product, large bfloat16 weights are faster here for more.
-MOST_ROWS = {True: 8, False: 16}
-_WAYS = {True: _Way(32, 128, 4, 2, 512), False: _Way(32, 128, 3, 2, 512)}
+MOST_ROWS = {torch.float8_e4m3fn: 8, torch.int16: 64}
+_MOST_ROWS = 16  # of floats
+_WAYS = {
+    torch.float8_e4m3fn: _Way(32, 128, 4, 2, 512),
+    torch.int16: _Way(32, 128, 4, 2, 512),
+}
+_WAY = _Way(32, 128, 3, 2, 512)
 _LARGE, _MOST_OF_LARGE, _WAY_OF_LARGE = 48 << 20, 32, _Way(64, 128, 4, 4, 128)
 _MOST_SPLITS = 8
 
@@ -72,7 +78,7 @@ def _widened(numbers):
 @triton.jit(do_not_specialize=["n"])
 def _product(
     out, parts, arrived, x, weight, scales, n, n_out, n_in,
-    ACTIVATED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
+    ACTIVATED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, INT4: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of `out` [n, n_out].
@@ -92,12 +98,25 @@ def _product(
     a = weight + column.to(tl.int64)[:, None] * n_in + depth[None, :]
     b = x + row[None, :] * n_in + depth[:, None]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed: a tensor core's left operand is longer
-    for at in range(first, tl.minimum(first + share, n_in), DEPTH):
-        left = tl.load(a + at, mask=real_place[:, None] & (at + depth < n_in)[None, :], other=0.0)
-        right = tl.load(b + at, mask=(row < n)[None, :] & (at + depth < n_in)[:, None], other=0.0)
-        if SCALED:
-            left = _widened(left)
-        total = tl.dot(left, right.to(left.dtype), total)
+    if INT4:
+        n_all = 2 * n_out if ACTIVATED else n_out
+        word = tl.arange(0, 32)
+        at_words = weight + (first // 128 * n_all + column).to(tl.int64)[:, None] * 32 + word[None, :]
+        at_scales = scales + first // 128 * n_all + column
+        for at in range(first, tl.minimum(first + share, n_in), 128):
+            words = tl.load(at_words, mask=real_place[:, None], other=0)
+            both = tl.load(at_scales, mask=real_place, other=0)
+            right = tl.load(b + at, mask=(row < n)[None, :], other=0.0)
+            total += tl.dot(numbers(words, both, COLUMNS), right) * factor(both)[:, None]
+            at_words += n_all * 32
+            at_scales += n_all
+    else:
+        for at in range(first, tl.minimum(first + share, n_in), DEPTH):
+            left = tl.load(a + at, mask=real_place[:, None] & (at + depth < n_in)[None, :], other=0.0)
+            right = tl.load(b + at, mask=(row < n)[None, :] & (at + depth < n_in)[:, None], other=0.0)
+            if SCALED:
+                left = _widened(left)
+            total = tl.dot(left, right.to(left.dtype), total)
     if SPLITS > 1:
         width = 2 * n_out if ACTIVATED else n_out
         real, cell = real_place[:, None] & (row < n)[None, :], row[None, :] * width + column[:, None]
@@ -128,14 +147,19 @@ class FewRows:
     """The product of at most `most_rows` rows, or `most_followed` with what follows, with some weights."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None) -> None:
-        """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without."""
+        """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without.
+
+        Or both as `int4_kernels.pack` returns them.
+        """
         self._weight, self._scales = weight, scales
-        self.most_rows = self.most_followed = MOST_ROWS[scales is not None]
+        self._is_int4 = weight.dtype == torch.int16
+        self._shape = (weight.shape[1], GROUP * len(weight)) if self._is_int4 else tuple(weight.shape)
+        self.most_rows = self.most_followed = MOST_ROWS.get(weight.dtype, _MOST_ROWS)
         if scales is None and weight.numel() >= _LARGE:
             self.most_followed = _MOST_OF_LARGE
-        self._way = _WAYS[scales is not None]
+        self._way = _WAYS.get(weight.dtype, _WAY)
         # How many programs of each tile have stored their part: zeros again after each product.
-        n_tiles = cdiv(len(weight), self._way.columns)
+        n_tiles = cdiv(self._shape[0], self._way.columns)
         self._arrived = torch.zeros(n_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
@@ -144,7 +168,7 @@ class FewRows:
         `activated`: return silu(gate) * up [n, out / 2]; the gate's outputs come first. `residual` [n, out]:
         add the product to it, and return it.
         """
-        n, (n_all, n_in) = len(x), self._weight.shape
+        n, (n_all, n_in) = len(x), self._shape
         way = self._way if n <= self.most_rows else _WAY_OF_LARGE
         tiles = cdiv(n_all, way.columns)
         splits = min(_MOST_SPLITS, next_power_of_2(cdiv(way.n_programs, tiles)), cdiv(n_in, way.depth))
@@ -153,7 +177,8 @@ class FewRows:
         scales = x if self._scales is None else self._scales
         _product[(tiles, splits)](
             out, parts, self._arrived, x, self._weight, scales, n, out.shape[1], n_in,
-            ACTIVATED=activated, ADDED=residual is not None, SCALED=self._scales is not None,
+            ACTIVATED=activated, ADDED=residual is not None,
+            SCALED=self._scales is not None and not self._is_int4, INT4=self._is_int4,
             ROWS=max(8, next_power_of_2(n)), COLUMNS=way.columns, DEPTH=way.depth, SPLITS=splits,
             EARLY=starts_early(x), num_warps=way.n_warps, num_stages=way.n_stages,
         )  # fmt: skip

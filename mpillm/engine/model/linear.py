@@ -21,7 +21,7 @@ from torch import Tensor
 from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
-from mpillm.engine.weights import mxfp4
+from mpillm.engine.weights import int4, mxfp4
 from mpillm.engine.weights.quantize import dequantize_rows
 
 if TYPE_CHECKING:
@@ -158,6 +158,9 @@ class Mxfp4Linear(Linear):
             self._products = products
             self._weight, self._exponents = products.pack(blocks), products.pack_exponents(exponents)
 
+    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
+        return None if self._products is None else (self._products.function, self._weight, self._exponents)
+
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return words and exponents for `packed_product`, on a GPU."""
         return self._weight, self._exponents
@@ -168,6 +171,45 @@ class Mxfp4Linear(Linear):
         n = max(1, _PIECE // self.in_features)
         pieces = zip(torch.split(self._weight, n), torch.split(self._exponents, n), strict=True)
         return torch.cat([F.linear(x, mxfp4.widened(*piece).to(x.dtype)) for piece in pieces], dim=1)
+
+
+class Int4Linear(Linear):
+    """Weights of four bits, with a scale and a zero for each group of inputs (see `int4`).
+
+    They are widened as they are read.
+
+    On a GPU, for more rows than `FewRows` has, to bfloat16 before the product.
+    """
+
+    def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """uint8 [out, in / 2], float16 [out, groups, 2]; `dtype` is that of x."""
+        self.out_features, self.in_features = len(blocks), 2 * blocks.shape[1]
+        self._weight, self._scales = blocks, scales
+        group = self.in_features // scales.shape[1]
+        if blocks.device.type != "cpu":
+            from mpillm.engine.kernels.few_rows import FewRows
+            from mpillm.engine.kernels.int4_kernels import pack
+
+            self._weight, self._scales = pack(blocks, scales)
+            self._few = FewRows(self._weight, self._scales)
+        elif (products := cpu_products(dtype, torch.uint8, group)) is not None:
+            self._products = products
+            self._weight, self._scales = products.pack(blocks), products.pack_int4_scales(scales)
+
+    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
+        return None if self._products is None else (self._products.function, self._weight, self._scales)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._products is not None:
+            return self._products.multiply(x, self._weight, self.out_features, self._scales)
+        if self._few is not None:
+            from mpillm.engine.kernels.int4_kernels import widened
+
+            few = len(x) <= self._few.most_rows
+            return self._few(x) if few else F.linear(x, widened(self._weight, self._scales))
+        n = max(1, _PIECE // self.in_features)
+        pieces = zip(torch.split(self._weight, n), torch.split(self._scales, n), strict=True)
+        return torch.cat([F.linear(x, int4.widened(*piece).to(x.dtype)) for piece in pieces], dim=1)
 
 
 class GroupedLinear:
@@ -240,7 +282,7 @@ class GroupedLinear:
 
 
 def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Linear:
-    """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits, or MXFP4 and its exponents.
+    """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits, or four (`mxfp4`, `int4`).
 
     On a CPU fp8 becomes floats here, once: there is no instruction for it, and widening it each time measured
     5 to 25 times the product itself.
@@ -249,6 +291,8 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
         return Linear(weight)
     if weight.dtype == torch.int8:
         return Int8Linear(weight, scales, dtype)
+    if scales.dtype == torch.float16:
+        return Int4Linear(weight, scales, dtype)
     if weight.dtype == torch.uint8:
         return Mxfp4Linear(weight, scales, dtype)
     return (

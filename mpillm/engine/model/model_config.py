@@ -78,9 +78,10 @@ class ModelConfig:
     dense_size: int = 0  # of these layers' feed-forward
     shared_size: int = 0  # of the expert that each row has
     latent: Latent | None = None
-    quantization: str = "none"  # of the checkpoint: none, int8 or fp8
+    quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
     stored: Stored = "rows"  # what the checkpoint's scales are of
+    group: int = 0  # inputs with one scale, of int4; -1: all
 
     def window(self, layer: int) -> int:
         """Return how many tokens a token of the layer sees, itself included; 0: all."""
@@ -307,7 +308,7 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         rope = rope.get("full_attention", rope)
         local_theta = float(number("rope_theta", number("rope_local_base_freq"), local))
     theta = number("rope_theta", 10000.0, rope if "rope_theta" in rope else raw)
-    quantized = parse_quantization(raw, source, family.experts)
+    quantized = parse_quantization(raw, source, family)
     n_experts = raw.get("num_local_experts", raw.get("num_experts"))
     if (n_experts is not None) != (family.experts is not None):
         said = "has" if n_experts is not None else "has no"
@@ -366,6 +367,7 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         quantization=quantized.weights,
         kv_quantization=quantized.kv_cache,
         stored=quantized.stored,
+        group=quantized.group,
         norms_choice=bool(raw.get("norm_topk_prob", True)),
         latent=latent,
         **experts,

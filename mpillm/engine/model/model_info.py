@@ -17,7 +17,7 @@ from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows
 from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
-from mpillm.engine.weights.entries import BLOCK, is_linear, rank_bytes
+from mpillm.engine.weights.entries import BLOCK, int4_group, is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
     GpuNeeds,
     gpu_needs,
@@ -39,6 +39,7 @@ _CHOICES = {
     "context_chunking_policy": ("first_come_first_served", "equal_progress"),
 }
 _FP8_MULTIPLE = 16  # required by torch._scaled_mm for both sides of a matrix
+_INT4_GROUP = 128  # of the product on GPUs
 _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
 
@@ -56,7 +57,7 @@ class ModelInfo:
     n_bytes: int  # of the weights on this rank, as the engine holds them
     dtype: str  # of weights that are not quantised: float32 or bfloat16
     kv_dtype: str  # of the KV cache: float32, bfloat16 or fp8
-    quantization: str  # none, int8, fp8 or mxfp4
+    quantization: str  # none or one of `TYPES`
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
     engine: EngineFolder | None = None  # the source of the weights, if it is one
@@ -161,12 +162,15 @@ def model_info(config: CoreConfig) -> ModelInfo:
             quantization=engine.quantization,
             kv_quantization=engine.kv_quantization,
             stored="rows",
+            group=engine.group,
         )
     elif folder is not None and config.load_format == "auto":
         check_scales(checkpoint_files(folder, model))
     # Never float16: float32 holds its values exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
+    if config.quantization == "int4" and model.quantization == "none":
+        model = dataclasses.replace(model, group=_INT4_GROUP)  # which it is rounded with
     quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
     eagle = eagle_config(config, model)
@@ -251,12 +255,26 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout, dtype:
         raise ConfigError(f"{asked}: the weights of {config.model_path} are {model.quantization}")
     if quantization == "mxfp4" and why_floats is not None:
         raise ConfigError(f"{config.model_path}: its experts can't be in MXFP4: {why_floats}")
+    if quantization == "int4" and (model.n_experts or model.latent is not None):
+        raise ConfigError(f"{config.model_path}: int4 is only for dense models without latent attention")
+    for name, shape in layout.shapes(model).items() if quantization == "int4" else ():
+        if is_linear(name) and shape[1] % (group := int4_group(model)):
+            raise ConfigError(
+                f"{config.model_path}: with tensor_parallel_size {config.tp_size} a rank holds"
+                f" {shape[1]} inputs of {name}; int4 needs multiples of its group, {group}"
+            )
     if config.gpu_bytes is None:
         return quantization
     if quantization == "int8":
         raise ConfigError(
             f"{config.model_path}: int8 weights run only on CPUs (--device cpu); on a GPU use fp8",
             about=["device"],
+        )
+    if quantization == "int4" and (dtype != "bfloat16" or int4_group(model) != _INT4_GROUP):
+        raise ConfigError(
+            f"{config.model_path}: int4 weights run on GPUs in bfloat16 (--dtype bfloat16) and with"
+            f" group_size {_INT4_GROUP} or -1; here {dtype} and {model.group}",
+            about=["dtype"],
         )
     for name, shape in layout.shapes(model).items() if quantization == "fp8" else ():
         if is_linear(name) and any(n % _FP8_MULTIPLE for n in shape):

@@ -16,7 +16,14 @@ from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.weights.checkpoint_folder import check_room, digests, new_folder, write_safetensors
 from mpillm.engine.weights.engine_folder import engine_json, file_name, layouts, preset_digest
-from mpillm.engine.weights.entries import Entry, held_kv_scales, is_linear, rank_entries, scale_name
+from mpillm.engine.weights.entries import (
+    Entry,
+    held_kv_scales,
+    int4_group,
+    is_linear,
+    rank_entries,
+    scale_name,
+)
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights
 from mpillm.files import read_object, write_json
@@ -76,6 +83,7 @@ def build(
         info.dtype,
         info.quantization,
         kv_quantization,
+        int4_group(info.config),
         origin,
         dict(build_config or {}),
     )

@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,19 +219,26 @@ def check_scales(files: Mapping[str, Path]) -> None:
     """Raise ConfigError unless the scales among the tensors `files` are finite and not negative."""
     by_file: dict[Path, list[str]] = {}
     for name, file in files.items():
-        if name.endswith(("_scale", "_scale_inv")):
+        if name.endswith(("_scale", "_scale_inv", ".scales")):
             by_file.setdefault(file, []).append(name)
     for file, names in by_file.items():
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
             for name in names:
-                there = header.get(name) or header[kv_scale_alias(name)]
+                there = header[stored_name(name, header)]
                 start, end = there["data_offsets"]
                 stream.seek(8 + length + start)
                 numbers = _floats(stream.read(end - start), there["dtype"])
                 if not (np.isfinite(numbers) & (numbers >= 0)).all():
                     raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
+
+
+def stored_name(name: str, there: Container[str]) -> str:
+    """Return what a file with the tensors `there` calls one that `checkpoint_files` has found in it."""
+    if name in there:
+        return name
+    return next(other for other in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if other in there)
 
 
 def _floats(data: bytes, dtype: str) -> NDArray[Any]:

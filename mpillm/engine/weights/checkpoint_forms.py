@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mpillm.engine.weights.entries import Entry
 from mpillm.engine.weights.gpt2_names import Gpt2Names
+from mpillm.engine.weights.int4 import Int4
 from mpillm.engine.weights.packed_experts import PackedExperts
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Form(Protocol):
 
 def form_of(model: ModelConfig) -> Form | None:
     """Return the form of a model's checkpoint; None: its tensors are the parameters."""
+    if model.quantization == "int4":
+        return Int4(model)
     if model.family.learned_positions:
         return Gpt2Names(model)
     experts = model.family.experts

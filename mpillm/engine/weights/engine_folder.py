@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of the files: another number means other tensors
 # TensorRT-LLM's names
-_ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8", "mxfp4": "W4A16_MXFP4"}
-_OF_WEIGHTS = ("dtype", "quantization", "kv_quantization", "stored")  # which an engine has of its own
+_ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8", "mxfp4": "W4A16_MXFP4", "int4": "W4A16_GPTQ"}
+_OF_WEIGHTS = (
+    "dtype",
+    "quantization",
+    "kv_quantization",
+    "stored",
+    "group",
+)  # which an engine has of its own
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
 
@@ -42,6 +48,7 @@ class EngineFolder:
     dtype: str
     quantization: str
     kv_quantization: str  # fp8: the files have scales for the KV cache
+    group: int  # inputs with one scale, of int4
     digests: tuple[str, ...]  # of the checkpoint that it was built from, and of what that was quantised from
 
     def file(self, layout: Layout) -> Path:
@@ -70,6 +77,7 @@ def engine_json(
     dtype: str,
     quantization: str,
     kv_quantization: str,
+    group: int,
     source: dict[str, Any],
     flags: dict[str, Any],
 ) -> dict[str, Any]:
@@ -89,6 +97,7 @@ def engine_json(
     quantized = {
         "quant_algo": _ALGORITHMS[quantization],
         "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization],
+        "group_size": group,
     }
     return {
         "version": mpillm.__version__,
@@ -125,10 +134,9 @@ def read_engine(folder: Path) -> EngineFolder:
         layout = Layout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
         quantization = next(name for name, theirs in _ALGORITHMS.items() if theirs == algorithm)
         kv_quantization = next(name for name, theirs in _KV_ALGORITHMS.items() if theirs == kv_algorithm)
-        digests = tuple(raw["source"]["digests"])
-        return EngineFolder(
-            folder, pretrained, layout, str(pretrained["dtype"]), quantization, kv_quantization, digests
-        )
+        group = int(pretrained["quantization"].get("group_size", 0))
+        dtype, digests = str(pretrained["dtype"]), tuple(raw["source"]["digests"])
+        return EngineFolder(folder, pretrained, layout, dtype, quantization, kv_quantization, group, digests)
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{file}: not an engine's config.json ({type(error).__name__}: {error})") from None
 
@@ -163,7 +171,13 @@ def check_engine(
     for layout in layouts(engine.layout):
         _check_file(
             engine.file(layout),
-            rank_entries(built, layout, engine.dtype, engine.quantization, engine.kv_quantization),
+            rank_entries(
+                dataclasses.replace(built, group=engine.group),
+                layout,
+                engine.dtype,
+                engine.quantization,
+                engine.kv_quantization,
+            ),
         )
     if source is None:
         digest = preset_digest(str(config.model_path))

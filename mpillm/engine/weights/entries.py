@@ -1,7 +1,8 @@
 """Which tensors a file of weights holds: names, types and shapes. Without torch.
 
 A quantised model keeps each linear projection of a layer as two tensors, 8-bit numbers and a scale for each
-row (see `quantization`); with MXFP4 those of experts are bytes and exponents (see `mxfp4`). An engine's file
+row (see `quantization`); with MXFP4 those of experts are bytes and exponents (see `mxfp4`), in int4 all
+are bytes, scales and zeros (see `int4`). An engine's file
 holds a rank's parts, with projections of the same input as one.
 """
 
@@ -89,13 +90,27 @@ def held_kv_scales(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.kv_scale"
 
 
-def stored(name: str, shape: tuple[int, ...], dtype: str, quantization: str) -> dict[str, Entry]:
-    """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two."""
+def int4_group(model: ModelConfig) -> int:
+    """Return how many inputs of an output share a scale in the engine; those that all share one have some."""
+    return 128 if model.group == -1 else model.group
+
+
+def stored(
+    name: str, shape: tuple[int, ...], dtype: str, quantization: str, group: int = 0
+) -> dict[str, Entry]:
+    """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two.
+
+    `group`: see `int4_group`.
+    """
     if CORRECTION in name:
         dtype = "float32"
     if quantization == "mxfp4" and is_experts(name):
         n_out, n_in = shape
         return {name: Entry("U8", (n_out, n_in // 2)), scale_name(name): Entry("U8", (n_out, n_in // BLOCK))}
+    if quantization == "int4" and is_linear(name):
+        n_out, n_in = shape
+        scales = Entry(STORED["float16"], (n_out, n_in // group, 2))
+        return {name: Entry("U8", (n_out, n_in // 2)), scale_name(name): scales}
     if quantization in ("none", "mxfp4") or not is_linear(name):
         return {name: Entry(STORED[dtype], shape)}
     return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}
@@ -124,7 +139,7 @@ def rank_entries(
         shapes[held] = (shapes[held][0] + shape[0], *shape[1:]) if held in shapes else shape
     made: dict[str, Entry] = {}
     for held, shape in shapes.items():
-        made |= stored(held, shape, dtype, quantization)
+        made |= stored(held, shape, dtype, quantization, int4_group(model))
     if kv_quantization != "none":
         n_heads = len(range(model.n_kv_heads)[layout.kv_heads(model)])
         made |= {held_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from disagg.errors import ConfigError, nearest
-from mpillm.engine.model.families import Experts, Raw
+from mpillm.engine.model.families import Experts, Family, Raw
 from mpillm.files import excerpt, read_object
 
 ALGORITHMS = ("int8", "fp8")
-TYPES = (*ALGORITHMS, "mxfp4")  # of weights in the engine's memory; MXFP4 of experts only, the rest floats
+# Of weights in the engine's memory; MXFP4 of experts only, the rest floats.
+TYPES = (*ALGORITHMS, "mxfp4", "int4")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
 _TYPES = {"int": "int8", "float": "fp8"}
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
@@ -33,7 +34,9 @@ MODELOPT = "hf_quant_config.json"
 BLOCK_SIZE = 128  # rows and columns of "blocks"
 # What a scale in a checkpoint is of: a matrix's row, all of it, a square block, or 32 numbers of four bits
 # (see `packed_experts`). The engine has rows, floats for blocks, and for the last either floats or the same.
-Stored = Literal["rows", "matrix", "blocks", "mxfp4"]
+# "gptq2" is GPTQ's second format (see `int4`).
+Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2"]
+GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
 _STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
 
 
@@ -94,10 +97,11 @@ class Quantized(NamedTuple):
     weights: str = "none"  # or int8 or fp8: what the engine computes with
     kv_cache: str = "none"  # or fp8
     stored: Stored = "rows"
+    group: int = 0  # one of `GROUPS`, in int4
 
 
-def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quantized:
-    """Return what `quantization_config` says, or ModelOpt's file beside it. `experts`: the family's.
+def parse_quantization(raw: Raw, source: Path, family: Family) -> Quantized:
+    """Return what `quantization_config` says, or ModelOpt's file beside it.
 
     Raises ConfigError if we cannot run it.
     """
@@ -120,6 +124,9 @@ def parse_quantization(raw: Raw, source: Path, experts: Experts | None) -> Quant
         "modelopt": _modelopt,
         "fp8": _fp8,
     }
+    experts = family.experts
+    if experts is None and family.is_gated and not family.latent:
+        methods |= {"awq": _awq, "gptq": _gptq}
     if experts is not None and experts.packed:
         methods["mxfp4"] = lambda config, refuse: Quantized(stored="mxfp4")
     if not isinstance(method, str) or method not in methods:
@@ -174,6 +181,40 @@ def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     if (scales := config.get("scale_fmt", "float")) not in ("float", None):
         raise refuse("scale_fmt", scales, "floats")
     return Quantized(stored="blocks")
+
+
+def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As AutoAWQ writes it: `gemm`, its only form for many rows."""
+    given = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
+    for name, allowed in (
+        ("bits", (4,)),
+        ("group_size", GROUPS),
+        ("version", ("gemm", "GEMM")),
+        ("zero_point", (True,)),
+        ("modules_to_not_convert", (None, [], ["lm_head"])),
+    ):
+        if given.get(name) not in allowed:
+            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
+    return Quantized("int4", stored="awq", group=given["group_size"])
+
+
+def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As AutoGPTQ and GPTQModel write it, with inputs in their order."""
+    given = {"checkpoint_format": "gptq", **config}
+    for name, allowed in (
+        ("bits", (4,)),
+        ("group_size", GROUPS),
+        ("desc_act", (False, None)),
+        ("checkpoint_format", ("gptq", "gptq_v2")),
+        ("is_marlin_format", (False, None)),
+        ("lm_head", (False, None)),
+        ("dynamic", (None, {})),
+        ("modules_in_block_to_quantize", (None,)),
+    ):
+        if given.get(name) not in allowed:
+            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
+    form: Stored = "gptq2" if given["checkpoint_format"] == "gptq_v2" else "gptq"
+    return Quantized("int4", stored=form, group=given["group_size"])
 
 
 def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:

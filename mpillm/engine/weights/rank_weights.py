@@ -18,16 +18,16 @@ from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights import bytes_held
+from mpillm.engine.weights import bytes_held, int4, mxfp4
 from mpillm.engine.weights.engine_folder import EngineFolder
 from mpillm.engine.weights.entries import (
     blocks_name,
     held_kv_scales,
+    int4_group,
     is_experts,
     kv_scale_names,
     scale_name,
 )
-from mpillm.engine.weights.mxfp4 import rounded
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
 
@@ -58,7 +58,7 @@ class Weights(ABC):
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return a linear projection, maybe fused (see `FUSED`): [out, in].
 
-        With 8 bits also scales: float32 [out, 1]. In MXFP4 bytes and exponents (see `mxfp4`).
+        With 8 bits also scales: float32 [out, 1]. Of four bits bytes and what `mxfp4` or `int4` say.
         """
 
     @abstractmethod
@@ -95,6 +95,7 @@ class Shards(Weights):
         self._source = source
         self._layout = layout
         self._quantization = quantization
+        self._group = int4_group(config)
 
     def _floats(self, name: str) -> Tensor:
         return self._vector(f"{name}.weight")
@@ -140,12 +141,15 @@ class Shards(Weights):
         """Return the part of one parameter; rows of q and k in `model`'s order."""
         rows, columns = self._layout.part(name, self.config)
         scales: Tensor | None = None
-        if self._quantization == "mxfp4" and is_experts(name):
-            if self.config.stored == "mxfp4":
+        if self._quantization == "int4" or (self._quantization == "mxfp4" and is_experts(name)):
+            if self.config.stored != "rows":
                 names = blocks_name(name), scale_name(name)
                 weight, scales = (self._source.get(each, rows, columns).to(self.device) for each in names)
-                return weight, scales
-            return rounded(self._source.get(name, rows, columns).to(self.device))
+                return self._in_order(name, weight), self._in_order(name, scales)
+            floats = self._in_order(name, self._source.get(name, rows, columns).to(self.device))
+            return (
+                mxfp4.rounded(floats) if self._quantization == "mxfp4" else int4.rounded(floats, self._group)
+            )
         if self._quantization in ("none", "mxfp4"):
             weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
         elif self.config.quantization == "none":
@@ -155,15 +159,16 @@ class Shards(Weights):
         else:
             weight = self._source.get(name, rows, columns).to(self.device)
             scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
-        if name.endswith(("q_proj.weight", "k_proj.weight")) and self.config.latent is None:
-            d = self.config.head_dim
-            return rotary_order(weight, d), None if scales is None else rotary_order(scales, d)
-        return weight, scales
+        return self._in_order(name, weight), None if scales is None else self._in_order(name, scales)
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        is_turned = name.endswith(("q_proj.weight", "k_proj.weight")) and self.config.latent is None
+        return rotary_order(rows, self.config.head_dim) if is_turned else rows
 
 
 def rotary_order(x: Tensor, head_dim: int) -> Tensor:
-    """Return rows of a q or k projection [heads * head_dim, any] in `model`'s order."""
-    return x.reshape(-1, 2, head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+    """Return rows of a q or k projection [heads * head_dim, ...] in `model`'s order."""
+    return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
 
 class Built(Weights):

@@ -16,14 +16,12 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
 from mpillm.engine.parallel.layout import ALL
-from mpillm.engine.weights.checkpoint_folder import checkpoint_files
+from mpillm.engine.weights.checkpoint_folder import checkpoint_files, stored_name
 from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
-    TRANSFORMER,
     block_scale_name,
     checkpoint_name,
     is_linear,
-    kv_scale_alias,
     scale_name,
 )
 from mpillm.engine.weights.quantize import dequantize_blocks
@@ -66,9 +64,7 @@ class Checkpoint:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            there = self._open[file].keys()
-            if name not in there:
-                name = next(n for n in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if n in there)
+            name = stored_name(name, self._open[file].keys())
             whole = self._open[file].get_slice(name)
             if not whole.get_shape():  # a single number
                 return cast(Tensor, self._open[file].get_tensor(name))
