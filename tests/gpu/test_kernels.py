@@ -482,7 +482,7 @@ def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range)
 @needs_assembly
 @pytest.mark.parametrize(("n_out", "n_in"), [(48, 128), (70, 384), (512, 4096), (14336, 512)])
 def test_weights_in_int4(n_out: int, n_in: int) -> None:
-    """Numbers, zeros and scales come through exactly; products, also with what follows, are those of floats."""
+    """Numbers, zeros and scales are exact; products, also with what follows, are those of floats."""
     random = torch.Generator().manual_seed(n_out)
     blocks = torch.randint(256, (n_out, n_in // 2), dtype=torch.uint8, generator=random)
     zeros = torch.randint(17, (n_out, n_in // 128), generator=random)

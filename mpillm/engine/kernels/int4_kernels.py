@@ -1,8 +1,8 @@
 """Weights in int4 on NVIDIA GPUs: four bits up to the registers that a tensor core reads (see `few_rows`).
 
 A word of 16 bits has a number from each of four blocks of 32 inputs. A shift and a mask put it behind the
-bits of 128 as bfloat16, and taking 128 and the zero away leaves the number less its zero, exactly. Its scale is
-applied to the sum of a group's products.
+bits of 128 as bfloat16, and taking 128 and the zero away leaves the number less its zero, exactly. Its scale
+is applied to the sum of a group's products.
 """
 
 from __future__ import annotations
