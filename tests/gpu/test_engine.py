@@ -299,7 +299,7 @@ class PlainFp8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         seen = (
             x.bfloat16().float()
-            if len(x) <= MOST_ROWS[True]
+            if len(x) <= MOST_ROWS[torch.float8_e4m3fn]
             else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
         )
         return (seen @ self._floats.T).to(x.dtype)
@@ -320,7 +320,7 @@ def test_fp8_products(dtype: torch.dtype) -> None:
             found, wanted = product(x), plain(x).float()
             errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
             # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
-            limit = 1e-2 if n > MOST_ROWS[True] else 5e-3 if dtype == torch.bfloat16 else 1e-4
+            limit = 1e-2 if n > MOST_ROWS[torch.float8_e4m3fn] else 5e-3 if dtype == torch.bfloat16 else 1e-4
             assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (
                 n_out,
                 n_in,

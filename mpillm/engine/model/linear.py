@@ -176,7 +176,7 @@ class Mxfp4Linear(Linear):
 class Int4Linear(Linear):
     """Weights of four bits, with a scale and a zero for each group of inputs (see `int4`).
 
-    They are widened as they are read; on a GPU, for more rows than `FewRows` has, to bfloat16 before the product.
+    They are widened as they are read; on a GPU, for more rows than `FewRows` takes, to bfloat16 beforehand.
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
