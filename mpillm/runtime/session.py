@@ -185,7 +185,8 @@ class Session:
         }
         write_json(directory / "machines.json", machines)
         mpi = self._prepared.planned.reports[0].versions["MPI"]
-        write_json(directory / ENVIRONMENT, describe_environment(mpi))
+        told = {name for one in result["per_instance"] for name in one.get("frameworks", ())}
+        write_json(directory / ENVIRONMENT, describe_environment(mpi) | {"servers": ", ".join(sorted(told))})
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     def _of_server(self) -> dict[str, Any]:

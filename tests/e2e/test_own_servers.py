@@ -64,6 +64,7 @@ def test_two_servers(one: Starter, ranks: int, clients: int) -> None:
     assert all("hello" in log and "--port" in log for log in logs)
     ports = {word for log in logs for word in log.split() if word.isdigit()}
     assert len(ports) == 2 and "server 1 (command): rank" in ended.out
+    assert ended.json("environment.json")["servers"] == "", "this one does not say what it is"
     samples = [instance["samples"] for instance in ended.result["per_instance"]]
     assert sum(samples) == N and min(samples) > 0
 
