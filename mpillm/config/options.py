@@ -122,7 +122,14 @@ _MAIN = (
     *("benchmarks", "scenarios", "model_scale", "core_type", "mode", "disagg_config", "config_file"),
     *("tensor_parallelism", "pipeline_parallelism", "num_ctx_servers", "ctx_tp_size", "gen_tp_size"),
     *("model_path", "device", "quantization", "kv_cache_dtype", "max_batch_size", "max_num_tokens"),
-    *("enable_chunked_context", "kv_cache_free_gpu_mem_fraction", "trtllm_server_urls", "host", "port"),
+    *(
+        "enable_chunked_context",
+        "kv_cache_free_gpu_mem_fraction",
+        "server",
+        "server_args",
+        "clients_per_server",
+    ),
+    *("trtllm_server_urls", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
     *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
 )

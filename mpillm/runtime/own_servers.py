@@ -88,7 +88,7 @@ def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
     lines = [f"servers: {command}" for command in dict.fromkeys(commands[:_MOST_SHOWN])]
     for server, one in list(zip(plan.servers, plans, strict=True))[:_MOST_SHOWN]:
         where = f"rank {server.owner} on {plan.ranks[server.owner].node}"
-        devices = f", GPUs {ranges(one.devices)}" if one.devices else ""
+        devices = f", GPU{'s' * (len(one.devices) > 1)} {ranges(one.devices)}" if one.devices else ""
         clients = f", clients: ranks {ranges(server.clients)}" if len(server.clients) > 1 else ""
         lines.append(f"{one.name}: {where}{devices}{clients}")
     if len(plans) > _MOST_SHOWN:

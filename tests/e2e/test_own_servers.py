@@ -71,8 +71,8 @@ def test_two_servers(one: Starter, ranks: int, clients: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 @pytest.mark.parametrize("whose", ["server", "worker"])
-def test_a_process_that_is_killed_or_stopped_in_the_test(one: Starter, whose: str, number: int) -> None:
-    command, _ = start(one, 3, *server("--worker", *SLOW))
+def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: str, number: int) -> None:
+    command, _ = start(both, 3, *server("--worker", *SLOW))
     wait_for_answers(command, 4)
     victims = processes(command, b"small_server" if whose == "server" else b"time.sleep(600)")
     assert len(victims) == 2
@@ -121,8 +121,8 @@ def test_a_port_that_another_process_takes_first(one: Starter) -> None:
 
 
 @pytest.mark.parametrize("victim", ["owner", "mpirun", "guard"])
-def test_nothing_stays_when_its_owner_is_killed(one: Starter, victim: str) -> None:
-    command, _ = start(one, 3, *server("--worker", *SLOW))
+def test_nothing_stays_when_its_owner_is_killed(both: Starter, victim: str) -> None:
+    command, _ = start(both, 3, *server("--worker", *SLOW))
     wait_for_answers(command, 4)
     if victim == "mpirun":
         os.kill(command.process.pid, signal.SIGKILL)
@@ -138,12 +138,14 @@ def test_nothing_stays_when_its_owner_is_killed(one: Starter, victim: str) -> No
 
 def _guard(command: Command) -> int:
     ranks = [pid for pid in command.pids() if b"server_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return min(ranks, key=lambda pid: b"OMPI_COMM_WORLD_RANK=1" not in _parent_environment(pid))
+    return min(
+        ranks, key=lambda pid: not {b"OMPI_COMM_WORLD_RANK=1", b"PMI_RANK=1"} & _parent_environment(pid)
+    )
 
 
-def _parent_environment(pid: int) -> bytes:
+def _parent_environment(pid: int) -> set[bytes]:
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return Path(f"/proc/{parent}/environ").read_bytes()
+    return {*Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")}
 
 
 def test_a_lost_server_that_the_run_can_do_without(one: Starter) -> None:
@@ -163,8 +165,8 @@ def test_two_runs_at_once(one: Starter) -> None:
         command.end(120).must(DONE)
 
 
-def test_ctrl_c_in_load(one: Starter) -> None:
-    command, _ = start(one, 3, *server("--ready_after_s", 600, "--worker"))
+def test_ctrl_c_in_load(both: Starter) -> None:
+    command, _ = start(both, 3, *server("--ready_after_s", 600, "--worker"))
     wait_until(lambda: len(processes(command)) == 2, "two servers")
     command.signal_group(signal.SIGINT)
     assert "interrupted" in command.end(60, lingers=10).must(130).message
