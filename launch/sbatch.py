@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from launch.mpirun import INSTANCE_LOST
 from launch.places import RUNS
 
 _POLL_S = 2.0
+_PIECE = 1 << 20  # bytes of output in one go
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
 _ENDED = (
     "COMPLETED",
@@ -290,23 +291,36 @@ def _follow(number: str) -> int:
     before, shown = "", 0
     try:
         while True:
-            words = _ask("scontrol", "show", "job", "--oneliner", number).split()
-            job = dict(word.split("=", 1) for word in words if "=" in word)
+            job = _read_job(_ask("scontrol", "show", "job", "--oneliner", number))
             state = job["JobState"]
             if state != before:
-                where = f" on {job['NodeList']}" if state == "RUNNING" else ""
+                where = f" on {job.get('NodeList', 'its nodes')}" if state == "RUNNING" else ""
                 print(f"job {number}: {state}{where}", file=sys.stderr, flush=True)
                 before = state
             shown = _show(Path(job.get("StdOut", "")), shown)
             if state.startswith(_ENDED):
-                code, _, number_of_signal = job["ExitCode"].partition(":")
-                return int(code) or (128 + int(number_of_signal) if number_of_signal != "0" else 0) or (
-                    0 if state == "COMPLETED" else 1
-                )  # fmt: skip
+                return _exit_code(job)
             time.sleep(_POLL_S)
     except (KeyboardInterrupt, SystemExit):  # a stop signal, which the command line makes the latter
         print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
         raise
+
+
+def _read_job(said: str) -> dict[str, str]:
+    """Return what scontrol says of a job, by name. Raises ConfigError if its state is not among it."""
+    job = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    if not job.get("JobState"):
+        raise ConfigError(f"scontrol show job: expected JobState=…, it says: {said[:200]!r}")
+    return job
+
+
+def _exit_code(job: Mapping[str, str]) -> int:
+    """Return the exit code of a job that has ended: of its command, or 128 and the signal's number."""
+    code, _, of_signal = job.get("ExitCode", "").partition(":")
+    for text, more in ((code, 0), (of_signal, 128)):
+        if text.isdecimal() and len(text) < 4 and int(text):
+            return more + int(text)
+    return 0 if job["JobState"] == "COMPLETED" else 1
 
 
 def _show(output: Path, shown: int) -> int:
@@ -314,7 +328,8 @@ def _show(output: Path, shown: int) -> int:
     with contextlib.suppress(OSError), output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(shown if size >= shown else 0)
-        sys.stdout.write(file.read().decode(errors="replace"))
+        while piece := file.read(_PIECE):
+            sys.stdout.write(piece.decode(errors="replace"))
         sys.stdout.flush()
         return size
     return shown

@@ -33,7 +33,7 @@ def read_references(workload: Workload, file: str) -> list[Row]:
         try:
             entry = json.loads(line)
             rows.append({column: str(entry[column]) for column in columns})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not a JSON object: {error}") from error
         except KeyError as error:
             raise ConfigError(

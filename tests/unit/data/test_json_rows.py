@@ -97,3 +97,8 @@ def test_a_long_row_is_not_read_again_for_each_piece_of_it(
     text = json.dumps([{"text": "a" * 100_000}])
     assert len(list(json_rows(write(tmp_path, text)))) == 1
     assert sum(tried) < 4 * len(text)
+
+
+def test_references_nested_too_deep(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"references\.jsonl:1: not a JSON object"):
+        read_references(workloads.get("llama3.1-8b"), str(write(tmp_path, "[" * 100_000, "references.jsonl")))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import disagg
 from disagg import ConfigError
+from launch import sbatch
 from launch.launcher import find_launcher, refuse_copies
 from launch.mpirun import slots, spans_hosts
 from mpillm.config.options import parse
@@ -180,3 +181,17 @@ def test_variables_of_launchers(_: Path, env: dict[str, str]) -> None:
     slots(env)
     with contextlib.suppress(ConfigError):
         refuse_copies("run", env)
+
+
+JOB = b"JobId=7 JobName=a b JobState=COMPLETED ExitCode=0:9 NodeList=n[1-2] StdOut=/dev/null Comment=x=y"
+
+
+@fuzz(damaged([JOB], [b"ExitCode=", b"JobState=", b"\xc2\xb2:0", b":", b"="]), refused_by=ConfigError)
+def test_what_slurm_says_of_a_job(_: Path, said: bytes) -> None:
+    code = sbatch._exit_code(sbatch._read_job(said.decode(errors="replace")))
+    assert 0 <= code < 1200
+
+
+@fuzz(damaged([b"a:4,b:8,c"], [b":", b",", b"9999999", b"\xc2\xb2"]), refused_by=ConfigError)
+def test_lists_of_hosts(_: Path, said: bytes) -> None:
+    assert disagg.parse_nodes(said.decode(errors="replace"))

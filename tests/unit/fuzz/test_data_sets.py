@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,10 @@ def test_prompts_for_triton(folder: Path, data: bytes) -> None:
     read_prompts(file)
 
 
-@fuzz(changed([{"output": "x", "highlights": "y"}]).map(json.dumps), refused_by=ConfigError)
-def test_references(folder: Path, line: str) -> None:
-    (file := folder / "references.jsonl").write_text(line, encoding="utf-8")
+REFERENCE = {"output": "x", "highlights": "y"}
+
+
+@fuzz(changed([REFERENCE]).map(json_bytes) | damaged([json_bytes(REFERENCE)]), refused_by=ConfigError)
+def test_references(folder: Path, line: bytes) -> None:
+    (file := folder / "references.jsonl").write_bytes(line)
     read_references(WORKLOADS["llama2-70b"], str(file))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
+from launch import sbatch
 from launch.sbatch import main
 from tests.helpers.support import ROOT
 
@@ -158,3 +159,24 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, numbe
         process.send_signal(number)
         assert process.stderr.read() == "job 7 goes on; end it with: scancel 7\n"
     assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("JobState=COMPLETED ExitCode=0:0", 0),
+        ("JobState=FAILED ExitCode=3:0", 3),
+        ("JobState=FAILED ExitCode=0:9", 137),
+        ("JobState=CANCELLED ExitCode=0:0", 1),
+        ("JobState=NODE_FAIL", 1),
+        ("JobState=COMPLETED ExitCode=\u00b2:x", 0),
+    ],
+)
+def test_the_exit_code_of_a_job(said: str, code: int) -> None:
+    assert sbatch._exit_code(sbatch._read_job(said)) == code
+
+
+@pytest.mark.parametrize("said", ["", "slurm_load_jobs error: Invalid job id specified", "JobState= A=b"])
+def test_slurm_says_no_state(said: str) -> None:
+    with pytest.raises(ConfigError, match=r"scontrol show job: expected JobState=…"):
+        sbatch._read_job(said)
