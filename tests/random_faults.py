@@ -1,0 +1,267 @@
+"""Random faults by seed: ``python -m tests.random_faults [--first SEED] [--rounds N] [--out FILE]``, as root.
+
+Each round is a run on one host or on three, of namespaces, with Open MPI or MPICH, which is hit once, in a
+phase: ranks are killed or stopped, a host loses its power or its cable, mpirun or a daemon of its is killed;
+while up to 16 processes take the cores. It must end in time, leave no process, name who was hit and nobody
+else, and leave a result and a page that say the same. A line per round goes to FILE; the exit code is 1 if
+one fell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.e2e import test_host_kills as host_kills
+from tests.e2e.test_kills_in_phases import TIMES
+from tests.helpers.clusters import OnHosts, python_on
+from tests.helpers.held_cores import GO, HELD, HOLD
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    TEST_FAILED,
+    Command,
+    Ended,
+    Samples,
+    Starter,
+    make_samples,
+    wait_until,
+)
+from tools.hosts import HEAD, Hosts, hosts
+
+WITHIN_S = 180.0
+HEARTBEAT_S = 10
+PHASES = ("join", "load", "warmup", "test", "test", "test", "drain", "stop")
+HITS = {  # what is hit, and who may be named for it
+    "kill a rank": r"\brank {rank}\b|\bhost {host} \(",
+    "stop a rank": r"\brank {rank}\b|\bhost {host} \(|\branks [\d, -]*\b{rank}\b",
+    "kill a host's ranks": r"\bhost {host} \(|\branks? \d",
+    "cut a host's power": r"\b{host}\b",
+    "pull a host's cable": r"\b{host}\b",
+    "kill a host's daemon": r"\b{host}\b",
+    "kill mpirun": r"mpirun \(pid \d+\) was ended by SIGKILL",
+    "kill rank 0": r"rank 0\b.*(ended without an exit code|has ended)",
+}
+ON_HOSTS_ONLY = {"kill a host's ranks", "cut a host's power", "pull a host's cable", "kill a host's daemon"}
+WHERE = host_kills.WHERE  # h1:2,h2:2,h3:2
+SIZE = 6
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a seed means."""
+
+    seed: int
+    mpi: str
+    spread: bool  # over three hosts
+    policy: str
+    phase: str
+    hit: str
+    rank: int  # that is hit
+    load: int  # processes that take the cores
+    after_s: float
+
+    @property
+    def host(self) -> str:
+        return f"h{self.rank // 2 + 1}"
+
+    @classmethod
+    def of(cls, seed: int) -> Round:
+        chance = random.Random(seed)
+        mpi, spread = chance.choice(["openmpi", "mpich"]), chance.random() < 0.7
+        policy = chance.choice(["fail", "continue"]) if mpi == "openmpi" else "fail"
+        hit = chance.choice([name for name in HITS if spread or name not in ON_HOSTS_ONLY])
+        rank = (
+            0 if hit == "kill rank 0" else chance.randrange(2, SIZE)
+        )  # not the leader, whose host is rank 0's
+        load = chance.choice([0, 0, 4, 16])
+        return cls(seed, mpi, spread, policy, chance.choice(PHASES), hit, rank, load, chance.random() * 0.3)
+
+
+@contextmanager
+def taken_cores(n: int) -> Iterator[None]:
+    """Have `n` processes compute."""
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def start(one: Round, on: OnHosts, few: Samples) -> Command:
+    words = [*host_kills._words(few, one.policy), "--join_deadline", 30]
+    exports = {}
+    holder = 5 if one.rank != 5 else 4
+    if one.phase in ("drain", "stop"):
+        words += ["--core_type", HELD]
+        exports = {HOLD: f"{one.phase}:{holder}"}
+    else:
+        hang = f",fault:hang,fault_phase:{one.phase},fault_rank:{holder}"
+        words += ["--core_type", "dummy", "--core_options"]
+        words += [TIMES + (hang if one.phase in ("load", "warmup") else "")]
+    where = WHERE if one.spread else f"h1:{SIZE}"
+    return on.start(where, *words, exports=exports)
+
+
+def wait_for_phase(one: Round, command: Command, made: Hosts) -> bool:
+    """Return whether the run still goes on then."""
+    before = {"load": "join", "warmup": "health", "drain": "test", "stop": "drain"}
+
+    def is_there() -> bool:
+        if one.phase == "join":
+            return len(python_on(made, one.host if one.spread else "h1", "run")) >= (
+                2 if one.spread else SIZE
+            )
+        if one.phase == "test":
+            outputs = command.log_dir / "outputs.jsonl"
+            return outputs.exists() and outputs.read_bytes().count(b"\n") >= 4
+        return f"\n  {before[one.phase]} " in command.out
+
+    wait_until(lambda: is_there() or command.process.poll() is not None, f"phase {one.phase}", WITHIN_S)
+    time.sleep(one.after_s)
+    return command.process.poll() is None
+
+
+def hit(one: Round, made: Hosts) -> None:
+    if one.hit in ("kill a rank", "kill rank 0"):
+        host_kills.signal_rank_on(made, one.rank)
+    elif one.hit == "stop a rank":
+        host_kills.signal_rank_on(made, one.rank, signal.SIGSTOP)
+    elif one.hit == "kill a host's ranks":
+        for pid in python_on(made, one.host, "run"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    elif one.hit == "cut a host's power":
+        made.cut_power(one.host)
+    elif one.hit == "pull a host's cable":
+        made.plug(one.host, in_=False)
+    elif one.hit == "kill a host's daemon":
+        host_kills._kill(made, one.host, "prted", "hydra_pmi_proxy")
+    else:
+        host_kills._kill(made, HEAD, "prterun", "mpirun")
+
+
+def said(ended: Ended) -> str:
+    """Return all that rank 0 and the launcher tell a person; not mpirun's own words."""
+    told, goes_on = [], False
+    for line in ended.err.splitlines():
+        goes_on = line.startswith("mpillm") or (goes_on and line.startswith("  "))
+        told += [line] if goes_on else []
+    return "\n".join(told)
+
+
+def check(one: Round, ended: Ended, was_hit: bool) -> str:
+    """Return what kind of end it was. AssertionError: it was none that should be."""
+    assert "Traceback" not in ended.err, "a traceback"
+    where = ended.log_dir / "result.json"
+    result = json.loads(where.read_text()) if where.exists() else {}
+    if ended.code == DONE:
+        assert result["status"] == "VALID", "code 0 of a run that is not VALID"
+        if result["lost"]:
+            assert one.policy == "continue" and {r for lost in result["lost"] for r in lost["ranks"]} <= _hit(
+                one
+            )
+        return "went on" if was_hit else "was over"
+    assert was_hit, "nobody was hit"
+    assert ended.code in (INSTANCE_LOST, TEST_FAILED, NOT_READY), f"exit code {ended.code}"
+    told = said(ended)
+    pattern = HITS[one.hit].format(rank=one.rank, host=one.host if one.spread else "h1")
+    if one.phase == "join" and not result:
+        assert told and ("rank 0 ended" not in told or one.rank == 0), f"join: {told}"
+        return "named" if re.search(pattern, told, re.DOTALL) else "named in mpirun's words only"
+    assert (result["status"], result["exit_code"]) == ("FAILED", ended.code), "result.json says another end"
+    causes = "\n".join(
+        failure["cause"] if failure["rank"] is None else f"rank {failure['rank']}: {failure['cause']}"
+        for failure in result["failures"]
+    )
+    ranks = {failure["rank"] for failure in result["failures"]} - {None}
+    assert ranks <= _hit(one), f"ranks {ranks} are named: {causes}"
+    if one.hit not in ON_HOSTS_ONLY or not ranks:
+        assert re.search(pattern, causes, re.DOTALL), f"the cause is: {causes}"
+    assert re.search(pattern, told, re.DOTALL), f"the message is: {told}"
+    assert (ended.log_dir / "report.html").exists(), "no page"
+    return "named"
+
+
+def _hit(one: Round) -> set[int]:
+    if one.hit in ON_HOSTS_ONLY:
+        return {one.rank // 2 * 2, one.rank // 2 * 2 + 1}
+    return set() if one.hit == "kill mpirun" else {one.rank}
+
+
+def play(one: Round, folder: Path) -> str:
+    """Return how it ended. AssertionError: not as it should."""
+    few = make_samples(folder / "few.jsonl", [1 + 37 * i % 293 for i in range(64)])
+    with hosts(3) as made, taken_cores(one.load):
+        starter = Starter(one.mpi, folder)
+        command = start(one, OnHosts(made, starter), few)
+        try:
+            if was_hit := wait_for_phase(one, command, made):
+                hit(one, made)
+            spared = one.policy == "continue" and one.hit in (
+                "kill a rank",
+                "kill a host's ranks",
+                "stop a rank",
+            )
+            if spared and one.phase in ("drain", "stop"):
+                time.sleep(2)
+                (folder / GO).touch()
+            gone = one.hit in ("cut a host's power", "pull a host's cable", "kill a host's daemon")
+            ended = command.end(WITHIN_S, lingers=60.0 if gone or one.phase == "join" else 10.0)
+        finally:
+            command.kill()
+        try:
+            return check(one, ended, was_hit)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{ended!r}") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play the rounds; print a line for each."""
+    parser = argparse.ArgumentParser(prog="python -m tests.random_faults", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="a file for lines of JSON")
+    given = parser.parse_args(argv)
+    fell = 0
+    for seed in range(given.first, given.first + given.rounds):
+        one, began = Round.of(seed), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
+            os.environ["TMPDIR"] = tempfile.tempdir = folder
+            try:
+                how, why = play(one, Path(folder)), ""
+            except Exception as error:  # noqa: BLE001 - the other seeds are played all the same
+                how, why = "FELL", str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+                fell += 1
+            tempfile.tempdir = None
+            del os.environ["TMPDIR"]
+        line = asdict(one) | {"how": how, "seconds": round(time.monotonic() - began, 1)}
+        print(json.dumps(line), flush=True)
+        if why:
+            print(why, flush=True)
+        if given.out:
+            with given.out.open("a") as file:
+                file.write(json.dumps(line | {"why": why}) + "\n")
+    print(f"{given.rounds - fell} of {given.rounds} rounds ended as they should")
+    return 1 if fell else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
