@@ -67,10 +67,11 @@ NOT_READY = 3
 INSTANCE_LOST = 5
 """Exit code for a run that lost a rank, and for one that ended without telling a code."""
 
-Amend = Callable[[Path, Cause | None, int], str]
+Amend = Callable[[Path, Cause | None, int], tuple[str, int]]
 """Gets a run directory, why the run ended (None: rank 0 has written that) and the exit code.
 
-It sees that the directory's files say so, and that there is a page. Returns what to tell the person."""
+It sees that the directory's files say so, and that there is a page. Returns what to tell the person,
+and the exit code: 0 if the run had ended well."""
 
 USAGE = """\
 usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S]
@@ -350,7 +351,7 @@ def main(
     commands: Sequence[str] = RANK_COMMANDS,
     program: Sequence[str] | None = None,
     stop_grace_s: float = STOP_GRACE_S,
-    amend: Amend = lambda directory, cause, code: cause.text if cause else "",
+    amend: Amend = lambda directory, cause, code: (cause.text if cause else "", code),
 ) -> int:
     """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
 
@@ -426,17 +427,20 @@ def main(
             why = f"it has no daemon on {witness.host}" if witness.host else "what it printed says why"
             say(f"mpirun ended with {status} before rank 0 had started: {why}")
             told = NOT_READY
+        directory = told_directory(exit_file)
         code, cause = exit_code(told, status, interrupted, survive), None
+        if told is None and survive and directory is None and INSTANCE_LOST < code < 128:
+            say(f"mpirun ended with {status} before the ranks had joined: what it printed says why")
+            told = code = NOT_READY
         if survive and interrupted is None and (started or supervisor.killed):
             if cause := _why(witness, supervisor, told, code, status):
                 code = INSTANCE_LOST
         elif told is None and interrupted is not None:
             cause = Cause(f"interrupted ({title(interrupted)})")
-        directory = told_directory(exit_file)
     text = cause.text if cause else ""
     silent = several_hosts and code != 0 and interrupted is None and not witness.told_person
     if directory is not None and directory.is_dir() and (cause or silent):
-        text = amend(directory, cause, code)
+        text, code = amend(directory, cause, code)
     if text:
         say(text)
     return code

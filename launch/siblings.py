@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ class Sibling(NamedTuple):
 
     pid: int
     state: str  # its letter in /proc
+    place: int | None = None  # among those of this host, from 0; None: the launcher does not tell
 
 
 def ranks_here() -> int | None:
@@ -41,6 +43,12 @@ def ranks_here() -> int | None:
     Unlike `siblings` it counts those that have not started yet.
     """
     told = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return next((int(text) for text in told if text.isdecimal()), None)
+
+
+def _place(env: Mapping[str, str]) -> int | None:
+    """Return which of its host's ranks a process is."""
+    told = (env.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"))
     return next((int(text) for text in told if text.isdecimal()), None)
 
 
@@ -65,7 +73,7 @@ def siblings() -> dict[int, Sibling]:
                 state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
                 if any(name in env for name in _JOBS) or int(parent) == os.getppid():
                     # of a rank and the processes that it started, the eldest
-                    found.setdefault(other.rank, []).append(Sibling(int(folder.name), state))
+                    found.setdefault(other.rank, []).append(Sibling(int(folder.name), state, _place(env)))
     return {rank: min(processes) for rank, processes in found.items()}
 
 
@@ -95,6 +103,7 @@ class EndedRanks:
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
+        self._places: dict[int, int | None] = {}
         self._ends: dict[int, int] = {}  # a pidfd of each, where there are any
         self._since = time.monotonic()
 
@@ -110,7 +119,9 @@ class EndedRanks:
         # First: Open MPI soon ends others because of it.
         ready = select.select(self.fds(), [], [], 0)[0]
         first = {rank for rank, fd in self._ends.items() if fd in ready}
-        now = {rank: sibling.pid for rank, sibling in siblings().items()}
+        there = siblings()
+        now = {rank: sibling.pid for rank, sibling in there.items()}
+        self._places |= {rank: sibling.place for rank, sibling in there.items()}
         # What was seen may have been a short-lived child of the rank, where ids have begun again.
         ended = sorted(rank for rank, pid in self._pids.items() if rank not in now and not runs(pid))
         for rank in first - set(ended):  # it was a child of the rank
@@ -128,12 +139,25 @@ class EndedRanks:
             return ""
         if len(self._pids) < 2:
             return ""  # each in a container of its own, perhaps: then none sees the others
-        if own is None or own.size != here:
+        missing = _missing(here, own is not None and own.size == here, self._places)
+        if missing is None:
             return (
-                f"{here - len(self._pids)} of the {here} ranks on this host have ended, or were not started"
+                f"{here - len(self._pids)} of the {here} ranks on {socket.gethostname()} have ended, or were"
+                " not started"
             )
-        missing = sorted(set(range(here)) - self._pids.keys())
         return ", ".join(f"rank {rank} has ended, or was not started" for rank in missing)
+
+
+def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int] | None:
+    """Return the ranks of this host, `n` of them, that are not among `places` (by rank).
+
+    None if that is not known: where ranks are on other hosts, too (not `alone`), these must be in a row.
+    """
+    if alone:
+        return sorted(set(range(n)) - places.keys())
+    firsts = {None if place is None else rank - place for rank, place in places.items()}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return None if first is None else sorted(set(range(first, first + n)) - places.keys())
 
 
 def runs(pid: int) -> bool:

@@ -51,11 +51,12 @@ def main(argv: Sequence[str]) -> int:
         config = collect(argv, Options, parser)
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
-    from mpillm.doctor.scarce import keeps_mpi_from_starting
+    from mpillm.doctor.scarce import is_scarce, keeps_mpi_from_starting
 
     try:
-        if keeps_mpi_from_starting():
-            raise EveryRankError("MPI was not started: it would end all ranks, because /dev/shm is too small")
+        if problem := keeps_mpi_from_starting():
+            what = problem.partition(":")[0]
+            raise EveryRankError(f"MPI was not started: its ranks would end, for lack of {what} (see below)")
         comm = start_mpi(["doctor", *argv], _START_SHARE * config.deadline)
     except EveryRankError as error:
         launcher = find_launcher()
@@ -70,17 +71,23 @@ def main(argv: Sequence[str]) -> int:
     left_s = _START_SHARE * config.deadline
     watchdog = threading.Timer(config.deadline + _LATE_S, _give_up, (comm.rank, config.deadline))
     watchdog.daemon = True
-    watchdog.start()
     code = int(ExitCode.DONE)
     try:
+        watchdog.start()
         if comm.rank == 0:
             exam = Rank0Exam(comm, MPI.COMM_WORLD, left_s)
             world, lines = exam.examine(Path(config.log_dir))
             finalize = exam.end()
         else:
             finalize = RankExam(comm, MPI.COMM_WORLD, config.deadline + _LATE_S / 2).live()
-    except Exception:  # noqa: BLE001 - the others may be waiting for this rank
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - the others may be waiting for this rank
+        if not is_scarce(error):
+            traceback.print_exc()
+        else:
+            from mpillm.doctor.alone import explain
+
+            told = explain("can't start new thread") or str(error)
+            print(f"mpillm: rank {comm.rank}: doctor can't go on: {told}", file=sys.stderr, flush=True)
         comm.Abort(ExitCode.STAGE_FAILED)
     if comm.rank == 0:  # when the others have gone: the output may be a full disk
         code = _report(config, lines, comm.size, world)

@@ -241,6 +241,7 @@ class JoinReport(NamedTuple):
     values: dict[str, Any] = {}  # noqa: RUF012 - never changed
     gpus: tuple[Gpu, ...] = ()  # those it may use, if its core uses any
     pids: str = ""  # see `lifeline.visible_pids`
+    code: str = ""  # a digest of mpillm's files, of each node's first rank; "": of another rank
 
 
 class DrainReport(NamedTuple):

@@ -239,7 +239,10 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         return
     parent = os.getpid()
     wait_end, done_end = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        raise EveryRankError(f"no process can be started: {error.strerror} (ulimit -u, pids.max)") from error
     if child == 0:
         os.close(done_end)
         if cause := _cause_to_end(wait_end, seconds, rank, parent):

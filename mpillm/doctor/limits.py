@@ -19,6 +19,7 @@ from mpillm.telemetry.free_memory import available_bytes
 UNLIMITED = -1
 _FILES = 64  # that a rank has open beside its connections: libraries, logs, data
 _THREADS = 32  # of a rank, beside one for each core
+_THREADS_LEAST = 8  # without them MPI, or the rank, does not start
 _SHARED = 32 << 20  # bytes of /dev/shm per rank: segments of MPI (Open MPI's are 16 MiB) and of NCCL
 _SHARED_LEAST = 16 << 20  # without it Open MPI makes no segment, and its ranks of one node can't meet
 _NAMED = 8  # segments
@@ -108,8 +109,8 @@ def processes(limits: Limits, world: World) -> list[Line]:
         if min(free) >= need:
             return Verdict(Status.OK, f"enough for {world.on_node(rank)} ranks per node")
         return Verdict(
-            Status.WARNING,
-            f"{min(free)} more may start; the ranks of this node may need {need}",
+            Status.FAILURE if min(free) < world.on_node(rank) * _THREADS_LEAST else Status.WARNING,
+            f"{max(0, min(free))} more may start; the ranks of this node may need {need}",
             "ulimit -u unlimited before the launcher, or a larger pids.max of the container or service",
         )
 

@@ -10,21 +10,22 @@ from pathlib import Path
 from launch.witness import Cause
 
 
-def amend(path: Path, cause: Cause | None, code: int) -> str:
+def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     """See that result.json of the run in `path` says why it ended, and that the run has a page.
 
     `cause`: what its launcher knows; None: rank 0 has said why. `code`: the exit code. Returns what to tell
-    the person. Nothing is changed in a run that has ended well.
+    the person, and the exit code. Nothing is changed in a run that has ended; if its result is valid, that is
+    0.
     """
     from disagg.errors import ConfigError
 
     try:
         return _amended(path, cause, code)
     except (ConfigError, OSError) as error:  # a file can't be read or written
-        return f"{cause.text if cause else 'the run has failed'}\n  its files stay as they are: {error}"
+        return f"{cause.text if cause else 'the run has failed'}\n  its files stay as they are: {error}", code
 
 
-def _amended(path: Path, cause: Cause | None, code: int) -> str:
+def _amended(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     from mpillm.errors import Failure
     from mpillm.files import as_written, read_object, write_json
     from mpillm.report.page.page import write_page
@@ -33,7 +34,9 @@ def _amended(path: Path, cause: Cause | None, code: int) -> str:
 
     result = read_object(path / "result.json")
     if result.get("status") not in ("FAILED", "SERVED"):
-        return cause.text if cause else ""
+        over = result.get("status") == "VALID"
+        text = f"{cause.text}{'; the run had ended by then' if over else ''}" if cause else ""
+        return text, 0 if over else code
     if cause:
         how = "" if cause.rank is None else f"\n{how_it_ended(path / log_name(cause.rank))}"
         failure = Failure(f"{cause.text}{how}".rstrip(), cause.rank)
@@ -50,4 +53,4 @@ def _amended(path: Path, cause: Cause | None, code: int) -> str:
         )
     where = f"failed in phase '{result['phase']}'" if result.get("phase") else "failed"
     lines = f"{where}: {told}\nsee {path_shown(path / 'result.json')} and {PAGE} beside it".splitlines()
-    return "\n  ".join(line.strip() for line in lines) if told else ""
+    return "\n  ".join(line.strip() for line in lines) if told else "", code

@@ -221,6 +221,11 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
                 for another, ranks in others.items()
             )
             raise ConfigError(f"{told}, {disagg.rank_list([0], hosts)} {version}")
+    if older := [rank for rank, report in reports.items() if report.code and report.code != mine.code]:
+        raise ConfigError(
+            f"{disagg.rank_list(older, hosts)} {'has' if len(older) == 1 else 'have'} other code of mpillm"
+            f" {mine.versions['mpillm']} than rank 0: install the same files on all nodes"
+        )
     other = {rank: report for rank, report in reports.items() if report.digest != mine.digest}
     if other:
         first = min(other)

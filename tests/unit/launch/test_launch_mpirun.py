@@ -436,6 +436,25 @@ def test_an_mpirun_that_fails_before_rank_0(
     assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said
 
 
+@pytest.mark.parametrize(("joined", "code"), [(False, 3), (True, 14)])
+def test_mpis_own_exit_code_is_none_of_ours(
+    joined: bool,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As where MPI_Init finds no room in /dev/shm."""
+    leave = 'touch "$(dirname "$MPILLM_EXIT_FILE")/started"'
+    if joined:
+        leave += '; printf /none > "$(dirname "$MPILLM_EXIT_FILE")/directory"'
+    fails = script(tmp_path / "mpirun", f"{leave}; exit 14")
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
+    assert mpirun.main(["-n", "2", "run"]) == code
+    said = "mpirun ended with 14 before the ranks had joined: what it printed says why"
+    assert (said in capsys.readouterr().err) != joined
+
+
 def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     line = ["/opt/venv/bin/mpirun", "-n", "3", *("--an_option", "its value") * 8, "x" * 90]
     text = wrapped(map(shlex.quote, line))

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from launch.siblings import EndedRanks, Sibling, describe_rank, ranks_here, runs, siblings, stopped_ranks
+from launch.siblings import (
+    EndedRanks,
+    Sibling,
+    _missing,
+    describe_rank,
+    ranks_here,
+    runs,
+    siblings,
+    stopped_ranks,
+)
 from tests.helpers.support import wait_until
 
 
@@ -129,3 +138,19 @@ def test_without_a_file_descriptor_nobody_counts_as_ended() -> None:
                 stack.callback(os.close, os.dup(0))
         assert runs(child.pid)
     assert not runs(child.pid)
+
+
+@pytest.mark.parametrize(
+    ("alone", "places", "missing"),
+    [
+        (True, {0: None, 2: None}, [1]),
+        (False, {4: 0, 6: 2}, [5]),  # of three, beside other hosts
+        (False, {4: 0}, [5, 6]),
+        (False, {0: 0, 4: 2}, None),  # not in a row
+        (False, {4: None, 6: None}, None),
+    ],
+)
+def test_which_of_a_hosts_ranks_is_missing(
+    alone: bool, places: dict[int, int | None], missing: list[int] | None
+) -> None:
+    assert _missing(3, alone, places) == missing

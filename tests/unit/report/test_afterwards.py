@@ -32,7 +32,7 @@ def result(path: Path) -> Any:
 
 def test_the_cause_is_in_the_result_and_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = amend(leave(tmp_path, UNFINISHED), LOST, 5)
+    said, _ = amend(leave(tmp_path, UNFINISHED), LOST, 5)
     assert said == f"failed in phase 'warmup': {LOST.text}\n  see result.json and report.html beside it"
     failures = [{"rank": None, "cause": LOST.text, "traceback": ""}]
     assert result(tmp_path) == UNFINISHED | {"failures": failures}
@@ -42,7 +42,7 @@ def test_the_cause_is_in_the_result_and_on_a_page(tmp_path: Path, monkeypatch: p
 def test_the_log_of_a_killed_rank_0_may_say_how(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks/rank_0000.log").write_text("Fatal Python error: Segmentation fault\n")
-    said = amend(leave(tmp_path, UNFINISHED), Cause("rank 0 ended without an exit code", 0), 5)
+    said, _ = amend(leave(tmp_path, UNFINISHED), Cause("rank 0 ended without an exit code", 0), 5)
     (failure,) = result(tmp_path)["failures"]
     assert failure["rank"] == 0 and failure["cause"].splitlines()[1].startswith("SIGSEGV ended it")
     assert "\n  SIGSEGV ended it" in said
@@ -56,18 +56,23 @@ def test_a_server_that_lost_a_host_has_not_served(tmp_path: Path) -> None:
 def test_what_rank_0_has_said_is_repeated(tmp_path: Path) -> None:
     """Mpirun drops what ranks print once it ends them."""
     known = UNFINISHED | {"failures": [{"rank": 2, "cause": "no heartbeat", "traceback": ""}]}
-    assert "warmup': rank 2: no heartbeat\n" in amend(leave(tmp_path, known), None, 5)
+    assert "warmup': rank 2: no heartbeat\n" in amend(leave(tmp_path, known), None, 5)[0]
     assert result(tmp_path) == known and (tmp_path / "report.html").exists()
 
 
 def test_a_run_that_ended_well_stays_as_it_is(tmp_path: Path) -> None:
     ended = {"status": "VALID", "samples": 7}
-    assert amend(leave(tmp_path, ended), LOST, 5) == LOST.text
+    assert amend(leave(tmp_path, ended), LOST, 5) == (f"{LOST.text}; the run had ended by then", 0)
+    assert amend(leave(tmp_path, {"status": "INVALID"}), LOST, 5) == (LOST.text, 5), (
+        "--require_valid may hold"
+    )
+    leave(tmp_path, ended)
     assert result(tmp_path) == ended and not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_damaged_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    assert amend(tmp_path, LOST, 5).startswith(f"{LOST.text}\n  its files stay as they are: ")
-    assert amend(tmp_path / "none", None, 5).startswith("the run has failed\n")
+    said, code = amend(tmp_path, LOST, 5)
+    assert said.startswith(f"{LOST.text}\n  its files stay as they are: ") and code == 5
+    assert amend(tmp_path / "none", None, 5)[0].startswith("the run has failed\n")

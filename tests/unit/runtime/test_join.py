@@ -25,6 +25,7 @@ from mpillm.fields import DEADLINES
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.runtime.join import plan_run, prepare
+from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank0 import Rank0
 from mpillm.runtime.session import TEST
 from tests.helpers.configured import DUMMY
@@ -261,3 +262,39 @@ def test_phases_have_deadlines_and_methods() -> None:
 
     assert tuple(DEADLINES) == PHASES
     assert all(hasattr(Role, phase) for phase in PHASES[1:])
+
+
+def test_other_code_of_the_same_version_is_named() -> None:
+    """Only the first rank of a node reads its code."""
+    config = parse_run(DUMMY)
+    there = joined(config, 4, host="n2", code="b")
+    there[0] = there[0]._replace(code="a")
+    with pytest.raises(ConfigError, match=r"^rank 1 on n2 has other code of mpillm 1\.0 than"):
+        plan_run(config, there)
+    there[1] = there[1]._replace(code="a")
+    plan_run(config, there)
+
+
+def test_a_digest_of_the_code(tmp_path: Path) -> None:
+    for name in ("mpillm/a.py", "mpillm/b/c.py", "launch/d.py", "disagg/e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    first = code_digest(tmp_path)
+    (tmp_path / "mpillm/a.pyc").write_text("made by Python")
+    assert code_digest(tmp_path) == first
+    (tmp_path / "mpillm/b/c.py").write_text("x = 2\n")
+    second = code_digest(tmp_path)
+    (tmp_path / "mpillm/b/c.py").rename(tmp_path / "mpillm/b/f.py")
+    assert len({first, second, code_digest(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "here", "tells"), [(0, 0, 2, True), (2, 0, 2, True), (3, 1, 2, False), (2, 0, 4, False)]
+)
+def test_the_first_rank_of_each_of_several_nodes_tells_its_code(
+    rank: int, place: int, here: int, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"SIZE": 4, "RANK": rank, "LOCAL_RANK": place, "LOCAL_SIZE": here}
+    for name, value in names.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert tells_code() == tells
