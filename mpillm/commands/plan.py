@@ -9,8 +9,10 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.config.disagg_yaml import PORTS, disagg_config
 from mpillm.config.idle import check_idle
+from mpillm.config.layers import stack
 from mpillm.config.options import parse
 from mpillm.config.together import check_mode
+from mpillm.config.way_of_a_value import told, way_of
 from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
@@ -29,15 +31,26 @@ def main(argv: Sequence[str]) -> int:
     format_field = Field(
         "format", "how to print it", default="table", choices=("table", "json"), group="output"
     )
+    explain_field = Field(
+        "explain",
+        "print what each source says of this option, and which rules changed its value; no plan",
+        group="output",
+    )
     parser = Parser(
         prog="mpillm plan",
         figures=True,
         description="Show which rank would do what, without MPI.",
         epilog="examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
         "  python -m mpillm plan --disagg_config disagg.yaml\n"
+        "  python -m mpillm plan --explain max_batch_size --benchmarks llama2-70b\n"
         "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:4 --format json",
     )
-    config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
+    config = parse(argv, parser, [*_SHOWN, format_field, explain_field]).with_yaml()
+    if (name := config[explain_field]) is not None:
+        way = way_of(name, config, stack(parser.texts(argv), None)[0])
+        json_output.tell(way)
+        print(json.dumps(way, indent=2) if config[format_field] == "json" else told(way))
+        return ExitCode.DONE
     check_mode(config)
     try:
         notes = [*check_idle(config, PLAN), *check_yaml(config)]

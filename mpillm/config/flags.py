@@ -20,11 +20,13 @@ OVERLAYS: dict[Field, str] = {
 """Environment variables that override flags, key by key, of a command and of the class that owns them."""
 
 
-def lay_over(found: dict[str, Found]) -> None:
-    """Let the environment's flags override a command's. `found`: every field, by name."""
-    for field, variable in OVERLAYS.items():
-        if (said := from_environment(field, variable, os.environ)) is not None:
-            found[field.name] = said.over(found[field.name], AutoConfStrategy.DictUpdate)
+def laid_over(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Return the flags that the environment overrides, by name. `found`: every field, by name."""
+    return {
+        field.name: said.over(found[field.name], AutoConfStrategy.DictUpdate)
+        for field, variable in OVERLAYS.items()
+        if (said := from_environment(field, variable, os.environ)) is not None
+    }
 
 
 def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:

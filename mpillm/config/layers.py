@@ -46,6 +46,15 @@ def stated(
     options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
 ) -> dict[str, Found]:
     """Return each field's value and layer, from all layers but the YAML, which `lay_yaml` lays later."""
+    own, test = stack(options, defaults)
+    passed_over = {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
+    return complete(own, known) | test | passed_over
+
+
+def stack(
+    options: Mapping[str, str], defaults: Mapping[Field, Any] | None
+) -> tuple[Configuration, dict[str, Found]]:
+    """Return all layers but the YAML, and the options that name the test, which all layers together state."""
     own = of_the_user(options, defaults)
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)
@@ -69,8 +78,7 @@ def stated(
         except ConfigError as error:
             raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
         generation.origins = Origin(Level.GENERATION, path)
-    passed_over = {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
-    return complete(own, known) | test | passed_over
+    return own, test
 
 
 def lay_yaml(

@@ -1,15 +1,16 @@
 """How the value of an option is found.
 
-`Level` has the order of the sources; `resolve` finds each option in them, under all its names.
+`Level` has the order of the sources. From what they state, `RULES`, the table at the end, make the values in
+force. What each rule reads and writes decides their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.config.flags import LIMITS, check_values, lay_over, limits_of_engine, renamed
+from mpillm.config.flags import LIMITS, check_values, laid_over, limits_of_engine, renamed
 from mpillm.configurator import Field
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.core_names import TRTLLM
@@ -28,6 +29,8 @@ from mpillm.workloads import plain_form
 _RUNTIME, _BUILD = HarnessFields.trtllm_runtime_flags.name, BuildFields.trtllm_build_flags.name
 _CHECKPOINT = CheckpointFields.trtllm_checkpoint_flags.name
 
+_REFERENCE, _LIBRARY, _OURS = "NVIDIA's harness", "TensorRT-LLM", "mpillm"  # who says so
+
 
 class _Meaning(NamedTuple):
     """A value of an option that implies another option's."""
@@ -36,13 +39,14 @@ class _Meaning(NamedTuple):
     value: Any
     other: Field
     its_value: Any
+    source: str
 
 
-# In this order: one may follow from another.
+# One may follow from another.
 _MEANINGS = (
-    _Meaning(GeneralFields.use_triton, True, GeneralFields.harness_type, "triton"),
-    _Meaning(GeneralFields.harness_type, "triton", TopologyFields.core_type, "triton_grpc"),
-    _Meaning(TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated"),
+    _Meaning(GeneralFields.use_triton, True, GeneralFields.harness_type, "triton", _REFERENCE),
+    _Meaning(GeneralFields.harness_type, "triton", TopologyFields.core_type, "triton_grpc", _REFERENCE),
+    _Meaning(TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated", _OURS),
 )
 # By --precision: qformat of TensorRT-LLM's quantisation, and --quantization of cores that run here.
 _PRECISIONS = {
@@ -51,6 +55,21 @@ _PRECISIONS = {
     "fp8": ("fp8", "fp8"),
     **dict.fromkeys(("fp16", "bf16", "fp32"), ("full_prec", "none")),
 }
+
+
+class Rule(NamedTuple):
+    """How values follow from others: `changes` returns the new values of options by name, from all values.
+
+    It reads and writes no options but those that are declared, which decide when it comes (`in_order`).
+    """
+
+    name: str
+    reads: Collection[str]
+    writes: Collection[str]
+    source: str
+    """Who says so: NVIDIA's harness, TensorRT-LLM, or mpillm."""
+    changes: Callable[[Mapping[str, Found]], Mapping[str, Found]]
+    """Raises ConfigError for values that exclude each other, or that an option can't have here."""
 
 
 def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
@@ -62,58 +81,107 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     each other.
     """
     found = dict(stated)
-    lay_over(found)
-    if server := found[OwnServerFields.server.name].value:
-        _imply(found, OwnServerFields.server, server, TopologyFields.core_type, kind_of(server).core_type)
-    for meaning in _MEANINGS:
-        _imply(found, *meaning)
-    found[_RUNTIME] = renamed(found[_RUNTIME], _RUNTIME)
-    if found["precision"].value is not None:
-        _quantise(found)
-    core_type = found["core_type"].value
-    is_own = core_type not in TRTLLM
-    if is_own:
-        check_values(core_type, found[_RUNTIME])
-    size = _batch_size(found)
-    _share(
-        found,
-        _RUNTIME,
-        RUNTIME_FLAGS,
-        {} if size is None else {ModelFields.max_batch_size: _called("gpu_batch_size", size)},
-    )
-    _engine_batch(found, size)
-    _share(found, _RUNTIME, RUNTIME_OPTIONS, only_options=True)
-    _share(found, _BUILD, BUILD_OPTIONS, only_options=True)
-    _limits_of_the_engine(found)
-    if is_own and not found[_RUNTIME].value["use_inflight_batching"]:
-        _batch_to_the_end(found)
+    for rule in RULES:
+        found.update(rule.changes(found))
     return found
 
 
-def _imply(found: dict[str, Found], field: Field, value: Any, other: Field, its_value: Any) -> None:
+def way(stated: Mapping[str, Found], name: str) -> list[tuple[Rule, Found]]:
+    """Return the rules that change an option on its way from what is `stated`, each with its new value."""
+    found, changed = dict(stated), []
+    for rule in RULES:
+        before = found[name]
+        found.update(rule.changes(found))
+        if found[name] != before:
+            changed.append((rule, found[name]))
+    return changed
+
+
+def in_order(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return rules in the order in which they apply.
+
+    A rule that writes what another one reads comes before it. Where each writes what the other one reads, or
+    both write the same, they keep their order. Raises ValueError if that is a circle.
+    """
+    waiting, ordered = list(rules), []
+    while waiting:
+        first = next(
+            (one for one in waiting if not any(_before(other, one, rules) for other in waiting)), None
+        )
+        if first is None:
+            raise ValueError(f"rules in a circle: {', '.join(one.name for one in waiting)}")
+        waiting.remove(first)
+        ordered.append(first)
+    return tuple(ordered)
+
+
+def _before(one: Rule, other: Rule, rules: Sequence[Rule]) -> bool:
+    """Return whether `one` must come before the other."""
+    gives, takes = ({*a.writes} & {*b.reads} for a, b in ((one, other), (other, one)))
+    if bool(gives) != bool(takes):
+        return bool(gives)
+    both = gives or {*one.writes} & {*other.writes}
+    return bool(both) and rules.index(one) < rules.index(other)
+
+
+def _rule_of(meaning: _Meaning) -> Rule:
+    field, value, other, its_value, source = meaning
+
+    def changes(found: Mapping[str, Found]) -> dict[str, Found]:
+        return _implied(found, field, value, other, its_value)
+
+    name = f"{field.name} {Field.text(field, value)} means {other.name} {its_value}"
+    return Rule(name, (field.name, other.name), (other.name,), source, changes)
+
+
+def _core_of_the_server(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Choose the core that is a client of the servers that the run starts."""
+    server = found[OwnServerFields.server.name].value
+    if not server:
+        return {}
+    core_type = kind_of(server).core_type
+    return _implied(found, OwnServerFields.server, server, TopologyFields.core_type, core_type)
+
+
+def _implied(
+    found: Mapping[str, Found], field: Field, value: Any, other: Field, its_value: Any
+) -> dict[str, Found]:
     """Raise ConfigError if the user set the other option otherwise, in whatever source."""
     cause, effect = found[field.name], found[other.name]
     if cause.value != value or effect.value == its_value:
-        return
+        return {}
     if effect.origin.level >= Level.CONTEXT:
         raise ConfigError(
             f"{field.name} {value} ({cause.origin.where}) means {other.name} {its_value},"
             f" but that is {effect.value} ({effect.origin.where})"
         )
-    found[other.name] = _called(field.name, Found(its_value, cause.origin))
+    return {other.name: _called(field.name, Found(its_value, cause.origin))}
 
 
-def _quantise(found: dict[str, Found]) -> None:
+def _first_names(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Give runtime flags their first names; raise ConfigError for values that our cores can't honour."""
+    flags = renamed(found[_RUNTIME], _RUNTIME)
+    if (core_type := found["core_type"].value) not in TRTLLM:
+        check_values(core_type, flags)
+    return {_RUNTIME: flags}
+
+
+def _quantise(found: Mapping[str, Found]) -> dict[str, Found]:
     """Apply --precision: to checkpoints and, unless a higher source states quantization, our cores."""
-    precision, flags = found["precision"], found[_CHECKPOINT]
+    precision, flags, changes = found["precision"], found[_CHECKPOINT], dict[str, Found]()
+    if precision.value is None:
+        return changes
     qformat, algorithm = _PRECISIONS[precision.value]
     said = flags.key("qformat")
     if _means(precision, f"qformat {qformat} among {_CHECKPOINT}", qformat, said):
-        found[_CHECKPOINT] = flags.with_key("qformat", _called("precision", Found(qformat, precision.origin)))
+        changes[_CHECKPOINT] = flags.with_key(
+            "qformat", _called("precision", Found(qformat, precision.origin))
+        )
     if found["core_type"].value in TRTLLM or algorithm is None:
-        return  # `check_core` refuses a precision that the core lacks; other commands may read the same file
+        return changes  # `check_core` refuses a precision that the core lacks; others may read the file
     if _means(precision, f"quantization {algorithm}", algorithm, found["quantization"]):
-        found["quantization"] = _called("precision", Found(algorithm, precision.origin))
+        changes["quantization"] = _called("precision", Found(algorithm, precision.origin))
+    return changes
 
 
 def _means(precision: Found, meaning: str, value: str, other: Found) -> bool:
@@ -129,19 +197,34 @@ def _means(precision: Found, meaning: str, value: str, other: Found) -> bool:
     return other.origin.level < precision.origin.level
 
 
-def _share(
-    found: dict[str, Found],
+def _shared_runtime_flags(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Give runtime flags and their options one value; gpu_batch_size is a name of max_batch_size, too."""
+    size = _batch_size(found)
+    others = {} if size is None else {ModelFields.max_batch_size: _called("gpu_batch_size", size)}
+    return _shared(found, _RUNTIME, RUNTIME_FLAGS, others)
+
+
+def _shared_runtime_options(found: Mapping[str, Found]) -> dict[str, Found]:
+    return _shared(found, _RUNTIME, RUNTIME_OPTIONS, {}, only_options=True)
+
+
+def _shared_build_options(found: Mapping[str, Found]) -> dict[str, Found]:
+    return _shared(found, _BUILD, BUILD_OPTIONS, {}, only_options=True)
+
+
+def _shared(
+    found: Mapping[str, Found],
     flags_name: str,
     keys: Mapping[str, Field],
-    others: Mapping[Field, Found] | None = None,
+    others: Mapping[Field, Found],
     only_options: bool = False,
-) -> None:
+) -> dict[str, Found]:
     """Give each key of flags, which is another name of an option, and that option one value.
 
     `others`: what else states an option's value. With `only_options` the keys are taken out; a key and an
     option that differ, both from one source, are an error.
     """
-    flags = found[flags_name]
+    flags, changes = found[flags_name], dict[str, Found]()
     for key, field in keys.items():
         option, flag, alias = found.get(field.name, Found(field.default, DEFAULT)), flags.key(key), None
         if flag.value is not None:
@@ -152,16 +235,16 @@ def _share(
                 raise ConfigError(
                     f"{where} is {flag.value}, but {field.name} is {option.value} ({option.origin.where})"
                 )
-        candidates = (option, alias, (others or {}).get(field))
+        candidates = (option, alias, others.get(field))
         # the first of those that are alike
         best = max(filter(None, candidates), key=lambda candidate: candidate.origin.level)
         if field.name in found:
-            found[field.name] = best
+            changes[field.name] = best
         if only_options:
             flags = flags.without_key(key)
         elif best.value is not None:
             flags = flags.with_key(key, flag if best is alias else best)
-    found[flags_name] = flags
+    return {**changes, flags_name: flags}
 
 
 def _called(name: str, found: Found) -> Found:
@@ -181,35 +264,121 @@ def _batch_size(found: Mapping[str, Found]) -> Found | None:
     return None if size is None else Found(size, sizes.origin)
 
 
-def _engine_batch(found: dict[str, Found], size: Found | None) -> None:
+def _engine_batch(found: Mapping[str, Found]) -> dict[str, Found]:
     """Build an engine for gpu_batch_size, even if the run's flags beside it state less."""
-    run, flags = found["max_batch_size"], found[_BUILD]
+    size, run, flags = _batch_size(found), found["max_batch_size"], found[_BUILD]
     if size is None or run.value is None or "max_batch_size" in flags.value:
-        return
+        return {}
     if size.value > run.value and size.origin.level >= run.origin.level:
-        found[_BUILD] = flags.with_key("max_batch_size", _called("gpu_batch_size", size))
+        return {_BUILD: flags.with_key("max_batch_size", _called("gpu_batch_size", size))}
+    return {}
 
 
-def _limits_of_the_engine(found: dict[str, Found]) -> None:
+def _limits_of_the_engine(found: Mapping[str, Found]) -> dict[str, Found]:
     """Set a limit of the run that nothing states to the one that the engine is built for."""
     stated = {name: found[name].value for name in LIMITS}
+    flags, changes = found[_RUNTIME], dict[str, Found]()
     for name, built in limits_of_engine(stated, found[_BUILD].value).items():
         where = f"{found[_BUILD].key(name).origin.where}: {_BUILD}"
-        found[name] = limit = Found(
+        changes[name] = limit = Found(
             BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where)
         )
-        found[_RUNTIME] = found[_RUNTIME].with_key(name, limit)
+        changes[_RUNTIME] = flags = flags.with_key(name, limit)
+    return changes
 
 
-def _batch_to_the_end(found: dict[str, Found]) -> None:
-    """use_inflight_batching:false is the scheduler policy `static`."""
-    policy, origin = found["batch_scheduler_policy"], found[_RUNTIME].keys["use_inflight_batching"]
-    if policy.value == "static":
-        return
+def _batch_to_the_end(found: Mapping[str, Found]) -> dict[str, Found]:
+    """On our cores use_inflight_batching:false is the scheduler policy `static`."""
+    policy, flags = found["batch_scheduler_policy"], found[_RUNTIME]
+    if found["core_type"].value in TRTLLM or flags.value["use_inflight_batching"] or policy.value == "static":
+        return {}
+    origin = flags.keys["use_inflight_batching"]
     if policy.origin.level >= Level.CONTEXT:
         raise ConfigError(
             f"{origin.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy"
             f" {policy.value} ({policy.origin.where})"
         )
-    found["batch_scheduler_policy"] = _called("use_inflight_batching", Found("static", origin))
-    found[_RUNTIME] = found[_RUNTIME].with_key("batch_scheduler_policy", Found("static", origin))
+    return {
+        "batch_scheduler_policy": _called("use_inflight_batching", Found("static", origin)),
+        _RUNTIME: flags.with_key("batch_scheduler_policy", Found("static", origin)),
+    }
+
+
+def _names(fields: Mapping[str, Field]) -> tuple[str, ...]:
+    """Return the names of fields that are options."""
+    return tuple(field.name for field in fields.values() if field.name in BY_NAME)
+
+
+_FLAGS = (_CHECKPOINT, _BUILD, _RUNTIME)
+_OF_BATCH_SIZE = ("gpu_batch_size", "benchmarks")
+
+RULES = in_order(
+    (
+        Rule("the environment's flags come over a command's", _FLAGS, _FLAGS, _REFERENCE, laid_over),
+        Rule(
+            "server means the core that is its client",
+            ("server", "core_type"),
+            ("core_type",),
+            _OURS,
+            _core_of_the_server,
+        ),
+        *map(_rule_of, _MEANINGS),
+        Rule(
+            "other names of runtime flags mean the first",
+            ("core_type", _RUNTIME),
+            (_RUNTIME,),
+            _LIBRARY,
+            _first_names,
+        ),
+        Rule(
+            "precision is the checkpoint's qformat, and our cores' quantization",
+            ("precision", "core_type", "quantization", _CHECKPOINT),
+            ("quantization", _CHECKPOINT),
+            _REFERENCE,
+            _quantise,
+        ),
+        Rule(
+            "gpu_batch_size sets max_batch_size; a runtime flag and its option are one",
+            (*_OF_BATCH_SIZE, _RUNTIME, *_names(RUNTIME_FLAGS)),
+            (_RUNTIME, *_names(RUNTIME_FLAGS)),
+            _REFERENCE,
+            _shared_runtime_flags,
+        ),
+        Rule(
+            "an engine is built for gpu_batch_size",
+            (*_OF_BATCH_SIZE, "max_batch_size", _BUILD),
+            (_BUILD,),
+            _REFERENCE,
+            _engine_batch,
+        ),
+        Rule(
+            "runtime flags may state numbers of servers and their sizes",
+            (_RUNTIME, *_names(RUNTIME_OPTIONS)),
+            (_RUNTIME, *_names(RUNTIME_OPTIONS)),
+            _REFERENCE,
+            _shared_runtime_options,
+        ),
+        Rule(
+            "build flags may state the layout",
+            (_BUILD, *_names(BUILD_OPTIONS)),
+            (_BUILD, *_names(BUILD_OPTIONS)),
+            _REFERENCE,
+            _shared_build_options,
+        ),
+        Rule(
+            "a limit that nothing states is the one that the engine is built for",
+            (_BUILD, _RUNTIME, *LIMITS),
+            (_RUNTIME, *LIMITS),
+            _OURS,
+            _limits_of_the_engine,
+        ),
+        Rule(
+            "use_inflight_batching false is the policy static",
+            ("core_type", "batch_scheduler_policy", _RUNTIME),
+            ("batch_scheduler_policy", _RUNTIME),
+            _OURS,
+            _batch_to_the_end,
+        ),
+    )
+)
+"""How values follow from others, in the order in which the rules apply."""

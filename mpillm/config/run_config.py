@@ -91,7 +91,7 @@ class RunConfig(Values, AllFields):
             }
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
-        made = RunConfig(whole.found)
+        made = RunConfig(whole.found, whole.stated)
         made.yaml, made.sections = yaml, sections
         for name in made.found if sections else ():  # what all sections have alike is the run's
             first, *others = (section.found[name] for section in sections.values())

@@ -106,6 +106,17 @@ class Configuration(UserDict):  # type: ignore[type-arg]
                 found[field] = value
         return found
 
+    def stacked(self, field: Field) -> list[Found]:
+        """Return what each source says of `field`, the lowest first: the one of the highest is in force."""
+        said = [Found(field.default, DEFAULT)] if field.default is not None else []
+        said += self._layers(field)
+        environ = os.environ if self.environ is None else self.environ
+        if field.from_environ and (found := from_environment(field, field.from_environ, environ)):
+            said.append(found)
+        if (text := (self.options or {}).get(field.name)) is not None:
+            said.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
+        return said
+
     def _layers(self, field: Field) -> list[Found]:
         """Return the values of `field` in this configuration and those below, the lowest first."""
         layers = self.below._layers(field) if self.below is not None else []

@@ -29,7 +29,7 @@ from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.fields.sampling import GenerationFields
-from mpillm.fields.server import ServerFields
+from mpillm.fields.server_stage import ServerFields
 from mpillm.fields.serving import ServingFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.fields.triton import TritonFields
