@@ -21,9 +21,13 @@ from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
 from mpillm.report.columns import prose
 from mpillm.runtime.own_servers import server_lines, server_plans
+from mpillm.runtime.plan_memory import memory_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
-_SHOWN = shown("workload", "topology", "own servers", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
+_SHOWN = shown(
+    *("workload", "topology", "own servers", "plan", "model"),
+    also=(*PORTS, *MODEL_AND_LIMITS, "engine_dir"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
         disagg_config(config, world_size, clients), world_size, nodes, config.clients_of_a_server
     )
     notes += server_lines(made, server_plans(config, made, {}))
+    notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}
     json_output.tell(figures)
     if config[format_field] == "json":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -28,74 +26,15 @@ from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
-from mpillm.devices import OwnGpu
 from mpillm.errors import Failure
 from mpillm.roles.follower import Follower
 from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
+from mpillm.runtime.core_configs import CORE_ROLES, SECTIONS, core_configs
 
 if TYPE_CHECKING:
     from mpillm.roles.prefix_pool import PrefixRouting
-
-_LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
-_SECTIONS = {role: section for section, role in ROLES.items()}
-_CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
-
-
-def core_configs(
-    config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]
-) -> list[CoreConfig]:
-    """Return the configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
-    workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
-    return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
-
-
-def check_flags(config: RunConfig, plan: WorldPlan) -> None:
-    """Raise ConfigError if flags contradict each other, or the limits that the engine was built for."""
-    from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
-
-    for section in dict.fromkeys(_SECTIONS[instance.role] for instance in plan.instances):
-        config.of(section).build(TrtllmHarnessConfig)
-
-
-def _core_config(
-    config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int
-) -> CoreConfig:
-    """`node_ranks`: how many ranks of its node belong to instances."""
-    me, gpu = plan.ranks[rank], gpus.get(rank)
-    instance = next(instance for instance in plan.instances if rank in instance.ranks)
-    node_ranks = config.part.node_ranks if config.part else node_ranks
-    config = config.of(_SECTIONS[instance.role])
-    owner = None if me.server is None else plan.servers[me.server].owner
-    values = {place.in_core or place.field.name: config[place.field] for place in CORE}
-    return CoreConfig(
-        core_type=config.core_type,
-        role=_CORE_ROLES[instance.role],
-        instance=instance.index,
-        n_instances=sum(other.role == instance.role for other in plan.instances),
-        tp_size=instance.tp_size,
-        pp_size=instance.pp_size,
-        ep_size=instance.ep_size,
-        tp_rank=me.tp_rank or 0,
-        pp_rank=me.pp_rank or 0,
-        ep_rank=me.ep_rank or 0,
-        rank=rank,
-        device=gpu.device if gpu else None,
-        gpu_bytes=gpu.free if gpu else None,
-        n_threads=config.num_threads or _thread_share(node_ranks),
-        model_path=config.model_path,
-        quantization=config.quantization,
-        engine_dir=config.engine_dir,
-        end_ids=config.end_ids,
-        stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
-        node_ranks=node_ranks,
-        server=me.server,
-        client=me.rank - owner if owner is not None else 0,
-        n_clients=plan.clients_per_server or 1,
-        options=config.core_options,
-        **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
-    )
 
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
@@ -143,19 +82,11 @@ def what_runs(
     of_role = {core.role: core for core in cores}
 
     def in_force(section: str, server: ServerConfig) -> ServerConfig:
-        core = of_role[_CORE_ROLES[ROLES[section]]]
+        core = of_role[CORE_ROLES[ROLES[section]]]
         values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
         return written(server, {**values, ROUTER: config.of(section).traffic_distribution_policy})
 
     return replace(with_sections(yaml, in_force), model=config.model_path)
-
-
-def _thread_share(node_ranks: int) -> int:
-    """Return this rank's share of its node's CPU cores: all that its launcher has bound it to, if it has."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if allowed < (os.cpu_count() or 1):
-        return allowed
-    return max(1, allowed // node_ranks)
 
 
 def make_roles(
@@ -186,7 +117,7 @@ def make_roles(
         roles.append(ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake))
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
-        with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
+        with config.of(SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
         core.wake = wake
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
@@ -194,7 +125,7 @@ def make_roles(
         from mpillm.roles.leader import Leader  # only one rank needs it
 
         entry, generation = (
-            config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
+            config.of(SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
         )
         roles.append(
             Leader(route, plan, entry, generation, config.stall_timeout, report, prefix_routing(config))

@@ -44,6 +44,7 @@ EXEMPT = {
     # It shares the modules of `run`, which read them of a test.
     "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")}
     | {"dry_run", "world_size"},
+    "plan": {"beam_width", "end_ids", "stop_words"},  # read of the CoreConfig whose memory is looked at
     # It asks a core whether it has `engine_stages`, and does not call them.
     "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }

@@ -19,7 +19,7 @@ from mpillm.config.resolution import resolve
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
-from mpillm.runtime.rank_roles import check_flags, core_configs
+from mpillm.runtime.core_configs import check_flags, core_configs
 from tests.helpers.configured import DUMMY
 
 TORCH = ["--core_type", "torch", "--model_path", "tiny-llama"]

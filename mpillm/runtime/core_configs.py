@@ -1,0 +1,81 @@
+"""From the plan to the configurations of cores, without MPI."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from disagg import WorldPlan
+from disagg.world_plan import ROLES
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.disagg_values import CORE
+from mpillm.config.run_config import RunConfig
+from mpillm.devices import OwnGpu
+
+_LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
+SECTIONS = {role: section for section, role in ROLES.items()}
+CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
+
+
+def core_configs(
+    config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: Mapping[int, OwnGpu]
+) -> list[CoreConfig]:
+    """Return the configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
+    workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
+    return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
+
+
+def check_flags(config: RunConfig, plan: WorldPlan) -> None:
+    """Raise ConfigError if flags contradict each other, or the limits that the engine was built for."""
+    from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
+
+    for section in dict.fromkeys(SECTIONS[instance.role] for instance in plan.instances):
+        config.of(section).build(TrtllmHarnessConfig)
+
+
+def _core_config(
+    config: RunConfig, plan: WorldPlan, rank: int, gpus: Mapping[int, OwnGpu], node_ranks: int
+) -> CoreConfig:
+    """`node_ranks`: how many ranks of its node belong to instances."""
+    me, gpu = plan.ranks[rank], gpus.get(rank)
+    instance = next(instance for instance in plan.instances if rank in instance.ranks)
+    node_ranks = config.part.node_ranks if config.part else node_ranks
+    config = config.of(SECTIONS[instance.role])
+    owner = None if me.server is None else plan.servers[me.server].owner
+    values = {place.in_core or place.field.name: config[place.field] for place in CORE}
+    return CoreConfig(
+        core_type=config.core_type,
+        role=CORE_ROLES[instance.role],
+        instance=instance.index,
+        n_instances=sum(other.role == instance.role for other in plan.instances),
+        tp_size=instance.tp_size,
+        pp_size=instance.pp_size,
+        ep_size=instance.ep_size,
+        tp_rank=me.tp_rank or 0,
+        pp_rank=me.pp_rank or 0,
+        ep_rank=me.ep_rank or 0,
+        rank=rank,
+        device=gpu.device if gpu else None,
+        gpu_bytes=gpu.free if gpu else None,
+        n_threads=config.num_threads or _thread_share(node_ranks),
+        model_path=config.model_path,
+        quantization=config.quantization,
+        engine_dir=config.engine_dir,
+        end_ids=config.end_ids,
+        stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
+        node_ranks=node_ranks,
+        server=me.server,
+        client=me.rank - owner if owner is not None else 0,
+        n_clients=plan.clients_per_server or 1,
+        options=config.core_options,
+        **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
+    )
+
+
+def _thread_share(node_ranks: int) -> int:
+    """Return this rank's share of its node's CPU cores: all that its launcher has bound it to, if it has."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if allowed < (os.cpu_count() or 1):
+        return allowed
+    return max(1, allowed // node_ranks)

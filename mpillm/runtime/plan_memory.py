@@ -1,0 +1,88 @@
+"""What a plan says of memory and GPUs before anything starts: what is needed, what fits, what stays idle."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from disagg import WorldPlan
+from disagg.errors import ConfigError
+from disagg.plan_table import ranges
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.run_config import RunConfig
+from mpillm.core_names import DEFAULT
+from mpillm.cores.registry import BackendRegistry
+from mpillm.devices import Gpu, OwnGpu, assign
+from mpillm.engine.model.model_info import ModelInfo, model_info
+from mpillm.runtime.core_configs import core_configs
+
+
+def idle_gpus(plan: WorldPlan, seen: Sequence[tuple[Gpu, ...]], gpus: Mapping[int, OwnGpu]) -> list[str]:
+    """Return a line for each node with GPUs that no rank takes, where ranks take some.
+
+    `seen`: what each rank sees; `gpus`: the GPU of each rank that has one.
+    """
+    taken = {seen[rank][gpu.device].uuid for rank, gpu in gpus.items()}
+    there: dict[str, list[str]] = {}  # UUIDs by node, in the order of the node's first rank
+    for rank in plan.ranks:
+        uuids = there.setdefault(rank.node, [])
+        uuids += [gpu.uuid for gpu in seen[rank.rank] if gpu.uuid not in uuids]
+    lines = []
+    for node, uuids in there.items():
+        if gpus and (idle := [i for i, uuid in enumerate(uuids) if uuid not in taken]):
+            which = f"GPUs {ranges(idle, ', ')}" if len(idle) > 1 else f"GPU {idle[0]}"
+            lines.append(f"no rank takes {which} of {node}: idle in this run")
+    return lines
+
+
+def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
+    """Return lines that say what each rank of the instances holds, and whether it fits this machine.
+
+    That is looked at if the ranks would be here; only the embedded engine's needs are known.
+    """
+    if config.core_type != DEFAULT or not config.model_path:
+        return []
+    core_class = BackendRegistry.get(DEFAULT)
+    here = {rank.node for rank in plan.ranks} <= {"localhost", socket.gethostname()}
+    seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]
+    leaders = [instance.leader for instance in plan.instances]
+    said: dict[str, list[int]] = {}
+    refused: dict[str, None] = {}
+    idle: list[str] = []
+    try:
+        gpus = assign(config.device if here else "cpu", plan, seen)
+        idle = idle_gpus(plan, seen, gpus)
+    except ConfigError as error:
+        gpus = {}
+        refused[str(error)] = None
+    for instance, core in zip(plan.instances, core_configs(config, plan, leaders, gpus), strict=True):
+        try:
+            with config.autoapply():
+                info = model_info(core)
+                said.setdefault(_needs(info, core), []).append(instance.index)
+                if here:
+                    core_class.check(core)
+        except ConfigError as error:
+            refused[str(error)] = None
+    lines = [f"memory: {_instances(some)} {what}" for what, some in said.items()]
+    return [*lines, *idle, *(f"here a run would be refused: {why}" for why in refused)]
+
+
+def _instances(some: Sequence[int]) -> str:
+    return f"a rank of instance{'s' if len(some) > 1 else ''} {ranges(some, ', ')}"
+
+
+def _needs(info: ModelInfo, core: CoreConfig) -> str:
+    per_token = info.config.kv_bytes_per_token(info.kv_dtype, core.tp_size, core.pp_size)
+    text = f"holds {_shown(info.n_bytes)} of weights, and {_shown(per_token)} of KV cache for each token"
+    # Without a number the cache takes what is left.
+    tokens = info.kv_cache_tokens if core.gpu_bytes or core.kv_cache_tokens else None
+    return text if tokens is None else f"{text}, {_shown(per_token * tokens)} for {tokens:,}"
+
+
+def _shown(n_bytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.4g} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

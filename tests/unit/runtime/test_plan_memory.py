@@ -1,0 +1,72 @@
+"""What `plan` says of memory and GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpillm.cli import main
+from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import Gpu, OwnGpu
+from mpillm.engine.model import model_info
+from mpillm.runtime.plan_memory import idle_gpus
+
+GPUS = tuple(Gpu(f"uuid-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["plan", *map(str, words)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_rank_holds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Llama 3.1 8B in bfloat16: 8.03e9 weights; 32 layers of 8 heads of 128 keys and values."""
+    words = ("--world_size", 3, "--nodes", "elsewhere:3", "--model_path", "llama3.1-8b")
+    assert (
+        "memory: a rank of instances 0-1 holds 15.0 GiB of weights, and 128 KiB of KV cache for each token"
+        in said(capsys, *words)
+    )
+    halves = said(capsys, *words, "--tensor_parallelism", 2, "--kv_cache_tokens", 16384)
+    assert "a rank of instance 0 holds 7.5 GiB of weights, and 64 KiB of KV cache for each token" in halves
+    assert "64 KiB of KV cache for each token, 1.0 GiB for 16,384" in halves
+    assert "refused" not in halves, "nobody knows the memory of another host"
+
+
+def test_what_does_not_fit_here_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_info, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: ()))
+    shown = said(capsys, "--world_size", 2, "--model_path", "llama3.1-8b")
+    assert "here a run would be refused: llama3.1-8b does not fit: it needs " in shown
+    assert "8.0 GiB are available" in shown
+    assert "refused" not in said(capsys, "--world_size", 2, "--model_path", "tiny-llama")
+    assert "memory" not in said(
+        capsys, "--world_size", 2, "--model_path", "tiny-llama", "--core_type", "dummy"
+    )
+
+
+def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: GPUS))
+    shown = said(capsys, "--world_size", 4, "--model_path", "llama3.1-8b")
+    assert "no rank takes GPU 3 of localhost: idle in this run" in shown and "refused" not in shown
+    shown = said(capsys, "--world_size", 3, "--model_path", "llama3.1-405b")
+    assert "here a run would be refused: llama3.1-405b does not fit: a GPU of instance" in shown
+    shown = said(capsys, "--world_size", 6, "--model_path", "llama3.1-8b")
+    assert "node localhost needs one GPU per worker rank (5), but the core can use 4 there" in shown
+
+
+def test_idle_gpus_are_those_of_nobody() -> None:
+    """By node; none are idle where the ranks compute on CPUs."""
+    ranks = [SimpleNamespace(rank=rank, node=node) for rank, node in enumerate(("a", "a", "b"))]
+    plan: Any = SimpleNamespace(ranks=ranks)
+    there = tuple(gpu._replace(uuid=f"b-{gpu.uuid}") for gpu in GPUS)
+    seen = [GPUS, GPUS, there]
+    assert idle_gpus(plan, seen, {}) == []
+    assert idle_gpus(plan, seen, {1: OwnGpu(2, 1), 2: OwnGpu(0, 1)}) == [
+        "no rank takes GPUs 0-1, 3 of a: idle in this run",
+        "no rank takes GPUs 1-3 of b: idle in this run",
+    ]
+    assert idle_gpus(plan, [GPUS[:1], GPUS[:1], ()], {1: OwnGpu(0, 1)}) == []
