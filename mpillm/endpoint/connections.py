@@ -14,6 +14,7 @@ import socket
 from typing import Any
 
 from aiohttp import web
+from aiohttp.web_protocol import _ErrInfo
 
 from launch.outside import one_line
 from mpillm.endpoint.api_error import ApiError
@@ -98,6 +99,20 @@ class Connection(web.RequestHandler):
             self._first = asyncio.get_running_loop().call_later(FIRST_S, self.abort)
         else:
             self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        request = self._current_request
+        if not self._messages or request is None or request.content.is_eof():
+            return
+        # aiohttp tells what is wrong with a body only after its request, which waits for the rest of it.
+        wrong, _ = self._messages[-1]
+        if isinstance(wrong, _ErrInfo):
+            self._messages.pop()
+            self.close()
+            request.content.set_exception(
+                ApiError(400, f"the body is broken: {wrong.message.partition(chr(10))[0]}")
+            )
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.note_begun()

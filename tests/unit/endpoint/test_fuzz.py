@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mpillm.endpoint.admission import BODY_S
 from tests.helpers.http_api import DEADLINE_S, Api, api
 from tests.unit.endpoint.test_protocol import BODIES, JSON
 
@@ -157,6 +158,29 @@ def test_a_request_that_has_no_one_meaning(case: str, cut: bool) -> None:
             )
             assert re.match(rb"HTTP/1\.[01] (400|505) ", answer), answer
             assert answer.count(b"HTTP/1.") == 1 and b'"version"' not in answer
+            await a.idle()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+BROKEN = [b"zz\r\n", b"2\r\n{}xx", b"2 \r\n{}", b"2\r\n{}\r\n0\r\nno header\r\n\r\n"]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_body_that_breaks_when_its_request_is_there(broken: bytes) -> None:
+    """Its request is answered at once, once, and the connection ends; it does not wait for a rest."""
+
+    async def test() -> None:
+        async with api() as a:
+            host, _, port = a.base.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(CHUNKED + b"\r\n")
+            await a.until(lambda: a.service.guard.active > 0)
+            writer.write(broken + NEXT)
+            answer = await asyncio.wait_for(reader.read(), BODY_S / 2)
+            writer.close()
+            assert re.findall(rb"HTTP/1.\d (\d+)", answer) == [b"400"]
+            assert b"the body is broken: " in answer
             await a.idle()
 
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
