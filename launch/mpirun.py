@@ -456,9 +456,12 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
             return Cause(text)
         if supervisor.killed and supervisor.told_at == math.inf:
             return Cause(killed(supervisor.pid, supervisor.killed))
-    if told is not None or code != INSTANCE_LOST:
+    if code != INSTANCE_LOST or (told is not None and witness.told_person):
         return None
+    # Rank 0 may have been killed between its exit code, which it tells first, and its message.
     if text := witness.before_rank_0(status):
         return Cause(text)
+    if told is not None:
+        return None
     end = f"rank 0 ended without an exit code: it was killed or crashed (mpirun ended with {status})"
     return Cause(end, 0)

@@ -55,6 +55,7 @@ class RollCall:
         self._ports: dict[int, Port] = {}
         self._cut_off: dict[int, str] = {}  # hosts of ranks that are there, but do not reach this one
         self._joined: frozenset[int] = frozenset()
+        self._left: frozenset[int] = frozenset()
         self._ended: tuple[_Ended, ...] = ()
         callers = Callers("mpillm-roll-call", _HELLO, self._note_end, self._note_call, self._note_join)
         own = own_addresses()
@@ -69,6 +70,8 @@ class RollCall:
 
     def _note_join(self, fields: tuple[int, int, int, bytes], word: bytes) -> bool:
         self._joined |= {fields[0]}
+        if word != _JOINED:
+            self._left |= {fields[0]}
         return word == _JOINED
 
     def _note_end(self, fields: tuple[int, int, int, bytes]) -> None:
@@ -107,6 +110,11 @@ class RollCall:
         first = _together([one for one in ended.values() if one.at > ended[0].at - _THEN_S])
         ranks = sorted(one.rank for one in first)
         return [] if 0 in ranks else ranks
+
+    def silent_hosts(self) -> list[str]:
+        """Return the hosts of which no rank has ended or left, as far as this process has heard."""
+        heard = {self._hosts[rank] for rank in {*self._left, *(one.rank for one in self._ended)}}
+        return [host for host in dict.fromkeys(self.hosts().values()) if host not in heard]
 
     def _first(self) -> list[_Ended]:
         return _together(self._early())

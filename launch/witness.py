@@ -26,6 +26,7 @@ _PROXY = re.compile(r"--proxy-id (\d+)")
 _STATUS = re.compile(r"Daemon exit status:\s+(\d+)")
 _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end
 _HYDRA_LOOKS_S = 0.5
+_HYDRA_ENDS_S = 2.0  # after its own end, the ranks on all hosts
 _OF_THE_RUN = "mpillm: "  # how rank 0's one message begins
 _STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one that only the launcher knows
 
@@ -48,6 +49,7 @@ class Witness:
         self._heard_at = math.inf
         self._status = 0  # of the lost daemon, as a shell gives it
         self._proxy: int | None = None  # Hydra's lost daemon
+        self._hydra_loses = False
         self._proxies: dict[int, int] = {}  # Hydra's number of a daemon, by a pidfd of its (remote) shell
         self.told_person = False  # rank 0's message has come through
 
@@ -68,7 +70,8 @@ class Witness:
             return True
         if line.startswith(_OF_THE_RUN):
             self.told_person = True
-        elif _HYDRA_LOSES in line and self._proxies and not self.host:
+        elif _HYDRA_LOSES in line and self._proxies:
+            self._hydra_loses = True
             gone = select.select([*self._proxies], [], [], _HYDRA_LOOKS_S)[0]
             self._proxy = self._proxies[gone[0]] if len(gone) == 1 else None
         elif _LOSES.search(line):
@@ -98,9 +101,20 @@ class Witness:
         names = [*dict.fromkeys(hosts.values())]  # as mpirun numbers them
         if self._proxy is not None and self._proxy < len(names):
             return self._lost(names[self._proxy], "")
+        if self._hydra_loses and (silent := self._only_silent_host()):
+            return self._lost(silent, "")
         first = self._roll_call.before_rank_0()
         end = "has ended" if len(first) == 1 else "have ended"
         return f"{rank_list(first, hosts)} {end}; then mpirun, with {status}, and all ranks" if first else ""
+
+    def _only_silent_host(self) -> str:
+        """Return the host of which nothing is heard though the ranks of all others have ended; "" if there is
+        none: one that loses its power closes no connection."""
+        assert self._roll_call is not None
+        end = time.monotonic() + _HYDRA_ENDS_S
+        while len(silent := self._roll_call.silent_hosts()) > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        return silent[0] if len(silent) == 1 else ""
 
     def _lost(self, host: str, how: str) -> str:
         hosts = self._roll_call.hosts() if self._roll_call is not None else {}

@@ -94,6 +94,22 @@ def test_hydras_lost_daemon(roll_call: RollCall) -> None:
     assert made.before_rank_0(255) == expected
 
 
+@pytest.mark.parametrize("ended", [[0, 1], [0, 1, 3]])
+def test_a_host_of_which_nothing_is_heard(
+    roll_call: RollCall, monkeypatch: pytest.MonkeyPatch, ended: list[int]
+) -> None:
+    """All shells have ended when Hydra's words are read, so they don't tell which was the first."""
+    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.1)
+    made = Witness(roll_call)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(process.pid): 1}
+    hear(made, HYDRA)
+    for rank in ended:
+        roll_call._note_end((rank, 7, 0, b"h"))
+    expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
+    assert made.before_rank_0(255) == (expected if ended == [0, 1] else "")
+
+
 def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Witness().before_rank_0(1) == Witness(roll_call).before_rank_0(1) == ""
     monkeypatch.setattr(roll_call, "before_rank_0", lambda: [2])
