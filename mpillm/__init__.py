@@ -12,7 +12,7 @@ MYPY = False  # which mypy takes for true: it would check all rooms as one circl
 if TYPE_CHECKING and not MYPY:  # for editors
     from mpillm.runs.from_python import Endpoint, Run, RunFailed, load, run, serve
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 __all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"]
 
 
