@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from configparser import ConfigParser
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,10 @@ def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
     }
     assert there == {name for name in wanted if "__pycache__" not in name and not name.endswith("ruff.toml")}
     assert {f"{name}/py.typed" for name in PACKAGES} <= there
+
+
+def test_its_version(wheel: zipfile.ZipFile) -> None:
+    assert Path(str(wheel.filename)).name == f"mpillm-{__version__}-py3-none-any.whl"
 
 
 def test_the_command(
