@@ -60,6 +60,8 @@ class Engine:
             self._n_stages,
             limits.policy,
             limits.chunking,
+            # A head's only layer sees all tokens, and its cache has the same blocks.
+            0 if info.feature_layers else info.config.widest_window,
         )
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from mpillm.engine.beams import Beams
-from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.cache.kv_cache import NULL_BLOCK, BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.sequence import Sequence
 
@@ -34,10 +34,12 @@ class Scheduler:
         n_in_flight: int = 1,
         policy: str = "max_util",
         chunking: str = "first_come_first_served",
+        window: int = 0,
     ) -> None:
         """`policy`, `chunking`: TensorRT-LLM's batch_scheduler_policy, context_chunking_policy.
 
-        `chunking` matters only if contexts are computed in chunks.
+        `chunking` matters only if contexts are computed in chunks. `window`: the tokens that a token sees in
+        any layer, itself included, so that blocks of older ones can be given back; 0: all.
         """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
@@ -46,6 +48,7 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self.context_piece = max_num_tokens  # most tokens of contexts in a step
         self._chunked = chunked
+        self._window = window
         self._n_in_flight = n_in_flight
         self._has_room = {
             "max_util": self._room_to_start,
@@ -101,9 +104,9 @@ class Scheduler:
     def free(self, sequence: Sequence) -> None:
         if not sequence.blocks:  # preempted: it gave them back
             return
-        self._n_owed -= self._blocks_at_most(sequence) - len(sequence.blocks)
-        self._blocks.give_back(sequence.blocks)
-        sequence.blocks = []
+        self._n_owed -= sequence.n_most - (len(sequence.blocks) - sequence.n_gone)
+        self._blocks.give_back(sequence.blocks[sequence.n_gone :])
+        sequence.blocks, sequence.n_gone = [], 0
 
     def start_ahead(self) -> None:
         """Give blocks to the contexts of the next steps, so that receivers can be asked early.
@@ -131,6 +134,8 @@ class Scheduler:
         """
         room = len(sequence.blocks) * self._tokens_per_block - sequence.n_cached - 1
         while room < n and self._blocks.n_free > len(self.running) + self._reserved:
+            if len(sequence.blocks) - sequence.n_gone >= sequence.n_most:
+                break
             sequence.blocks += self._blocks.take(1)
             self._n_owed -= 1
             room += self._tokens_per_block
@@ -143,21 +148,24 @@ class Scheduler:
 
         Sequences preempted here come first. `n_at_most`: the tokens that it may have cached at its end.
         """
-        if self.waiting or not self._fits(self._blocks_for(n_context), self._blocks_for(n_at_most)):
+        n = self._blocks_for(n_context)
+        n_most = self._most_blocks(n, n_at_most)
+        if self.waiting or not self._fits(n, n_most):
             return None
         self._reserved += 1
-        self._n_owed += self._blocks_for(n_at_most) - self._blocks_for(n_context)
-        return self._blocks.take(self._blocks_for(n_context))
+        self._n_owed += n_most - n
+        return self._blocks.take(n)
 
     def give_up(self, blocks: list[int], n_at_most: int) -> None:
         """Cancel a reservation: its sequence will not run."""
         self._reserved -= 1
-        self._n_owed -= self._blocks_for(n_at_most) - len(blocks)
+        self._n_owed -= self._most_blocks(len(blocks), n_at_most) - len(blocks)
         self._blocks.give_back(blocks)
 
     def admit(self, sequence: Sequence) -> None:
         """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
+        sequence.n_most = self._most_blocks(len(sequence.blocks), sequence.n_cached_at_most)
         sequence.n_published = sequence.n_cached // self._tokens_per_block  # nobody here looks for a prompt
         self._stamp(sequence)
         self._take_slot(sequence)
@@ -245,11 +253,19 @@ class Scheduler:
         return -(-n_tokens // self._tokens_per_block)
 
     def _blocks_at_most(self, sequence: Sequence) -> int:
-        """Return how many blocks it may need; a beam search takes them all when it starts."""
+        """Return how many blocks it may hold at once; a beam search takes them all when it starts."""
         if sequence.width == 1:
-            return self._blocks_for(sequence.n_cached_at_most)
+            return self._most_blocks(self._blocks_for(sequence.n_context), sequence.n_cached_at_most)
         n_prompt = len(sequence.prompt)
         return Beams.blocks_for(n_prompt, sequence.n_cached_at_most, sequence.width, self._tokens_per_block)
+
+    def _most_blocks(self, n: int, n_at_most: int) -> int:
+        """Return how many blocks a sequence with `n` of them holds at once while it grows to so many tokens.
+
+        With a window that is what the window reaches, whose ends may be in the middle of blocks.
+        """
+        n_most = self._blocks_for(n_at_most)
+        return min(n_most, max(n, self._blocks_for(self._window) + 2)) if self._window else n_most
 
     def _fits(self, n: int, n_at_most: int, width: int = 1) -> bool:
         """Return whether there are slots, and blocks for a sequence: `n` now, `n_at_most` in the end."""
@@ -272,6 +288,7 @@ class Scheduler:
         n = n_at_most if sequence.width > 1 else self._blocks_for(sequence.n_context)
         sequence.blocks += self._blocks.take(n - len(sequence.blocks))
         self._n_owed += n_at_most - len(sequence.blocks)
+        sequence.n_most = n_at_most
         self._take_slot(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         return sequence
@@ -300,6 +317,7 @@ class Scheduler:
 
         Returns False if it was preempted itself, or must wait until the youngest sequence can be.
         """
+        self._let_go(sequence)
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
             if self._blocks.n_free:
                 sequence.blocks += self._blocks.take(1)
@@ -317,6 +335,20 @@ class Scheduler:
             if youngest is sequence:
                 return False
         return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Take back the blocks that no later token of a generating sequence sees.
+
+        Steps in flight may still read them, but none that writes to them starts before these have ended.
+        """
+        if not self._window or sequence.width > 1 or sequence.hand_over:
+            return
+        n_unseen = max(0, sequence.n_cached + 1 - self._window) // self._tokens_per_block
+        for i in range(sequence.n_gone, n_unseen):
+            self._blocks.give_back([sequence.blocks[i]])
+            sequence.blocks[i] = NULL_BLOCK
+        self._n_owed += max(0, n_unseen - sequence.n_gone)
+        sequence.n_gone = max(sequence.n_gone, n_unseen)
 
 
 def _arrival(sequence: Sequence) -> int:

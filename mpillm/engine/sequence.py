@@ -30,6 +30,8 @@ class Sequence:
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    n_gone: int = 0  # its first blocks that it has given back, of tokens that no window reaches any more
+    n_most: int = 0  # blocks that it may hold at once, from its start
     n_cached: int = 0
     draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests
     n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet

@@ -34,10 +34,10 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
 
 
-def answer(prompt: list[int], n: int) -> list[int]:
+def answer(prompt: list[int], n: int, window: int = 0) -> list[int]:
     context = list(prompt)
     for _ in range(n):
-        context.append(next_token(context))
+        context.append(next_token(context[-window:]))
     return context[len(prompt) :]
 
 
@@ -47,8 +47,9 @@ class FakeGroups(Groups):
     With several stages a step runs only when its tokens are asked for, perhaps long after.
     """
 
-    def __init__(self, n_stages: int, random: np.random.Generator) -> None:
+    def __init__(self, n_stages: int, random: np.random.Generator, window: int) -> None:
         super().__init__(Layout(pp_size=n_stages))
+        self._window = window
         self._random = random
         self._messages: deque[Buffer] = deque()
         self._tables: dict[int, list[int]] = {}
@@ -80,12 +81,15 @@ class FakeGroups(Groups):
         spans = [owners[row] for row in step.wanted]
         tokens = [
             next_token(
-                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in range(positions[row] + 1)]
+                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in self._seen(positions[row])]
             )
             for s, row in zip(spans, step.wanted, strict=True)
         ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
         return tokens
+
+    def _seen(self, position: int) -> range:
+        return range(max(0, position + 1 - self._window) if self._window else 0, position + 1)
 
 
 class FakeSampled:
@@ -126,9 +130,16 @@ def make_engine(
     stop_words: tuple[tuple[int, ...], ...] = (),
     seed: int = 0,
     n_ahead: int = 0,
+    window: int = 0,
 ) -> Engine:
     info: Any = SimpleNamespace(
-        kv_cache_tokens=n_blocks * SIZE, end_ids=(), stop_words=stop_words, vocab_size=VOCAB, max_seq_len=80
+        kv_cache_tokens=n_blocks * SIZE,
+        end_ids=(),
+        stop_words=stop_words,
+        vocab_size=VOCAB,
+        max_seq_len=80,
+        feature_layers=(),
+        config=SimpleNamespace(widest_window=window),
     )
     chunked = chunking != "off"
     limits = EngineLimits(
@@ -141,7 +152,7 @@ def make_engine(
         reuse,
     )
     random = np.random.default_rng(seed)
-    worker: Any = FakeWorker(FakeGroups(n_stages, random), n_ahead, random)
+    worker: Any = FakeWorker(FakeGroups(n_stages, random, window), n_ahead, random)
     return Engine(info, limits, worker)
 
 
@@ -161,7 +172,7 @@ def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
 
 def check_blocks(engine: Engine) -> None:
     """Check that each block is free, left for reuse, or held by as many sequences as the allocator counts."""
-    held = [block for s in engine.scheduler.running for block in s.blocks]
+    held = [block for s in engine.scheduler.running for block in s.blocks[s.n_gone :]]
     assert not any(s.blocks for s in engine.scheduler.waiting)
     assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))
     assert isinstance(engine.blocks, PrefixCache) or len(set(held)) == len(held)

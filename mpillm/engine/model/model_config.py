@@ -87,6 +87,11 @@ class ModelConfig:
         """Return how many tokens a token of the layer sees, itself included; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    @property
+    def widest_window(self) -> int:
+        """How many tokens a token sees at most in any layer; 0: all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have."""
         h = self.hidden_size
