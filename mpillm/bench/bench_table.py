@@ -40,8 +40,8 @@ PUBLISHED: dict[str, dict[str, float]] = {
 _NOTES = {
     "llama2-70b": "llama2-70b: theirs is of a card with 1,000 W; eight of 700 W, in the same submission, made"
     " 31,303 together, 3,913 each",
-    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/532 are about those of nano-vllm's bench.py, which publishes"
-    " 1,434 tokens/s for itself and 1,362 for vLLM, on an RTX 4070 Laptop"
+    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/532 are about those of nano-vllm's bench.py, which"
+    " publishes 1,434 tokens/s for itself and 1,362 for vLLM, on an RTX 4070 Laptop"
     " (https://github.com/GeeeekExplorer/nano-vllm)",
     "gpt-oss-20b": "gpt-oss-20b: theirs has its KV cache in bfloat16, so ours wants --quantization auto"
     " --kv_cache_dtype auto, and --peak of products in bfloat16",
