@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import disagg
@@ -179,8 +180,8 @@ class RunRecord:
         for name in OF_AN_EARLIER_RUN:
             (self.path / name).unlink(missing_ok=True)
 
-    def write_unfinished(self, phase: Phase) -> None:
-        """Write the result.json of a run whose rank 0 is killed in `phase`.
+    def write_unfinished(self, phase: Phase, so_far: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write the result.json of a run whose rank 0 is killed in `phase`, with its figures `so_far`.
 
         Raises OSError if the disk is full.
 
@@ -188,7 +189,8 @@ class RunRecord:
         """
         failure = Failure("this run goes on, or rank 0 was killed before it could say why it ends", 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
-        result = self.result | ended | {"failures": failures_json((failure,)), "phases_s": self.phases_s}
+        result = {**self.result, **so_far, **ended, "phases_s": self.phases_s}
+        result["failures"] = failures_json((failure,))
         write_json(self.path / "result.json", result)
 
     def write_result(self) -> None:

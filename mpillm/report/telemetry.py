@@ -29,9 +29,12 @@ class RunTelemetry:
         """Note how far the test is."""
         self._progress.add(time.perf_counter(), totals.issued, totals.samples, totals.tokens)
 
-    def write(self, path: Path, totals: Totals) -> None:
-        """Write the file; docs/reference/report.md describes it. Raises OSError if the disk is full."""
-        if totals.started and totals.ended:
+    def write(self, path: Path, totals: Totals, *, ends: bool = True) -> None:
+        """Write the file; docs/reference/report.md describes it. Raises OSError if the disk is full.
+
+        `ends`: nothing more will be noted.
+        """
+        if ends and totals.started and totals.ended:
             self._progress.add(totals.ended, totals.issued, totals.samples, totals.tokens)
         since = totals.started
         value = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ from mpillm.errors import ExitCode
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, served_rows, test_result
-from mpillm.report.run_directory import RunRecord, path_shown, unwritable
+from mpillm.report.run_directory import TELEMETRY, RunRecord, path_shown, unwritable
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
@@ -35,6 +36,9 @@ from mpillm.runtime.choose_samples import limits_of
 from mpillm.runtime.join import Planned
 from mpillm.runtime.rank0 import Purpose
 
+_log = logging.getLogger(__name__)
+
+_KEPT_S = 10.0  # what was served is written so often
 _TIMELINE_S = 0.5
 
 
@@ -62,7 +66,8 @@ class ServeSession:
         self._config = config
         self._last_start = max(report.started for report in planned.reports.values())
         self._timeline = Timeline((instance.index for instance in plan.instances), None)
-        self._measured_at = 0.0
+        self._measured_at = self._kept_at = 0.0
+        self._kept_samples = 0
         self._telemetry = RunTelemetry()
         self.served = _served(planned)
         self._half: HalfServer | None = None
@@ -116,7 +121,24 @@ class ServeSession:
                 if (measured := self._control.ranks[instance.leader].measured) is not None:
                     self._timeline.add(instance.index, *measured)
             self._telemetry.look(self._metrics.totals)
+        if now - self._kept_at > _KEPT_S:
+            self._kept_at = now
+            self._keep()
         return False
+
+    def _keep(self) -> None:
+        """Write what has been served so far: a killed rank 0 writes nothing more."""
+        totals = self._metrics.totals
+        if totals.samples == self._kept_samples or self._frontend is None:
+            return
+        self._kept_samples = totals.samples
+        totals.started = self._frontend.started
+        so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
+        try:
+            self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
+            self._record.write_unfinished("test", so_far | {"aborted": self._metrics.aborted})
+        except OSError as error:  # a full disk ends no server
+            _log.warning("what was served so far is not kept: %s", error)
 
     def lose(self, instance: int) -> float:
         self._timeline.lose(instance)
