@@ -113,6 +113,7 @@ class Connection(web.RequestHandler):
             request.content.set_exception(
                 ApiError(400, f"the body is broken: {wrong.message.partition(chr(10))[0]}")
             )
+            request.content.feed_eof()  # there is no rest to wait for
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.note_begun()

@@ -167,7 +167,9 @@ BROKEN = [b"zz\r\n", b"2\r\n{}xx", b"2 \r\n{}", b"2\r\n{}\r\n0\r\nno header\r\n\
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_body_that_breaks_when_its_request_is_there(broken: bytes) -> None:
+def test_a_body_that_breaks_when_its_request_is_there(
+    broken: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its request is answered at once, once, and the connection ends; it does not wait for a rest."""
 
     async def test() -> None:
@@ -184,6 +186,7 @@ def test_a_body_that_breaks_when_its_request_is_there(broken: bytes) -> None:
             await a.idle()
 
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("sent", [b"GET /version\r\n\r\n", NEXT.replace(b"/1.1", b"/2.0")])
