@@ -97,7 +97,7 @@ def engine_json(
     quantized = {
         "quant_algo": _ALGORITHMS[quantization],
         "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization],
-        "group_size": group,
+        **({"group_size": group} if group else {}),
     }
     return {
         "version": mpillm.__version__,

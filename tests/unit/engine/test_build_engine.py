@@ -274,7 +274,7 @@ def test_what_cannot_be_built(
         (llama, (2, 1, 2), {}, "has no experts"),
         (mixtral, (2, 1, 3), {}, "moe_expert_parallel_size 3 does not divide"),
         (llama, (1, 1, 1), {"dtype": "float8"}, "--dtype float8: not one of auto, float32, bfloat16"),
-        (llama, (1, 1, 1), {"quantization": "int4"}, "--quantization int4: not one of"),
+        (llama, (1, 1, 1), {"quantization": "int3"}, "--quantization int3: not one of"),
         (tmp_path / "none", (1, 1, 1), {}, "no such folder, and no such preset"),
     )
     for model, sizes, options, message in wrong:

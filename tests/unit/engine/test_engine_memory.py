@@ -49,7 +49,7 @@ def config(model: str, **options: Any) -> CoreConfig:
     ],
 )
 def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads: int, length: int) -> None:
-    info = model_info(config(preset))
+    info = model_info(config(preset, quantization="none"))
     assert info.n_bytes / 2e9 == pytest.approx(billions, abs=0.001)
     shape = info.config
     assert (shape.n_layers, shape.n_heads, shape.n_kv_heads) == (layers, heads, kv_heads)

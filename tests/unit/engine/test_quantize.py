@@ -401,8 +401,8 @@ def test_another_quantization_config(
 
 def test_what_an_engine_refuses(folders: Folders, tmp_path: Path) -> None:
     floats, int8 = folders["tiny-llama", "none"], folders["tiny-llama", "int8"]
-    with pytest.raises(ConfigError, match="--quantization int4: not one of auto, none, int8, fp8"):
-        model_info(config(floats, quantization="int4"))
+    with pytest.raises(ConfigError, match="--quantization int3: not one of auto, none, int8, fp8"):
+        model_info(config(floats, quantization="int3"))
     for asked in ("fp8", "none"):
         with pytest.raises(ConfigError, match=f"--quantization {asked}: the weights of .* are int8"):
             model_info(config(int8, quantization=asked))
