@@ -233,6 +233,8 @@ EXPORTS = {C.WorkloadSetting(): {
     llm_fields.harness_use_hf_tokenizer: True,
     llm_fields.dynamo_cluster: {'prefill': {'nodes': 1}},
     harness_fields.enable_metrics: False,
+    harness_fields.server_num_issue_query_threads: 8,
+    harness_fields.numa_config: '0:0-3',
     llm_fields.trtllm_runtime_flags: {'sampler_type': 'x'},
 }}
 """,
@@ -241,7 +243,8 @@ EXPORTS = {C.WorkloadSetting(): {
     assert (config.max_query_count, config.load_deadline) == (41, 3600.0)
     assert config.traffic_distribution_policy == "isl_load_balancing"
     assert config.passed_over() == (
-        f"{path}: without effect here: warmup_iterations 5, enable_metrics False,"
+        f"{path}: without effect here: server_num_issue_query_threads 8, numa_config 0:0-3,"
+        " warmup_iterations 5, enable_metrics False,"
         " harness_use_hf_tokenizer True, dynamo_cluster {'prefill': {'nodes': 1}}"
     )
     assert [line for line in check_idle(config, "run") if "sampler_type" in line], "told, not refused"
