@@ -13,6 +13,7 @@ which signal. Linux only.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -64,15 +65,18 @@ class OwnedServer:
         log: Path,
         wake: Callable[[], None] = lambda: None,
         grace_s: float = 10.0,
+        most_bytes: float = math.inf,
     ) -> None:
         """Start it; its output is appended to `log`. `wake`: called once, when `ended` has something to say.
 
-        `grace_s`: what it gets to end by itself if this process is killed. Raises OSError if the log can't be
+        `grace_s`: what it gets to end by itself if this process is killed; `most_bytes`: of memory that its
+        processes may hold together. Raises OSError if the log can't be
         written.
         """
         self.name = name
         self.log = log
         self._wake = wake
+        self._most_bytes = most_bytes
         self._why = ""
         self._stopping = self._is_ready = False
         self._first: int | None = None  # the server's first process
@@ -165,7 +169,7 @@ class OwnedServer:
         for process, text, bad in ended:
             if process.pid != self._first and (bad or (self._is_ready and process.resident >= _LARGE)):
                 return text
-        return self._stopped()
+        return self._stopped() or self._too_large()
 
     def _told(self) -> str:
         """Read what the guard says; return how the server ended, if it has."""
@@ -210,6 +214,13 @@ class OwnedServer:
                     return f"{process} is stopped: kill -CONT {process.pid}"
         return ""
 
+    def _too_large(self) -> str:
+        held = sum(process.resident for process in self._processes.values())
+        if held <= self._most_bytes:
+            return ""
+        largest = max(self._processes.values(), key=lambda process: process.resident)
+        return f"holds {held / _GIB:.3g} GiB of memory, more than --server_memory_limit; most of it {largest}"
+
     def _kill_left(self) -> None:
         for process in self._processes.values():
             with contextlib.suppress(OSError):
@@ -218,6 +229,7 @@ class OwnedServer:
         self._processes = {}
 
 
+_GIB = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

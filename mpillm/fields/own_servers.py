@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.effect import ANY
-from mpillm.configurator.parsers import positive, shell_words
+from mpillm.configurator.parsers import positive, rate, shell_words
 from mpillm.core_names import TRITON, TRTLLM_ENDPOINT
 from mpillm.fields.effects import used_by
 from mpillm.servers.kinds import server as server_kind
@@ -27,6 +27,13 @@ class OwnServerFields(Options):
         "more options of each server's command line, as they are typed there",
         shell_words,
         default=(),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY)),
+        group="own servers",
+    )
+    server_memory_limit = Field(
+        "server_memory_limit",
+        "GiB of host memory that the processes of one server may hold together; one that holds more has failed",
+        rate,
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY)),
         group="own servers",
     )

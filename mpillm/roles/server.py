@@ -46,6 +46,7 @@ class ServerPlan:
     devices: tuple[int, ...] | None  # GPUs, as the rank counts them; None: there are none
     place: int  # among the servers of its node
     program: str | None  # where the user says that it is
+    most_bytes: float  # of memory
     host: str  # where it listens
     reached_at: str  # the host's name for its clients
 
@@ -150,7 +151,8 @@ class ServerRole(Role):
                 port.let_go()
         command = Command((program, *command.argv[1:]), command.env)
         _log.info("%s: %s", plan.name, command)
-        self._server = OwnedServer(plan.name, command, base.with_suffix(".log"), self._wake, _SHORT_GRACE_S)
+        log = base.with_suffix(".log")
+        self._server = OwnedServer(plan.name, command, log, self._wake, _SHORT_GRACE_S, plan.most_bytes)
         self._check = None
 
     def poll(self) -> bool:

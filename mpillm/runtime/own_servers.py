@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from disagg import WorldPlan
@@ -70,6 +71,7 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
                 gpus.get(server.owner),
                 server.place,
                 config.tritonserver,
+                (config.server_memory_limit or math.inf) * (1 << 30),
                 "127.0.0.1" if nodes == {node} else "0.0.0.0",
                 "127.0.0.1" if nodes == {node} else node,
             )

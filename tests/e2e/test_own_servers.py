@@ -100,6 +100,12 @@ def test_a_server_that_does_not_become_ready(one: Starter, options: tuple[object
     assert said in ended.message and "the end of" in ended.message, repr(ended)
 
 
+def test_a_server_that_takes_too_much_memory(one: Starter) -> None:
+    command, _ = start(one, 2, *server("--worker", "--ready_after_s", 600), "--server_memory_limit", 0.25)
+    ended = command.end(60).must(NOT_READY)
+    assert "GiB of memory, more than --server_memory_limit; most of it process" in ended.message
+
+
 def test_a_program_that_is_not_there(one: Starter) -> None:
     command, _ = start(one, 2, "--server", "command:no-such-server {port}")
     assert "there is no no-such-server" in command.end(60).must(USAGE).message
