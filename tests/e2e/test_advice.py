@@ -115,6 +115,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
         "a server must be there: tests/e2e/test_endpoint.py"
     ),
+    r".* (run|serve) --server=.*": Elsewhere(
+        "a server's program must be there: test_own_servers.py and test_triton.py here, and tests/peers"
+    ),
     r"mpirun .* run --core_type trtllm_(executor|hlapi) .*": Elsewhere(
         "TensorRT-LLM must be there: tests/e2e/test_trtllm.py"
     ),
