@@ -263,7 +263,7 @@ def test_every_command_has_a_place() -> None:
 )
 def test_options_of_what_is_not_run(advice: Advice) -> None:
     settings = dict(re.fullmatch(r'(?:export )?(\w+)="(.*)"', setting).groups() for setting in advice.setting)  # type: ignore[union-attr, misc]
-    command = re.sub(r"\$(\w+)", lambda match: settings[match[1]], advice.text)
+    command = re.sub(r"\$(\w+)", lambda match: settings.get(match[1], match[0]), advice.text)
     parse_run(shlex.split(command.partition(" run ")[2]))
 
 
@@ -320,6 +320,7 @@ OTHERS = {
     *("job_name", "account", "partition", "output", "script"),
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
+    "proxy_id",  # of MPICH's proxies
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
     *(
         "input",

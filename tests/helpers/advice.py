@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import BENCHES as LABORATORY
+from launch.places import RUNS
 from mpillm.cli import COMMANDS
 from mpillm.commands.bench import BENCHES
 
@@ -86,13 +87,19 @@ def _strings() -> Iterator[tuple[str, str]]:
                     yield (
                         where,
                         "".join(
-                            str(part.value) if isinstance(part, ast.Constant) else "{}"
+                            str(part.value) if isinstance(part, ast.Constant) else _filled_in(part)
                             for part in node.values
                         ),
                     )
             for node in nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
                     yield where, node.value
+
+
+def _filled_in(part: ast.expr) -> str:
+    """Return what stands for a value in an f-string: the folder of runs itself, or {}."""
+    name = part.value.id if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name) else ""
+    return str(RUNS) if name == "RUNS" else "{}"
 
 
 def commands() -> list[Advice]:
