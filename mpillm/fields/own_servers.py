@@ -32,7 +32,7 @@ class OwnServerFields(Options):
     )
     server_memory_limit = Field(
         "server_memory_limit",
-        "GiB of host memory that the processes of one server may hold together; one that holds more has failed",
+        "GiB of host memory that the processes of a server may hold together; more is its failure",
         rate,
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY)),
         group="own servers",
