@@ -26,7 +26,7 @@ from mpillm.runtime.yaml_effects import check_yaml
 
 _SHOWN = shown(
     *("workload", "topology", "own servers", "plan", "model"),
-    also=(*PORTS, *MODEL_AND_LIMITS, "engine_dir"),
+    also=("tritonserver", *PORTS, *MODEL_AND_LIMITS, "engine_dir"),
 )
 
 

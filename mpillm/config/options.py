@@ -27,14 +27,25 @@ from mpillm.fields.effects import RUN, SERVE
 RUN_FIELDS = fields.shown(
     *("workload", "topology", "model", "own servers", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
-    also=("server_port", "worker_start_port", "force"),  # ports: of the YAML that it leaves
+    also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
 )
 
 
 # What `serve` shows.
 SERVE_FIELDS = fields.shown(
-    *("serve", "workload", "topology", "model", "own servers", "build", "harness", "generation", "deadlines"),
-    also=("apply_chat_template", "log_dir", "force"),
+    *(
+        "serve",
+        "workload",
+        "topology",
+        "model",
+        "own servers",
+        "triton",
+        "build",
+        "harness",
+        "generation",
+        "deadlines",
+    ),
+    also=("apply_chat_template", "tritonserver", "log_dir", "force"),
 )
 
 
