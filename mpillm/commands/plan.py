@@ -20,7 +20,6 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
 from mpillm.report.columns import prose
-from mpillm.runtime.own_servers import server_lines, server_plans
 from mpillm.runtime.plan_memory import memory_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
@@ -76,7 +75,10 @@ def main(argv: Sequence[str]) -> int:
     made = disagg.plan(
         disagg_config(config, world_size, clients), world_size, nodes, config.clients_of_a_server
     )
-    notes += server_lines(made, server_plans(config, made, {}))
+    if config.server:
+        from mpillm.runtime import own_servers  # few plans have any
+
+        notes += own_servers.server_lines(made, own_servers.server_plans(config, made, {}))
     notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}
     json_output.tell(figures)

@@ -29,7 +29,6 @@ from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import check_flags, core_configs
-from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
 from mpillm.runtime.plan_memory import idle_gpus
 from mpillm.runtime.rank_roles import check_handoff, what_runs
 from mpillm.runtime.yaml_effects import check_yaml
@@ -130,8 +129,12 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server)
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
     notes += idle_gpus(plan, [reports[rank].gpus for rank in ranks], gpus)
-    server_gpus = gpus_of_servers(config, plan, [reports[rank].gpus for rank in ranks])
-    notes += server_lines(plan, server_plans(config, plan, server_gpus))
+    server_gpus: dict[int, tuple[int, ...]] = {}
+    if config.server:
+        from mpillm.runtime import own_servers  # few runs have any
+
+        server_gpus = own_servers.gpus_of_servers(config, plan, [reports[rank].gpus for rank in ranks])
+        notes += own_servers.server_lines(plan, own_servers.server_plans(config, plan, server_gpus))
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():
