@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpillm.servers.kind import ServerKind, Wanted
-
-PREFIX = "command:"
 
 # What a name stands for, and of which of our options it is the value.
 _PLACES: dict[str, tuple[Callable[[Wanted], object], str]] = {
@@ -24,9 +21,8 @@ _PLACES: dict[str, tuple[Callable[[Wanted], object], str]] = {
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-def command_kind(text: str) -> ServerKind:
-    """Return the kind of `command:WORDS`. Raises ValueError if it can't be one."""
-    template = shlex.split(text.removeprefix(PREFIX))
+def command_kind(template: Sequence[str]) -> ServerKind:
+    """Return the kind of `command:` and these words. Raises ValueError if it can't be one."""
     names = {name for word in template for name in _PLACE.findall(word)}
     if unknown := sorted(names - _PLACES.keys()):
         raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in _PLACES)}")

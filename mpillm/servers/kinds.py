@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import shlex
+from typing import TYPE_CHECKING
 
 from disagg.errors import nearest
 from mpillm.configurator.parsers import expects
-from mpillm.servers.any_command import PREFIX, command_kind
-from mpillm.servers.kind import ServerKind
 
+if TYPE_CHECKING:  # each command reads this file for the names of options; few have any server
+    from mpillm.servers.kind import ServerKind
+
+PREFIX = "command:"
 _BUILT_IN = {
     "vllm": "vllm:VLLM",
     "sglang": "sglang:SGLANG",
@@ -21,7 +25,9 @@ _BUILT_IN = {
 def kind_of(text: str) -> ServerKind:
     """Return the kind that --server names. Raises ValueError if there is none."""
     if text.startswith(PREFIX):
-        return command_kind(text)
+        from mpillm.servers.any_command import command_kind
+
+        return command_kind(shlex.split(text.removeprefix(PREFIX)))
     if text not in _BUILT_IN:
         known = (*_BUILT_IN, f"{PREFIX}WORDS")
         raise ValueError(f"not one of {', '.join(known)}{nearest(text, known)}")
