@@ -200,7 +200,8 @@ class Facts:
 
 def limits_ms(run: RunFiles) -> dict[str, float | None]:
     """Return LoadGen's latency limits, None where it has none."""
-    asked = run.result.get("loadgen") or {}
+    asked = run.result.get("loadgen")
+    asked = asked if isinstance(asked, dict) else {}
     return {name: _number(asked.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
 
 

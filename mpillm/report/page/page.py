@@ -62,7 +62,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         """Return a part of the page; `empty` if the files that it is made of are damaged."""
         try:
             return part(*arguments)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             _log.info("%s: %s", what, error, exc_info=True)
             notes.append(f"{what}: a file is damaged ({type(error).__name__}: {error})")
             return empty

@@ -10,6 +10,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.experiments.compared_runs import ComparedRun
+from mpillm.report.page.facts import limits_ms
 from mpillm.report.page.page import write_page
 from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_files import RunFiles
@@ -94,3 +95,10 @@ def test_failures_that_are_none(tmp_path: Path) -> None:
         for read in (RunDirectory.read, ComparedRun.read):
             with pytest.raises(ConfigError, match=str(path)):
                 read(path)
+
+
+def test_a_time_and_limits_that_are_none(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"loadgen": "text"})
+    write(path / "telemetry.json", {"started": -(2**63), "ranks": {}})
+    assert limits_ms(RunFiles.read(path)) == {"ttft": None, "tpot": None}
+    assert "a file is damaged" in write_page(path).read_text()
