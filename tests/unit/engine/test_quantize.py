@@ -363,8 +363,8 @@ def test_a_damaged_quantised_checkpoint(folders: Folders, tmp_path: Path) -> Non
     ("change", "message"),
     [
         (
-            {"quant_method": "gptq"},
-            'quant_method "gptq" is not supported by the torch core; supported: compressed-tensors',
+            {"quant_method": "hqq"},
+            'quant_method "hqq" is not supported by the torch core; supported: compressed-tensors',
         ),
         ({"format": "pack-quantized"}, 'format "pack-quantized" is not supported'),
         ({"config_groups": {}}, "config_groups {} is not supported by the torch core; supported: one group"),
