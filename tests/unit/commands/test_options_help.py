@@ -33,6 +33,7 @@ def test_help_lists_every_option() -> None:
         "force",
         "server_port",
         "worker_start_port",
+        "tritonserver",
     ]
     assert mpillm("--help").returncode == 0
 
