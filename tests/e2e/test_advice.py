@@ -88,6 +88,7 @@ class Elsewhere:
 
 NO_GPU = Typed(code=USAGE, says=r"--device cuda: (there is no NVIDIA GPU|\d ranks, 0 GPUs)")
 WAYS: dict[str, Typed | Parsed | Elsewhere] = {
+    r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
     r"(\S+ )?make test(-slow|-cross)?": Elsewhere("these are the tests"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),

@@ -77,7 +77,7 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     ),
     "misspelt option": (3, ["--max_ouput_len", 5], ["--max_ouput_len", "did you mean", "--max_output_len"]),
     "misspelt core option": (2, ["--core_options", "falt:raise"], ["falt", "did you mean", "fault"]),
-    "no user.conf": (2, ["--user_conf", "no.conf"], ["--user_conf no.conf", "no such file"]),
+    "no user.conf": (2, ["--user_conf", "no.conf"], ["--user_conf no.conf", "No such file"]),
     "log_dir is a file": (2, ["--log_dir", "file"], ["file", "can't be written", "File exists"]),
     "log_dir in a file": (2, ["--log_dir", "file/run"], ["file/run", "can't be written", "Not a directory"]),
     "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json of a model or an engine"]),

@@ -88,6 +88,11 @@ class Ended:
         return self
 
     @property
+    def flowing(self) -> str:
+        """Return what it printed as one line, with single blanks: long lines are wrapped."""
+        return " ".join(self.out.split())
+
+    @property
     def messages(self) -> list[str]:
         """Return the messages on stderr for the person, each with its indented lines.
 
