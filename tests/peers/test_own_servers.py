@@ -55,7 +55,7 @@ def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Star
 
 
 def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
-    result = server(one, 32, *options(model, prompts(32)), *VLLM)
+    result = server(one, 64, *options(model, prompts(64)), *VLLM)
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
