@@ -13,6 +13,7 @@ tp_rank % ep_size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -114,14 +115,13 @@ class WorldPlan:
     def servers(self) -> tuple[OwnServer, ...]:
         """The servers that ranks own."""
         made: list[OwnServer] = []
-        on_node: dict[str, int] = {}
-        for instance in self.instances[:: self.clients_per_server or len(self.instances)]:
-            if self.clients_per_server:
-                owner = self.ranks[instance.leader]
-                clients = tuple(rank.rank for rank in self.ranks if rank.server == len(made))
-                place = on_node.setdefault(owner.node, 0)
-                on_node[owner.node] += 1
-                made.append(OwnServer(len(made), owner.rank, clients, place))
+        on_node: Counter[str] = Counter()
+        n = self.clients_per_server
+        for first in range(0, len(self.instances) if n else 0, n or 1):
+            clients = tuple(instance.leader for instance in self.instances[first : first + n])
+            node = self.ranks[clients[0]].node
+            made.append(OwnServer(len(made), clients[0], clients, on_node[node]))
+            on_node[node] += 1
         return tuple(made)
 
     @property

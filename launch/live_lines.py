@@ -62,7 +62,7 @@ class LiveLines:
     def pump(self, source: IO[bytes], to: TextIO, hear: Callable[[str], bool] = lambda line: False) -> None:
         """Write the lines of `source` to `to`, and draw the frames among them, until it ends.
 
-        `hear` gets each line before it is written, and returns whether it shall not be.
+        `hear` gets each line before it is written, and returns whether to leave it out.
         """
         with source:
             for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):

@@ -59,7 +59,7 @@ from launch.witness import Cause, Witness, killed
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
 
-_MPI_STARTS_S = 5.0  # in this time, as a rule, once all ranks are there
+_MPI_STARTS_S = 5.0  # usually less, once all ranks are there
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""

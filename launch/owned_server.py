@@ -1,6 +1,6 @@
 """A server that belongs to this process: it ends with it, whatever ends this process, and is watched closely.
 
-    server = OwnedServer("vllm 0", command, log, wake)
+    server = OwnedServer(command, log, wake)
     …
     if why := server.ended():  # one of its processes has, or somebody has stopped one
         …
@@ -60,7 +60,6 @@ class OwnedServer:
 
     def __init__(
         self,
-        name: str,
         command: Command,
         log: Path,
         wake: Callable[[], None] = lambda: None,
@@ -70,10 +69,8 @@ class OwnedServer:
         """Start it; its output is appended to `log`. `wake`: called once, when `ended` has something to say.
 
         `grace_s`: what it gets to end by itself if this process is killed; `most_bytes`: of memory that its
-        processes may hold together. Raises OSError if the log can't be
-        written.
+        processes may hold together. Raises OSError if the log can't be written.
         """
-        self.name = name
         self.log = log
         self._wake = wake
         self._most_bytes = most_bytes
@@ -95,7 +92,7 @@ class OwnedServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a launcher that ends this process's group leaves the guard alone
             )
-        self._watcher = threading.Thread(target=self._watch, name=f"watch {name}", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name=f"watch {log.stem}", daemon=True)
         self._watcher.start()
 
     @property

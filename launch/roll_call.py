@@ -229,7 +229,7 @@ def answer(env: Mapping[str, str] = os.environ) -> None:
     own_port = listener.getsockname()[1] if listener is not None else 0
     hello = _HELLO.pack(bytes.fromhex(key), launcher.rank, os.getpid(), own_port, host.encode()[:64])
     _answer = _Answer(hosts.split(","), int(port), hello, listener)
-    # A millisecond, as a rule; a rank that is lost at once shall be known.
+    # Usually a millisecond, so that a rank that is lost at once is known.
     if not _answer.wait(_SOON_S):
         # Later no thread of this process may speak: MPI_Init keeps the interpreter to itself.
         with contextlib.suppress(OSError):

@@ -247,7 +247,7 @@ def main(argv: Sequence[str]) -> int:
             os.environ["TMPDIR"] = tempfile.tempdir = folder
             try:
                 how, why = play(one, Path(folder)), ""
-            except Exception as error:  # noqa: BLE001 - the other seeds are played all the same
+            except Exception as error:  # noqa: BLE001 - the other seeds go on
                 how, why = "FELL", str(error) if isinstance(error, AssertionError) else traceback.format_exc()
                 fell += 1
             tempfile.tempdir = None

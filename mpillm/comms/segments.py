@@ -81,11 +81,7 @@ def left_over() -> dict[str, int]:
         for path in _SHM.iterdir():
             with contextlib.suppress(OSError):
                 status = path.lstat()
-                if (
-                    _NAMES.fullmatch(path.name)
-                    and stat.S_ISREG(status.st_mode)
-                    and status.st_uid == os.getuid()
-                ):
+                if _is_own(path.name, status):
                     found[Segment(path.name, status.st_ino)] = status.st_size
     if not found:
         return {}
@@ -116,11 +112,7 @@ def _remove(segment: Segment) -> None:
     path = _SHM / segment.name
     with contextlib.suppress(OSError):
         status = path.lstat()
-        if (
-            _NAMES.fullmatch(segment.name)
-            and status.st_ino == segment.number
-            and status.st_uid == os.getuid()
-        ):
+        if _is_own(segment.name, status) and status.st_ino == segment.number:
             path.unlink()
 
 

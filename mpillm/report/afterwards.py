@@ -13,9 +13,9 @@ from launch.witness import Cause
 def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     """See that result.json of the run in `path` says why it ended, and that the run has a page.
 
-    `cause`: what its launcher knows; None: rank 0 has said why. `code`: the exit code. Returns what to tell
-    the person, and the exit code. Nothing is changed in a run that has ended; if its result is valid, that is
-    0.
+    `cause`: what its launcher knows; None: rank 0 has said why. `code`: mpirun's exit code. Returns a text
+    for the user, and the exit code of the run: 0 if it had ended with a valid result. A run that has ended is
+    left as it is.
     """
     from disagg.errors import ConfigError
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.held_port import HeldPort
 from launch.owned_server import OwnedServer
@@ -142,7 +143,10 @@ class ServerRole(Role):
         self._ports = [HeldPort(plan.host) for _ in range(1 + len(plan.kind.more_ports))]
         base = self._folder / f"server_{plan.index}"
         self._wanted = plan.wanted([port.number for port in self._ports], base)
-        command = plan.kind.command(self._wanted)
+        try:
+            command = plan.kind.command(self._wanted)
+        except ValueError as error:  # a model repository that this node lacks, say
+            raise ConfigError(f"{plan.name}: {error}") from None
         if text := plan.kind.file_text(self._wanted):
             base.with_suffix(".yaml").write_text(text, encoding="utf-8")
         program = find_program(command.argv[0], plan.kind.install or "name it by its path")
@@ -152,7 +156,7 @@ class ServerRole(Role):
         command = Command((program, *command.argv[1:]), command.env)
         _log.info("%s: %s", plan.name, command)
         log = base.with_suffix(".log")
-        self._server = OwnedServer(plan.name, command, log, self._wake, _SHORT_GRACE_S, plan.most_bytes)
+        self._server = OwnedServer(command, log, self._wake, _SHORT_GRACE_S, plan.most_bytes)
         self._check = None
 
     def poll(self) -> bool:

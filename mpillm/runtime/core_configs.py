@@ -42,7 +42,6 @@ def _core_config(
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.part.node_ranks if config.part else node_ranks
     config = config.of(SECTIONS[instance.role])
-    owner = None if me.server is None else plan.servers[me.server].owner
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
     return CoreConfig(
         core_type=config.core_type,
@@ -66,7 +65,7 @@ def _core_config(
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=node_ranks,
         server=me.server,
-        client=me.rank - owner if owner is not None else 0,
+        client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
         options=config.core_options,
         **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},

@@ -127,14 +127,15 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
     plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server)
-    gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
-    notes += idle_gpus(plan, [reports[rank].gpus for rank in ranks], gpus)
+    seen = [reports[rank].gpus for rank in ranks]
+    gpus = assign(config.device, plan, seen) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}
     if config.server:
         from mpillm.runtime import own_servers  # few runs have any
 
-        server_gpus = own_servers.gpus_of_servers(config, plan, [reports[rank].gpus for rank in ranks])
+        server_gpus = own_servers.gpus_of_servers(config, plan, seen)
         notes += own_servers.server_lines(plan, own_servers.server_plans(config, plan, server_gpus))
+    notes += idle_gpus(plan, seen, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():

@@ -29,9 +29,11 @@ def gpus_of_servers(
     size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
     taken: dict[str, set[str]] = {}  # UUIDs, by node
     mine: dict[int, tuple[int, ...]] = {}
+    if not config.server or not kind_of(config.server).takes_gpus:
+        return mine
     for server in plan.servers:
         seen, node = gpus[server.owner], plan.ranks[server.owner].node
-        if not seen or not kind_of(config.server or "").takes_gpus:
+        if not seen:
             continue
         used = taken.setdefault(node, set())
         free = [index for index, gpu in enumerate(seen) if gpu.uuid not in used][:size]
@@ -48,14 +50,15 @@ def gpus_of_servers(
 
 
 def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[int, ...]]) -> list[ServerPlan]:
-    """Return the servers of a run; `gpus`: see `gpus_of_servers`. Raises ConfigError for a wrong value."""
+    """Return the servers of a run; `gpus`: see `gpus_of_servers`."""
     if not config.server:
         return []
     kind = kind_of(config.server)
     values = {
-        field.name: config[field]
+        field.name: value
         for field in FIELDS
-        if of_engine(field) and kind.takes(field.name) and config.origin(field.name).level > Level.DEFAULT
+        if of_engine(field) and kind.takes(field.name)
+        if config.origin(field.name).level > Level.DEFAULT and (value := config[field]) is not None
     }
     plans = []
     for server in plan.servers:
@@ -66,7 +69,7 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
                 server.index,
                 kind,
                 config[BY_NAME[kind.model_option]] or "",
-                {name: value for name, value in values.items() if value is not None},
+                values,
                 config.server_args,
                 gpus.get(server.owner),
                 server.place,
@@ -76,17 +79,18 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
                 "127.0.0.1" if nodes == {node} else node,
             )
         )
-    try:
-        for one in plans:
-            one.shown()
-    except ValueError as error:
-        raise ConfigError(f"--server {config.server}: {error}", about=["server"]) from None
     return plans
 
 
 def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
-    """Return lines that say where the servers run, and their command lines."""
-    commands = [str(one.shown()) for one in plans]
+    """Return lines that say where the servers run, and their command lines.
+
+    Raises ConfigError for a value that the kind can't take.
+    """
+    try:
+        commands = [str(one.shown()) for one in plans]
+    except ValueError as error:
+        raise ConfigError(f"--server: {error}", about=["server"]) from None
     lines = [f"servers: {command}" for command in dict.fromkeys(commands[:_MOST_SHOWN])]
     for server, one in list(zip(plan.servers, plans, strict=True))[:_MOST_SHOWN]:
         where = f"rank {server.owner} on {plan.ranks[server.owner].node}"

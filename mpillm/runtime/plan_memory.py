@@ -12,17 +12,19 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.config.run_config import RunConfig
 from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
-from mpillm.devices import Gpu, OwnGpu, assign
+from mpillm.devices import Gpu, assign
 from mpillm.engine.model.model_info import ModelInfo, model_info
 from mpillm.runtime.core_configs import core_configs
 
 
-def idle_gpus(plan: WorldPlan, seen: Sequence[tuple[Gpu, ...]], gpus: Mapping[int, OwnGpu]) -> list[str]:
+def idle_gpus(
+    plan: WorldPlan, seen: Sequence[tuple[Gpu, ...]], gpus: Mapping[int, Sequence[int]]
+) -> list[str]:
     """Return a line for each node with GPUs that no rank takes, where ranks take some.
 
-    `seen`: what each rank sees; `gpus`: the GPU of each rank that has one.
+    `seen`: what each rank sees; `gpus`: those of each rank that has some, or whose server has.
     """
-    taken = {seen[rank][gpu.device].uuid for rank, gpu in gpus.items()}
+    taken = {seen[rank][device].uuid for rank, devices in gpus.items() for device in devices}
     there: dict[str, list[str]] = {}  # UUIDs by node, in the order of the node's first rank
     for rank in plan.ranks:
         uuids = there.setdefault(rank.node, [])
@@ -51,7 +53,7 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     idle: list[str] = []
     try:
         gpus = assign(config.device if here else "cpu", plan, seen)
-        idle = idle_gpus(plan, seen, gpus)
+        idle = idle_gpus(plan, seen, {rank: (gpu.device,) for rank, gpu in gpus.items()})
     except ConfigError as error:
         gpus = {}
         refused[str(error)] = None

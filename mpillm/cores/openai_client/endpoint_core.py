@@ -256,9 +256,9 @@ class TrtllmEndpointCore(LLMCore):
         """Return by how much the servers' counts have grown in the test."""
         if self._reader is None:  # no test has begun
             return {}
-        while not self._before:  # a test shorter than the answer to the first question
+        while not self._before and not self._reader.done():  # a test shorter than the answer to the first
             await asyncio.sleep(0.01)
-        return grown(self._before, await read_all(self._endpoints))
+        return grown(self._before, await read_all(self._endpoints)) if self._before else {}
 
     def _began(self, cpu_s: float) -> None:
         self._statistics = _Statistics()

@@ -65,5 +65,6 @@ def test_where_servers_listen_and_what_is_said() -> None:
 
 
 def test_a_value_that_the_server_can_not_take() -> None:
-    with pytest.raises(ConfigError, match="--server vllm: quantization int8: a vllm server has only fp8"):
-        server_plans(config_of(quantization="int8"), planned(["a", "a"]), {})
+    plan = planned(["a", "a"])
+    with pytest.raises(ConfigError, match="--server: quantization int8: a vllm server has only fp8"):
+        server_lines(plan, server_plans(config_of(quantization="int8"), plan, {}))

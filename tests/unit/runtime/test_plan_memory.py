@@ -9,7 +9,7 @@ import pytest
 
 from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
-from mpillm.devices import Gpu, OwnGpu
+from mpillm.devices import Gpu
 from mpillm.engine.model import model_info
 from mpillm.runtime.plan_memory import idle_gpus
 
@@ -65,8 +65,8 @@ def test_idle_gpus_are_those_of_nobody() -> None:
     there = tuple(gpu._replace(uuid=f"b-{gpu.uuid}") for gpu in GPUS)
     seen = [GPUS, GPUS, there]
     assert idle_gpus(plan, seen, {}) == []
-    assert idle_gpus(plan, seen, {1: OwnGpu(2, 1), 2: OwnGpu(0, 1)}) == [
+    assert idle_gpus(plan, seen, {1: (2,), 2: (0,)}) == [
         "no rank takes GPUs 0-1, 3 of a: idle in this run",
         "no rank takes GPUs 1-3 of b: idle in this run",
     ]
-    assert idle_gpus(plan, [GPUS[:1], GPUS[:1], ()], {1: OwnGpu(0, 1)}) == []
+    assert idle_gpus(plan, [GPUS[:1], GPUS[:1], ()], {1: (0,)}) == []
