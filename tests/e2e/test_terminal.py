@@ -47,16 +47,21 @@ def shown_whole(ended: Ended) -> list[str]:
     return message
 
 
-@pytest.mark.parametrize("phase", ["load", "warmup", "test"])
-def test_a_failure(both: Starter, phase: str) -> None:
-    """Also in the test, in which a bar is drawn."""
-    at = 200 if phase == "test" else 7
-    options = [*ENDLESS, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:2,fault_at:{at}"]
-    command = both.start(3, *options, terminal=True, one_terminal=True)
-    if phase == "test":
-        see_bar(command)
-    ended = command.end().must(TEST_FAILED if phase == "test" else NOT_READY)
+@pytest.mark.parametrize("phase", ["load", "warmup"])
+def test_a_failure_before_the_test(both: Starter, phase: str) -> None:
+    options = [*ENDLESS, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:2"]
+    ended = both.start(3, *options, terminal=True, one_terminal=True).end().must(NOT_READY)
     assert shown_whole(ended)[0] == f"mpillm: failed in phase '{phase}'"
+
+
+def test_a_failure_in_the_test(both: Starter) -> None:
+    """While a bar is drawn."""
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": "told:raise:2"}
+    command = both.start(3, *ENDLESS, env=env, terminal=True, one_terminal=True, core=PLUGIN)
+    see_bar(command)
+    (both.folder / "fail").touch()
+    ended = command.end().must(TEST_FAILED)
+    assert shown_whole(ended)[0] == "mpillm: failed in phase 'test'"
 
 
 @pytest.mark.parametrize("where", ["ready", "drain", "stop"])

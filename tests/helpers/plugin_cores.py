@@ -120,7 +120,10 @@ class Orphaned(DummyCore):
 
 
 class Faulty(DummyCore):
-    """Fails where the dummy core can't, as MPILLM_TEST_FAULT=WHERE:HOW:RANK says."""
+    """Fails where the dummy core can't, as MPILLM_TEST_FAULT=WHERE:HOW:RANK says.
+
+    In ``told``, once the file `fail` is in the working directory.
+    """
 
     def _at(self, where: str) -> None:
         place, how, rank = os.environ["MPILLM_TEST_FAULT"].split(":")
@@ -132,6 +135,11 @@ class Faulty(DummyCore):
     def start_test(self) -> None:
         super().start_test()
         self._at("ready")
+
+    def has_work(self) -> bool:
+        if self._warm and Path("fail").exists():
+            self._at("told")
+        return super().has_work()
 
     def flush(self) -> None:
         self._at("drain")
