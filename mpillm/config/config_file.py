@@ -205,6 +205,7 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
 
 
 def _python_entries(path: str, text: str, kind: KindOfTest) -> tuple[Entry, ...]:
+    nvidia_config.of_path(path)
     with nvidia_config.importable(path):
         module = _run(path, text)
         items = [*_classes(path), *nvidia_config.exports(module, path, text, kind)]

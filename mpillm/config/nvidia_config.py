@@ -26,6 +26,7 @@ from mpillm.workloads import WORKLOADS
 
 _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")
 _PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree
+_DURATIONS = (fields.min_duration.name, fields.max_duration.name)
 _ANY_SYSTEM = "minimal"
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
 _BY_NAME: Mapping[str, Field] = {
@@ -138,7 +139,7 @@ def exports(
                 value = {**there, **value}
             values = {**values, field: value}
             lines.pop(field, None)
-        items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in _of_path(path).items()}
+        items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():
             if not isinstance(field, Field):
@@ -160,12 +161,8 @@ def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[An
 
 
 def in_our_unit(name: str, value: Any, where: str) -> Any:
-    """Return a value of a file in NVIDIA's form, where a bare number for min_duration is in milliseconds."""
-    if (
-        name != fields.min_duration.name
-        or isinstance(value, bool)
-        or not re.fullmatch(r"[0-9.]+", str(value).strip())
-    ):
+    """Return a value of a file in NVIDIA's form, where a bare number for a duration is in milliseconds."""
+    if name not in _DURATIONS or isinstance(value, bool) or not re.fullmatch(r"[0-9.]+", str(value).strip()):
         return value
     if 0 < float(value) < 1000:
         raise ConfigError(
@@ -175,7 +172,11 @@ def in_our_unit(name: str, value: Any, where: str) -> Any:
     return f"{value}ms"
 
 
-def _of_path(path: str) -> dict[str, str]:
+def of_path(path: str) -> dict[str, str]:
+    """Return the workload, scenario and system that a file's path in a tree names.
+
+    Raises ConfigError for another workload, before the file, which may import modules of that workload, runs.
+    """
     file = Path(path).absolute()
     system, scenario = file.parents[1].name, file.parent.name
     if _tree(path) is None or scenario not in (*SCENARIOS, INTERACTIVE):

@@ -53,6 +53,14 @@ class LoadgenFields(Options):
         effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
         group="test",
     )
+    max_duration = Field(
+        "max_duration",
+        "longest time for the test, from its start to its last query; as min_duration"
+        " [default: none, or user_conf's]",
+        length_of_a_test,
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+        group="test",
+    )
     server_target_qps = Field(
         "server_target_qps",
         "queries per second; Server needs it",

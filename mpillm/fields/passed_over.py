@@ -22,6 +22,7 @@ PASSED_OVER: dict[str, Field] = {
         "harness_use_hf_tokenizer": "the client's tokenizer is that of model_path",
         "server_use_hf_tokenizer": "a server's tokenizer is that of its model",
         "dynamo_cluster": "no cluster of Dynamo is started: docs/howto/disaggregated.md",
+        "single_stream_expected_latency_ns": "a user_conf has it: *.SingleStream.target_latency",
         "use_token_latencies": "LoadGen's mlperf.conf sets it for each workload",
         "vboost_slider": "clocks are the administrator's: nvidia-smi boost-slider --vboost",
         "power_limit": "power limits are the administrator's: nvidia-smi --power-limit",

@@ -77,13 +77,14 @@ class LoadGenConfig:
                 scaled["accuracy_sample_count_override"] = workload.n_samples
         elif config.compliance_test == "TEST07":
             scaled["performance_sample_count_override"] = _TEST07_SAMPLES
-        options = {name: name for name in ("min_duration", "min_query_count", "max_query_count")}
+        durations = ("min_duration", "max_duration")  # seconds; LoadGen's are milliseconds
+        options = {name: name for name in (*durations, "min_query_count", "max_query_count")}
         if config.scenario in _TARGETS:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():
             if (value := getattr(config, name)) is not None:
                 (given if config.given(name) else scaled)[key] = (
-                    round(value * 1000) if key == "min_duration" else value
+                    round(value * 1000) if key in durations else value
                 )
         if config.goodput:
             # LoadGen knows no limit of the whole answer beside those of tokens.

@@ -227,6 +227,7 @@ def test_fields_of_later_rounds(tmp_path: Path) -> None:
         + """\
 EXPORTS = {C.WorkloadSetting(): {
     loadgen_fields.max_query_count: 41,
+    loadgen_fields.max_duration: 600000,
     llm_fields.readiness_timeout: 3600,
     llm_fields.traffic_distribution_policy: 'isl_load_balancing',
     llm_fields.warmup_iterations: 5,
@@ -240,7 +241,7 @@ EXPORTS = {C.WorkloadSetting(): {
 """,
     )
     config = config_of(path)
-    assert (config.max_query_count, config.load_deadline) == (41, 3600.0)
+    assert (config.max_query_count, config.max_duration, config.load_deadline) == (41, 600.0, 3600.0)
     assert config.traffic_distribution_policy == "isl_load_balancing"
     assert config.passed_over() == (
         f"{path}: without effect here: server_num_issue_query_threads 8, numa_config 0:0-3,"
@@ -315,6 +316,7 @@ FILE = "x/Offline/llama2-70b.py"
     ("place", "text", "words"),
     [
         ("x/Offline/gptj.py", LLAMA, ["gptj.py: mpillm has no workload gptj; it has llama2-70b, "]),
+        ("x/Server/q-vl.py", "import code.q.harness\n", ["q-vl.py: mpillm has no workload q-vl; it has "]),
         (
             FILE,
             HEAD + "model_fields.precisoin\n",
