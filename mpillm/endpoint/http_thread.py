@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections not accepted yet
 _LOOK_S = 0.02  # between checks whether the last request has ended
 _CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; then phase drain names those that have not
+_FETCH_S = 5.0  # for another server to fetch a KV cache whose client has its answer
 _STOP_S = 2.0
 IDLE_S = 120.0
 """How long a connection may stay open without a whole request."""
@@ -165,19 +166,24 @@ class HttpThread:
 
     async def _drain(self, seconds: float) -> None:
         """Accept no connections and answer 503 on open ones, until all requests have ended or time is up."""
+        guard = self._service.guard
         try:
-            self._service.guard.drain()
+            guard.drain()
             if self._server is not None:
                 self._server.close()
-            for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
-                if given_up:
-                    self._requests.give_up_all()
-                end = time.monotonic() + patience
-                while (len(self._requests) or self._service.guard.active) and time.monotonic() < end:
-                    await asyncio.sleep(_LOOK_S)
+            end = time.monotonic() + seconds
+            while guard.active and time.monotonic() < end:
+                await asyncio.sleep(_LOOK_S)
+            await self._until_none_is_open(min(end, time.monotonic() + _FETCH_S))
+            self._requests.give_up_all()
+            await self._until_none_is_open(time.monotonic() + _CANCEL_S)
             self._drained.set()
         except Exception as error:  # noqa: BLE001 - as in `_run`
             self._fail(error)
+
+    async def _until_none_is_open(self, end: float) -> None:
+        while (len(self._requests) or self._service.guard.active) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
 
     async def _close(self) -> None:
         if self._runner is not None:

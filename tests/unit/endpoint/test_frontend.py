@@ -19,6 +19,7 @@ from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint import http_thread
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.http_thread import HttpThread, bind, url
@@ -125,6 +126,24 @@ def test_what_has_not_ended_when_the_time_is_over_is_cancelled() -> None:
     )
     response = connection.getresponse()
     assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "shutting_down")
+    rank0.turn_until(lambda: rank0.role.done("test"))
+    rank0.role.stop()
+
+
+def test_a_cache_that_nobody_fetches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is open while its client has the answer; a stop that waits is ended by a SIGKILL."""
+    monkeypatch.setattr(http_thread, "_FETCH_S", 0.01)
+    rank0 = Rank0()
+    rank0.serve()
+    rank0.open.open({"max_output": 1}, [5])
+    rank0.turn_until(lambda: rank0.queries)
+    rank0.role.end_early()
+    end = time.monotonic() + DEADLINE_S / 2
+    rank0.turn_until(lambda: rank0.cancelled or time.monotonic() > end)
+    assert rank0.cancelled == [0]
+    rank0.answer(
+        (0, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED)), (0, 0, int(ResponseFlag.CANCEL_DONE))
+    )
     rank0.turn_until(lambda: rank0.role.done("test"))
     rank0.role.stop()
 
