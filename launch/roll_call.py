@@ -194,24 +194,31 @@ class _Answer:
             self._say(word)
 
     def _say(self, word: bytes) -> None:
-        if word == _JOINED and self._listener is not None:
-            self._listener.close()
-            self._listener = None
         if self._connection is None:
             self._unsaid = word
         elif word:
             with contextlib.suppress(OSError):
                 self._connection.sendall(word)
             if word == _LEAVES:
-                self.let_go()
+                self._hang_up()
 
-    def let_go(self) -> None:
-        """Close it without a word: in a child process, which is not the rank."""
-        if self._listener is not None:
-            self._listener.close()
+    def _hang_up(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def stop_listening(self) -> None:
+        """Close the port: all have joined."""
+        with self._lock:
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+
+    def let_go(self) -> None:
+        """Close all without a word: in a child process, which is not the rank."""
+        if self._listener is not None:
+            self._listener.close()
+        self._hang_up()
 
 
 _answer: _Answer | None = None
@@ -246,10 +253,16 @@ def fails() -> None:
 def joined() -> None:
     """Tell the launcher that rank 0 knows this rank."""
     if _answer is not None:
+        _answer.stop_listening()
         _answer.say(_JOINED)
 
 
-def leaves() -> None:
-    """Tell the launcher that this rank ends in an orderly way, or that nobody will miss it."""
+def leaves(still_listens: bool = False) -> None:
+    """Tell the launcher that this rank ends in an orderly way, or that nobody will miss it.
+
+    `still_listens`: until it ends, for those who look for whom MPI did not reach.
+    """
     if _answer is not None:
+        if not still_listens:
+            _answer.stop_listening()
         _answer.say(_LEAVES)

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
-_SECOND_S = 2.0  # rank 1 reports this much later than rank 0 would have
+_SECOND_S = 2.0  # rank 1 waits this much longer than rank 0
+_FINDS_OUT_S = 6.0  # what rank 0 takes at most to find out who is missing
 _LOOK_S = 0.5  # while in MPI_Init: how often to look whether the other ranks are there
 _SURE_S = 0.5  # MPI_Init does not end in this time, nor ever, if one is not
 _BEGINS, _DONE = b"b", b"d"  # what a rank tells the child that keeps the time of its MPI_Init
@@ -104,7 +105,7 @@ def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
             code = ExitCode.NOT_READY if apart else ExitCode.INSTANCE_LOST
             _never_started((f"MPI can't start: {apart or _lost_in(world) or error}", code))
             os._exit(code)
-        roll_call.leaves()  # it is not this rank that is missing
+        roll_call.leaves(still_listens=True)  # it is not this rank that is missing
         time.sleep(3 * _LAUNCHER_GRACE_S)
         os._exit(ExitCode.INSTANCE_LOST)
 
@@ -290,6 +291,10 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
     who = stopped_ranks() or told_absent() or _told_apart() or "a rank has not started, or can't be reached"
+    if rank == 1:
+        patience = end - _SECOND_S + _FINDS_OUT_S - time.monotonic()
+        if select.select([pipe], [], [], max(0.0, patience))[0]:
+            return None  # rank 0's child has said so, and ended this rank
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
 
 

@@ -19,8 +19,10 @@ import sys
 from launch import roll_call
 roll_call.answer()
 print("here", flush=True)
-if word := sys.stdin.readline().strip():
-    getattr(roll_call, word)()
+if words := sys.stdin.readline().split():
+    getattr(roll_call, words[0])(*map(bool, words[1:]))
+    print("done", flush=True)
+    sys.stdin.readline()
 """
 
 
@@ -109,3 +111,16 @@ def test_where_ranks_listen(roll_call: RollCall, ranks: list[subprocess.Popen[st
     for process in ranks:
         end(process, "joined\n")
     wait_until(lambda: not roll_call.waits(), "all to have joined")
+
+
+def test_who_leaves_because_another_is_missing_can_still_be_reached(
+    roll_call: RollCall, ranks: list[subprocess.Popen[str]]
+) -> None:
+    """The launcher may look for it only now, and a port that nobody has would seem a firewall's work."""
+    (process, *_) = ranks
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("leaves still_listens\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+    (port,) = (one for one in roll_call.ports() if one.rank == 0)
+    assert unreached({0: (port.address, port.port)}) == {}
