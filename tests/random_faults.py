@@ -1,10 +1,14 @@
-"""Random faults by seed: ``python -m tests.random_faults [--first SEED] [--rounds N] [--out FILE]``, as root.
+"""Random faults by seed: ``python -m tests.random_faults [--srun] [--first SEED] [--rounds N] [--out FILE]``,
+as root.
 
 Each round is a run on one host or on three, of namespaces, with Open MPI or MPICH, which is hit once, in a
 phase: ranks are killed or stopped, a host loses its power or its cable, mpirun or a daemon of its is killed;
 while up to 16 processes take the cores. It must end in time, leave no process, name who was hit and nobody
 else, and leave a result and a page that say the same. A line per round goes to FILE; the exit code is 1 if
 one fell.
+
+With ``--srun`` the three hosts are the nodes of a Slurm (`tools.slurm`), whose srun starts the run: Open MPI
+by PMIx, MPICH by PMI2.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from pathlib import Path
 
 from tests.e2e import test_host_kills as host_kills
 from tests.e2e.test_kills_in_phases import TIMES
-from tests.helpers.clusters import OnHosts, python_on
+from tests.helpers.clusters import OnHosts, UnderSlurm, python_on
 from tests.helpers.held_cores import GO, HELD, HOLD
 from tests.helpers.support import (
     DONE,
@@ -43,10 +47,12 @@ from tests.helpers.support import (
     wait_until,
 )
 from tools.hosts import HEAD, Hosts, hosts
+from tools.slurm import slurm
 
 WITHIN_S = 180.0
 HEARTBEAT_S = 10
 PHASES = ("join", "load", "warmup", "test", "test", "test", "drain", "stop")
+HELD_PHASES = ("load", "warmup", "drain", "stop")  # one rank waits there
 HITS = {  # what is hit, and who may be named for it
     "kill a rank": r"\brank {rank}\b|\bhost {host} \(",
     "stop a rank": r"\brank {rank}\b|\bhost {host} \(|\branks [\d, -]*\b{rank}\b",
@@ -57,7 +63,16 @@ HITS = {  # what is hit, and who may be named for it
     "kill mpirun": r"mpirun \(pid \d+\) was ended by SIGKILL",
     "kill rank 0": r"rank 0\b.*(ended without an exit code|has ended)",
 }
+CAN_BE_SPARED = ("kill a rank", "kill a host's ranks", "stop a rank")
 ON_HOSTS_ONLY = {"kill a host's ranks", "cut a host's power", "pull a host's cable", "kill a host's daemon"}
+UNDER_SRUN = {
+    "kill a rank",
+    "stop a rank",
+    "kill a host's ranks",
+    "cut a host's power",
+    "pull a host's cable",
+    "kill rank 0",
+}
 WHERE = host_kills.WHERE  # h1:2,h2:2,h3:2
 SIZE = 6
 
@@ -75,22 +90,33 @@ class Round:
     rank: int  # that is hit
     load: int  # processes that take the cores
     after_s: float
+    srun: bool = False
 
     @property
     def host(self) -> str:
         return f"h{self.rank // 2 + 1}"
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the run need not end: it can spare the rank, or none is lost (MPICH's mpirun goes on
+        without a daemon whose ranks are there)."""
+        if self.hit == "kill a host's daemon":
+            return self.mpi == "mpich"
+        late = self.phase in PHASES[PHASES.index("test") :]
+        return late and self.policy == "continue" and self.hit in CAN_BE_SPARED
+
     @classmethod
-    def of(cls, seed: int) -> Round:
+    def of(cls, seed: int, srun: bool = False) -> Round:
         chance = random.Random(seed)
-        mpi, spread = chance.choice(["openmpi", "mpich"]), chance.random() < 0.7
-        policy = chance.choice(["fail", "continue"]) if mpi == "openmpi" else "fail"
-        hit = chance.choice([name for name in HITS if spread or name not in ON_HOSTS_ONLY])
+        mpi, spread = chance.choice(["openmpi", "mpich"]), chance.random() < 0.7 or srun
+        policy = chance.choice(["fail", "continue"]) if mpi == "openmpi" and not srun else "fail"
+        hits = [name for name in HITS if spread or name not in ON_HOSTS_ONLY]
+        hit = chance.choice([name for name in hits if name in UNDER_SRUN] if srun else hits)
         rank = (
             0 if hit == "kill rank 0" else chance.randrange(2, SIZE)
         )  # not the leader, whose host is rank 0's
-        load = chance.choice([0, 0, 4, 16])
-        return cls(seed, mpi, spread, policy, chance.choice(PHASES), hit, rank, load, chance.random() * 0.3)
+        load, phase = chance.choice([0, 0, 4, 16]), chance.choice(PHASES)
+        return cls(seed, mpi, spread, policy, phase, hit, rank, load, chance.random() * 0.3, srun)
 
 
 @contextmanager
@@ -105,19 +131,31 @@ def taken_cores(n: int) -> Iterator[None]:
             process.wait()
 
 
-def start(one: Round, on: OnHosts, few: Samples) -> Command:
+def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
     words = [*host_kills._words(few, one.policy), "--join_deadline", 30]
     exports = {}
     holder = 5 if one.rank != 5 else 4
-    if one.phase in ("drain", "stop"):
+    if one.phase in HELD_PHASES:
         words += ["--core_type", HELD]
         exports = {HOLD: f"{one.phase}:{holder}"}
     else:
-        hang = f",fault:hang,fault_phase:{one.phase},fault_rank:{holder}"
-        words += ["--core_type", "dummy", "--core_options"]
-        words += [TIMES + (hang if one.phase in ("load", "warmup") else "")]
+        words += ["--core_type", "dummy", "--core_options", TIMES]
+    if isinstance(on, UnderSlurm):
+        return on.start(["-N", 3, "-n", SIZE], *words, "--log_dir", on.starter.folder / "run", env=exports)
     where = WHERE if one.spread else f"h1:{SIZE}"
     return on.start(where, *words, exports=exports)
+
+
+@contextmanager
+def place(one: Round, folder: Path) -> Iterator[tuple[Hosts, OnHosts | UnderSlurm]]:
+    """Make three hosts; with what starts runs there."""
+    starter = Starter(one.mpi, folder)
+    if one.srun:
+        with slurm(3) as cluster:
+            yield cluster.hosts, UnderSlurm(cluster, starter)
+    else:
+        with hosts(3) as made:
+            yield made, OnHosts(made, starter)
 
 
 def wait_for_phase(one: Round, command: Command, made: Hosts) -> bool:
@@ -180,13 +218,18 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
             )
         return "went on" if was_hit else "was over"
     assert was_hit, "nobody was hit"
-    assert ended.code in (INSTANCE_LOST, TEST_FAILED, NOT_READY), f"exit code {ended.code}"
+    codes = (INSTANCE_LOST, TEST_FAILED, NOT_READY)
+    # srun's is the highest of all tasks'
+    assert ended.code in codes or (one.srun and ended.code > 128), f"exit code {ended.code}"
     told = said(ended)
     pattern = HITS[one.hit].format(rank=one.rank, host=one.host if one.spread else "h1")
     if one.phase == "join" and not result:
         assert told and ("rank 0 ended" not in told or one.rank == 0), f"join: {told}"
         return "named" if re.search(pattern, told, re.DOTALL) else "named in mpirun's words only"
-    assert (result["status"], result["exit_code"]) == ("FAILED", ended.code), "result.json says another end"
+    code = result["exit_code"]
+    assert result["status"] == "FAILED" and code in (codes if one.srun else [ended.code]), (
+        f"result.json says another end: {result['status']}, {code}"
+    )
     causes = "\n".join(
         failure["cause"] if failure["rank"] is None else f"rank {failure['rank']}: {failure['cause']}"
         for failure in result["failures"]
@@ -209,18 +252,12 @@ def _hit(one: Round) -> set[int]:
 def play(one: Round, folder: Path) -> str:
     """Return how it ended. AssertionError: not as it should."""
     few = make_samples(folder / "few.jsonl", [1 + 37 * i % 293 for i in range(64)])
-    with hosts(3) as made, taken_cores(one.load):
-        starter = Starter(one.mpi, folder)
-        command = start(one, OnHosts(made, starter), few)
+    with place(one, folder) as (made, on), taken_cores(one.load):
+        command = start(one, on, few)
         try:
             if was_hit := wait_for_phase(one, command, made):
                 hit(one, made)
-            spared = one.policy == "continue" and one.hit in (
-                "kill a rank",
-                "kill a host's ranks",
-                "stop a rank",
-            )
-            if spared and one.phase in ("drain", "stop"):
+            if one.phase in HELD_PHASES and one.may_go_on:
                 time.sleep(2)
                 (folder / GO).touch()
             gone = one.hit in ("cut a host's power", "pull a host's cable", "kill a host's daemon")
@@ -238,11 +275,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.random_faults", description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--srun", action="store_true", help="in a Slurm, started by its srun")
     parser.add_argument("--out", type=Path, help="a file for lines of JSON")
     given = parser.parse_args(argv)
     fell = 0
     for seed in range(given.first, given.first + given.rounds):
-        one, began = Round.of(seed), time.monotonic()
+        one, began = Round.of(seed, given.srun), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
             os.environ["TMPDIR"] = tempfile.tempdir = folder
             try:

@@ -54,7 +54,7 @@ def few(tmp_path: Path) -> Samples:
 
 def signal_rank_on(made: Hosts, rank: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a rank, on whichever host it is."""
-    wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+    wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
     for host in made.names:
         for pid in python_on(made, host, "run"):
             with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""A core that keeps the end of a run from ending: run as ``--core_type tests.helpers.held_cores:Held``.
+"""A core that keeps a phase of a run from ending: run as ``--core_type tests.helpers.held_cores:Held``.
 
 Every rank imports this module, so it can hold, and end, ranks without a core, too.
 """
@@ -14,14 +14,15 @@ from typing import Any
 from mpi4py import MPI
 
 from mpillm.comms.communicators import Communicators
+from mpillm.comms.messages import Batch
 from mpillm.cores.dummy import DummyCore
 
 HELD = "tests.helpers.held_cores:Held"
 HOLD, VICTIM = "MPILLM_TEST_HOLD", "MPILLM_TEST_VICTIM"
 """PHASE:RANK that waits in its phase until GO is there; PHASE:RANK that kills itself in its phase.
 
-The phases are drain and stop; and, once all ranks are released from the last one, free (communicators) and
-finalize.
+The phases are load, warmup, drain and stop; and, once all ranks are released from the last one, free
+(communicators) and finalize.
 """
 GO = Path("go")  # in the run's working directory
 _LONGEST_S = 120.0
@@ -38,7 +39,15 @@ def _wait_at(place: str, rank: int) -> None:
 
 
 class Held(DummyCore):
-    """Waits in drain, or in stop."""
+    """Waits in a phase."""
+
+    def load(self) -> None:
+        _wait_at("load", self.config.rank)
+        super().load()
+
+    def warm_up_requests(self) -> Batch:
+        _wait_at("warmup", self.config.rank)
+        return super().warm_up_requests()
 
     def flush(self) -> None:
         super().flush()
