@@ -23,11 +23,16 @@ BENCHES = {
 ON_RANKS = ("agreement", "all-reduce", "handoff")  # of an mpirun; the others are one process
 
 
+def module_of(name: str) -> str:
+    """Return the module of a benchmark."""
+    return f"benchmarks.{name.replace('-', '_')}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that is named, with the options after its name."""
     from mpillm.config.values import collect
 
-    named = find("benchmarks", BENCHES, "benchmarks.", argv)
+    named = find("benchmarks", BENCHES, module_of, argv)
     if named is None:
         return ExitCode.DONE
     bench, parser, words = named

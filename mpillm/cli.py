@@ -21,7 +21,7 @@ from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse
 from launch.outside import shown
 from launch.signals import stop_signals
 from mpillm import __version__
-from mpillm.core_names import BROUGHT_BY, lacks
+from mpillm.core_names import BROUGHT_BY, WINGS, brought, lacks
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
@@ -32,19 +32,14 @@ COMMANDS = {
     "doctor": "examine machine and launcher before a run, on all ranks",
     "plan": "show what would run where, without MPI",
     "generate-engines": "quantise a model and build its engine",
-    "generate-triton-config": "write Triton model repositories for an engine",
-    "fill-template": "fill the placeholders of a Triton model's config.pbtxt",
     "generate-disagg-config": "write a disaggregation YAML from options",
     "run-llm-server": "start the servers that a core needs, and wait until they end",
-    "launch-triton-server": "start a tritonserver of one model repository, and wait until it ends",
     "run-harness": "run a test for each workload and scenario named",
     "find-max-qps": "find the highest rate of Server or Interactive that LoadGen calls VALID",
     "compare": "compare runs: options, then figures with confidence intervals",
     "ab": "run two sets of options in turns, and say whether the difference is real",
     "sweep": "run a grid of options, resumable, with a Pareto curve",
     "advise": "propose how to use some GPUs for a test: instances, layouts, contexts to generation",
-    "triton-client": "send requests to a Triton server, and print the answers",
-    "e2e-test": "check and time the models around an engine behind Triton",
     "rerun": "repeat the run of a run directory, and say what is different",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
     "report": "write the page of a run, report.html, again",
@@ -53,10 +48,10 @@ COMMANDS = {
     "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
     "submission": "arrange runs as a submission to MLPerf Inference",
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
-    "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
     "completion": "print what a shell needs to complete commands and options: bash, zsh, fish",
     "bench": "measure a part beside a baseline; `bench` alone lists the benchmarks",
+    **brought("COMMANDS"),
 }
 """What each command does. `module_of` says where it is."""
 
@@ -65,37 +60,21 @@ _GROUPS = {
     "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify"),
     "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
     "prepare": (
-        *(
-            "fetch-model",
-            "completion",
-            "generate-engines",
-            "generate-disagg-config",
-            "generate-triton-config",
-        ),
-        *("fill-template", "hf-lora-convert", "launch-triton-server", "triton-client", "e2e-test"),
+        "fetch-model",
+        "completion",
+        "generate-engines",
+        "generate-disagg-config",
+        *brought("COMMANDS"),
     ),
     "submit": ("accuracy", "compliance", "submission", "endpoints-submission"),
 }
 _GROUPED = {name for names in _GROUPS.values() for name in names}
 
-# Programs of TensorRT-LLM and Triton that their documentation calls, and what replaces them here.
-_CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
-_BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
-_THEIRS = {
-    **dict.fromkeys(("convert-checkpoint", "quantize"), _CHECKPOINT),
-    **dict.fromkeys(("trtllm-build", "build"), _BUILD),
-    "tritonserver": "run-llm-server --harness_type=triton starts it",
-    "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
-    "inflight-batcher-llm-client": "`python -m mpillm triton-client tokens` takes its options",
-    "end-to-end-test": "`python -m mpillm e2e-test` takes its options",
-    "benchmark-core-model": "`python -m mpillm bench core-model` takes its options",
-    "end-to-end-grpc-client": "`python -m mpillm triton-client text` takes its options",
-}
-
 
 def module_of(command: str) -> str:
     """Return the module whose `main` takes the command's arguments and returns its exit code."""
-    where = "launch" if command == "sbatch" else "mpillm.commands"
+    wing = next((wing for wing in WINGS if command in importlib.import_module(wing).COMMANDS), "mpillm")
+    where = "launch" if command == "sbatch" else f"{wing}.commands"
     return f"{where}.{command.replace('-', '_')}"
 
 
@@ -219,8 +198,8 @@ def _run(argv: Sequence[str]) -> int:
         print(f"mpillm {__version__}")
         return ExitCode.DONE
     name = argv[0].removesuffix(".py").replace("_", "-")
-    if name in _THEIRS:
-        raise ConfigError(f"{argv[0]} is a program of TensorRT-LLM, not a command of mpillm: {_THEIRS[name]}")
+    if (instead := brought("PROGRAMS").get(name)) is not None:
+        raise ConfigError(f"{argv[0]} is a program of TensorRT-LLM, not a command of mpillm: {instead}")
     if name not in COMMANDS:
         raise ConfigError(
             f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}"

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 ENTRY_POINTS = "mpillm.cores"
 """The group of entry points by which an installed package adds cores: ``name = "package.module:Class"``."""
 
+WINGS = ("mpillm.nvidia",)
+"""Packages that bring cores, commands and more by name. Nothing but this line knows them."""
+
 DEFAULT = "torch"
+
+
+def brought(what: str) -> dict[str, str]:
+    """Return what the wings have under a name, such as CORES; each is a package that imports nothing."""
+    return {
+        name: value
+        for wing in WINGS
+        for name, value in getattr(importlib.import_module(wing), what, {}).items()
+    }
+
 
 BUILT_IN = {
     DEFAULT: "mpillm.cores.torch_core:TorchCore",
     "dummy": "mpillm.cores.dummy:DummyCore",
-    "trtllm_endpoint": "mpillm.cores.openai_client.endpoint_core:TrtllmEndpointCore",
-    "trtllm_disagg": "mpillm.cores.openai_client.endpoint_core:TrtllmDisaggCore",
-    "trtllm_executor": "mpillm.cores.trtllm.executor:TrtllmExecutorCore",
-    "trtllm_hlapi": "mpillm.cores.trtllm.hlapi:TrtllmHlApiCore",
-    "triton_grpc": "mpillm.cores.triton_grpc.core:TritonGrpcCore",
+    **brought("CORES"),
 }
 
 DISAGGREGATED = (DEFAULT, "trtllm_disagg")
 """Cores whose `run-llm-server` starts the servers of a disaggregation YAML."""
 
-EXTRAS = {DEFAULT: "torch", "triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
+EXTRAS = {DEFAULT: "torch", **brought("EXTRAS")}
 """The extra of this package that a core's class needs, if any."""
 
 BROUGHT_BY = {

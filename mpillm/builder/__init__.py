@@ -1,5 +1,1 @@
-"""The stages from a model to an engine and its configurations (docs/howto/pipeline.md)."""
-
-from mpillm.builder.trtllm import QuantizerConfig as QuantizerConfig
-from mpillm.builder.trtllm import TRTLLMBuilderOp as TRTLLMBuilderOp
-from mpillm.builder.trtllm import TRTLLMQuantizerOp as TRTLLMQuantizerOp
+"""The stages from a model to an engine (docs/howto/pipeline.md): `operation` runs them."""

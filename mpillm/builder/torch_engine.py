@@ -10,9 +10,9 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from launch.command import Command
 from mpillm import fields
+from mpillm.builder.checkpoint import EngineLayout, QuantizerConfig, without_parallelism
 from mpillm.builder.operation import Operation, identity
 from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
-from mpillm.builder.trtllm import QuantizerConfig, TRTLLMLibraryLoader, without_parallelism
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model.model_config import PRESETS
@@ -111,7 +111,7 @@ class TorchBuilderOp(Operation):
         self.deadline_s = deadline_s
         self.source = Path(config.model_path)  # the model that it was quantised from has the same shape
         self.checkpoint = quantizer.output if quantizer else self.source
-        self.layout = TRTLLMLibraryLoader().layout
+        self.layout = EngineLayout().layout
         self.dtype = dtype
         self.quantization = quantization
         if quantizer and quantization not in ("auto", quantizer.algorithm):
@@ -172,7 +172,7 @@ class TorchBuilderOp(Operation):
 
 
 HelpInfo.add_configurator_dependencies(TorchQuantizerOp, (QuantizerConfig,))
-HelpInfo.add_configurator_dependencies(TorchBuilderOp, (TorchQuantizerOp, TRTLLMLibraryLoader))
+HelpInfo.add_configurator_dependencies(TorchBuilderOp, (TorchQuantizerOp, EngineLayout))
 
 
 def engine_stages(config: RunConfig) -> Operation:

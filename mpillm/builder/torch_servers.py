@@ -13,8 +13,8 @@ from launch.disagg_servers import Programs, disaggregated_servers
 from launch.environment import launch_type
 from launch.launcher import one_of_several
 from launch.servers import Server
+from mpillm.builder.disagg_workers import on_this_host
 from mpillm.builder.preconditions import lacking
-from mpillm.builder.served import on_this_host
 from mpillm.config.run_config import RunConfig
 
 _LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from disagg.errors import ConfigError, nearest
 from mpillm.configurator.command_line import Parser
+from mpillm.core_names import WINGS, brought
 from mpillm.errors import ExitCode
 from mpillm.report.columns import beside
 
@@ -16,15 +17,23 @@ BENCHES = {
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
     "routing": "what everything around the model costs, with dummy cores",
-    "core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it",
+    **brought("BENCHES"),
 }
+NAMES = BENCHES
+
+
+def module_of(name: str) -> str:
+    """Return the module of a benchmark."""
+    wing = next((wing for wing in WINGS if name in importlib.import_module(wing).BENCHES), None)
+    where = f"{wing}.{name.replace('-', '_')}" if wing else "mpillm.bench"
+    return f"{where}.bench_{name.replace('-', '_')}"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that is named, with the options after its name."""
     from mpillm.config.values import collect
 
-    named = find("mpillm bench", BENCHES, "mpillm.bench.bench_", argv, figures=True)
+    named = find("mpillm bench", BENCHES, module_of, argv, figures=True)
     if named is None:
         return ExitCode.DONE
     bench, parser, words = named
@@ -34,12 +43,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(
-    prog: str, benches: Mapping[str, str], prefix: str, argv: Sequence[str], figures: bool = False
+    prog: str,
+    benches: Mapping[str, str],
+    module_of: Callable[[str], str],
+    argv: Sequence[str],
+    figures: bool = False,
 ) -> tuple[ModuleType, Parser, list[str]] | None:
     """Return the module of the benchmark that `argv` names, its parser, and the words after its name.
 
-    `prefix`: what stands before its name in its module's. Returns None where help was asked for, which is
-    printed. `figures`: they tell figures for --json. Raises ConfigError for a name that is not in `benches`.
+    `module_of`: its module's name. Returns None where help was asked for, which is printed. `figures`: they
+    tell figures for --json. Raises ConfigError for a name that is not in `benches`.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: python -m {prog} NAME [options]\n")
@@ -52,7 +65,7 @@ def find(
             f"no benchmark '{argv[0]}'{nearest(argv[0], benches)}; there are: {', '.join(benches)}"
         )
     name, *words = argv
-    bench = importlib.import_module(prefix + name.replace("-", "_"))
+    bench = importlib.import_module(module_of(name))
     parser = Parser(
         prog=f"{prog} {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG, figures=figures
     )

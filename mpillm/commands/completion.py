@@ -14,11 +14,6 @@ from mpillm.errors import ExitCode, needs_extra
 
 SHELLS = ("bash", "zsh", "fish")
 _START_OTHERS = ("mpirun", "sbatch")
-# Commands whose first word is the name of one of several, and where these are.
-_NAMES = {
-    "bench": ("mpillm.commands.bench", "BENCHES"),
-    "triton-client": ("mpillm.commands.triton_client", "CLIENTS"),
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,11 +55,11 @@ def complete(modules: Mapping[str, str]) -> NoReturn:
     if name not in modules:
         raise SystemExit(ExitCode.USAGE)
     start = at + 1
-    if name in _NAMES:
-        module, names = _NAMES[name]
+    command = importlib.import_module(modules[name])
+    if (names := getattr(command, "NAMES", None)) is not None:  # its first word is one of these
         start += 1
         if len(words) < start:
-            _offer(getattr(importlib.import_module(module), names), len(words))
+            _offer(names, len(words))
     os.environ["_ARGCOMPLETE"] = str(start)
     parse = argparse.ArgumentParser.parse_known_args
 
@@ -73,7 +68,7 @@ def complete(modules: Mapping[str, str]) -> NoReturn:
         argcomplete.autocomplete(parser)
 
     argparse.ArgumentParser.parse_known_args = answer  # type: ignore[method-assign, assignment]
-    importlib.import_module(modules[name]).main(words[at + 1 :])
+    command.main(words[at + 1 :])
     raise SystemExit(ExitCode.USAGE)
 
 

@@ -15,13 +15,14 @@ import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from launch.launcher import EveryRankError, one_of_several
-from mpillm.builder.served import as_served, for_workers
+from mpillm.builder.disagg_workers import for_workers
 from mpillm.comms.start import start_mpi
 from mpillm.config.disagg_values import CORE
-from mpillm.config.disagg_yaml import generated
+from mpillm.config.disagg_yaml import generated, stating
 from mpillm.config.options import parse_stage
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
+from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import DEADLINES, Field, shown
 from mpillm.files import write_text
@@ -61,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
             return ExitCode.DONE
     else:
         made = generated(config, config.world_size)
-    text = disagg.dump(as_served(config, made))
+    made = stating(config, made)
+    if (for_servers := BackendRegistry.declared(config.core_type).disagg_yaml) is not None:
+        made = function(for_servers)(config, made)
+    text = disagg.dump(made)
     if config.dry_run or not path:
         print(text, end="")
         return ExitCode.DONE

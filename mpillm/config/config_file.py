@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -12,16 +13,15 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 from disagg.errors import ConfigError, nearest
 from disagg.text_file import read_text
 from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
 from mpillm import fields, user_config
-from mpillm.config import nvidia_config
-from mpillm.config.nvidia_config import PERFORMANCE, KindOfTest
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import Level, Origin
+from mpillm.core_names import WINGS
 from mpillm.fields.general import INTERACTIVE
 from mpillm.fields.passed_over import PASSED_OVER
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
@@ -43,6 +43,38 @@ _SETTINGS = {
     AccuracyTarget: fields.accuracy_target,
     PowerSetting: fields.power_setting,
 }
+
+
+class KindOfTest(NamedTuple):
+    """What a file may have other values for."""
+
+    test_mode: str
+    compliance_test: str | None
+
+
+PERFORMANCE = KindOfTest("PerformanceOnly", None)
+Values = dict[str, tuple[Any, str]]
+"""Values by name, each with its file:line."""
+
+
+class Form(Protocol):
+    """A module that reads a further form of configuration file in Python: a wing's CONFIG_FILES."""
+
+    def importable(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """In the block, what such a file imports is importable. ConfigError: mpillm lacks what it is for."""
+
+    def exports(
+        self, module: types.ModuleType, path: str, text: str, kind: KindOfTest
+    ) -> Iterator[tuple[str, int, Values]]:
+        """Yield the configurations in a file that was loaded: name, line and values."""
+
+    def in_our_unit(self, name: str, value: Any, where: str) -> Any:
+        """Return a value of a file in Python in the unit of its field."""
+
+
+def _form() -> Form:
+    (wing,) = WINGS  # which has one
+    return cast(Form, importlib.import_module(importlib.import_module(wing).CONFIG_FILES))
 
 
 @dataclass(frozen=True)
@@ -205,19 +237,19 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
 
 
 def _python_entries(path: str, text: str, kind: KindOfTest) -> tuple[Entry, ...]:
-    nvidia_config.of_path(path)
-    with nvidia_config.importable(path):
+    form = _form()
+    with form.importable(path):
         module = _run(path, text)
-        items = [*_classes(path), *nvidia_config.exports(module, path, text, kind)]
+        items = [*_classes(path, form), *form.exports(module, path, text, kind)]
     return tuple(_entry(path, name, line, values) for name, line, values in items)
 
 
-def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
+def _classes(path: str, form: Form) -> Iterator[tuple[str, int, Values]]:
     """Yield the registered classes: name, line, and values by name with the file:line of each."""
     lines = functools.cache(_lines)
     for cls, settings in ConfigRegistry.registered:
         line = lines(path).get((cls.__name__, ""), 1)
-        items: dict[str, tuple[Any, str]] = {}
+        items: Values = {}
         for base in reversed(cls.__mro__[:-1]):
             file = getattr(sys.modules.get(base.__module__), "__file__", None) or path
             for name, value in vars(base).items():
@@ -228,7 +260,7 @@ def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]
                     value, (property, classmethod, staticmethod)
                 ):
                     raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
-                items[name] = (nvidia_config.in_our_unit(name, value, where), where)
+                items[name] = (form.in_our_unit(name, value, where), where)
         for setting in settings:
             name = _SETTINGS[type(setting)].name
             if name in items:

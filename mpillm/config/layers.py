@@ -12,7 +12,6 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm import fields, workloads
 from mpillm.config import config_file, disagg_values
-from mpillm.config.nvidia_config import KindOfTest
 from mpillm.config.values import complete
 from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import Configuration, Field
@@ -31,7 +30,9 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
         file = config_file.load(
             path,
             {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT},
-            KindOfTest(said(own, fields.test_mode).value, said(own, fields.compliance_test).value),
+            config_file.KindOfTest(
+                said(own, fields.test_mode).value, said(own, fields.compliance_test).value
+            ),
         )
         own.update(file)
         own.origins = file.origins

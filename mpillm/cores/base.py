@@ -88,6 +88,9 @@ class LLMCore(ABC):
     engine_stages: ClassVar[str | None] = None
     # ``module:function``: from a RunConfig and the command's words to what `run-llm-server` starts.
     servers: ClassVar[str | None] = None
+    # ``module:function``: from a RunConfig and the disaggregation YAML of its options to the one that its
+    # servers read. None: that YAML as it is.
+    disagg_yaml: ClassVar[str | None] = None
     # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
     world_import: ClassVar[str | None] = None
     framework: ClassVar[str | None] = None  # for the system description of a submission

@@ -7,6 +7,7 @@ TensorRT-LLM's flags vary with the model, so its cores receive keys that are unk
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mpillm.configurator import Field
 from mpillm.configurator.effect import Effect
@@ -61,12 +62,13 @@ RUNTIME_FLAGS: dict[str, Field] = {
 }
 # Triton's templates' names for some of them, and their words for values.
 _BATCHING = {"V1": False, "v1": False, "inflight_batching": True, "inflight_fused_batching": True}
-OTHER_NAMES: dict[str, tuple[str, Mapping[str, bool]]] = {
+OTHER_NAMES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "kv_cache_free_gpu_mem_fraction": ("kvcache_free_gpu_mem_frac", {}),
     "exclude_input_in_output": ("exclude_input_from_output", {}),
     "triton_max_batch_size": ("max_batch_size", {}),
     "batching_strategy": ("use_inflight_batching", _BATCHING),
     "gpt_model_type": ("use_inflight_batching", _BATCHING),
+    "trtllm_backend": ("trtllm_backend", {"pytorch": "pytorch", "cpp": "cpp", "trt": "cpp"}),
 }
 
 

@@ -12,7 +12,13 @@ from mpillm.llmlib.cores import LLMRequest as LLMRequest
 from mpillm.llmlib.cores import LLMResponse as LLMResponse
 from mpillm.llmlib.dataset import LLMDataLoader as LLMDataLoader
 from mpillm.llmlib.factory import LLMServerFactory as LLMServerFactory
+from mpillm.llmlib.harness_op import DummyHarnessOp as DummyHarnessOp
 from mpillm.llmlib.harness_op import LLMHarnessOp as LLMHarnessOp
+from mpillm.llmlib.harness_op import TritonClientHarnessOp as TritonClientHarnessOp
+from mpillm.llmlib.harness_op import TrtllmExecutorClientHarnessOp as TrtllmExecutorClientHarnessOp
+from mpillm.llmlib.harness_op import TrtllmHLApiClientHarnessOp as TrtllmHLApiClientHarnessOp
+from mpillm.llmlib.harness_op import TrtllmServeClientHarnessOp as TrtllmServeClientHarnessOp
 from mpillm.llmlib.server import LLMServer as LLMServer
 from mpillm.llmlib.utils import LLMServerProgressDisplay as LLMServerProgressDisplay
 from mpillm.llmlib.warmup import WarmupManager as WarmupManager
+from mpillm.user_config import CoreType as CoreType

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from mpillm import fields
 from mpillm.config import backends
-from mpillm.config.backends import TritonHarnessConfig as TritonHarnessConfig
-from mpillm.config.backends import TrtllmEndpointConfig as TrtllmEndpointConfig
-from mpillm.config.backends import TrtllmExecutorConfig as TrtllmExecutorConfig
 from mpillm.config.backends import TrtllmHarnessConfig as TrtllmHarnessConfig
-from mpillm.config.backends import TrtllmHlApiConfig as TrtllmHlApiConfig
 from mpillm.configurator import autoconfigure, bind, current
 from mpillm.models.model_files import GenerationConfig as GenerationConfig
+from mpillm.nvidia.configs import TritonHarnessConfig as TritonHarnessConfig
+from mpillm.nvidia.configs import TrtllmEndpointConfig as TrtllmEndpointConfig
+from mpillm.nvidia.configs import TrtllmExecutorConfig as TrtllmExecutorConfig
+from mpillm.nvidia.configs import TrtllmHlApiConfig as TrtllmHlApiConfig
 
 C = TypeVar("C", bound=backends.HarnessConfig)
 

@@ -12,6 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib.config import HarnessConfig
 from mpillm.llmlib.cores.base import CompleteCallback, LLMCore
+from mpillm.llmlib.cores.built_in import built_in
 from mpillm.llmlib.server import LLMServer
 from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.llmlib.warmup import WarmupManager
@@ -74,16 +75,11 @@ class LLMServerFactory:
 
 
 def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
-    """Return the class of a name. Raises ConfigError if it is a core of mpillm's own."""
+    """Return the class of a name; a core of mpillm's own is put into one of this room."""
     if isinstance(backend_type, type):
         return backend_type
     backend: type[LLMCore] | None = getattr(BackendRegistry.get(backend_type), "backend", None)
-    if backend is None:
-        raise ConfigError(
-            f"--core_type {backend_type} is a core of mpillm, which runs on ranks: use LLMHarnessOp",
-            about=["core_type"],
-        )
-    return backend
+    return backend or built_in(backend_type)
 
 
 def n_cores(backend: type[LLMCore], backend_kwargs: dict[str, Any]) -> int:

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.commands.run import start
-from mpillm.configurator import Field, current, option_texts
+from mpillm.configurator import option_texts
 from mpillm.cores.registry import BackendRegistry
-from mpillm.fields import BY_NAME, FIELDS
 from mpillm.llmlib.cores.base import LLMCore
 from mpillm.llmlib.dataset import LLMDataLoader
 from mpillm.llmlib.rank_core import RankCore
+from mpillm.llmlib.words import command_line
 from mpillm.workloads import Workload
 
 
@@ -29,6 +29,7 @@ class LLMHarnessOp:
     """
 
     data_loader: ClassVar[type[LLMDataLoader] | None] = None  # None: the data set of the options
+    own_core_type: ClassVar[str | None] = None  # of a variant: the core that a call need not name
 
     @classmethod
     def immediate_dependencies(cls) -> set[type]:
@@ -56,7 +57,7 @@ class LLMHarnessOp:
                 " LoadGen's queries go through mpillm's harness"
             )
         self.wl = workload
-        self.core_type = core_type
+        self.core_type = core_type or self.own_core_type
         self.options = options
 
     def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
@@ -94,25 +95,38 @@ class LLMHarnessOp:
             said["core_type"] = _path(self.core_type) if isinstance(self.core_type, type) else self.core_type
         if self.data_loader is not None:
             said["dataset"] = _path(self.data_loader)
-        values = {_field(name): value for name, value in said.items()}
-        typed = option_texts(FIELDS, sys.argv[1:])
-        for field, value in (current() or {}).items():
-            if field.name not in typed and field in FIELDS and value is not None:
-                values.setdefault(field, value)
-        return [
-            *sys.argv[1:],
-            *(
-                f"--{field.name}={field.text(field.check(value, field.name))}"
-                for field, value in values.items()
-            ),
-        ]
-
-
-def _field(name: str) -> Field:
-    if name not in BY_NAME:
-        raise ConfigError(f"LLMHarnessOp: no option {name}{nearest(name, BY_NAME)}")
-    return BY_NAME[name]
+        return command_line(said)
 
 
 def _path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+class DummyHarnessOp(LLMHarnessOp):
+    """A test of the core `dummy`."""
+
+    own_core_type = "dummy"
+
+
+class TrtllmExecutorClientHarnessOp(LLMHarnessOp):
+    """A test of TensorRT-LLM's executor."""
+
+    own_core_type = "trtllm_executor"
+
+
+class TrtllmHLApiClientHarnessOp(LLMHarnessOp):
+    """A test of TensorRT-LLM's LLM class."""
+
+    own_core_type = "trtllm_hlapi"
+
+
+class TrtllmServeClientHarnessOp(LLMHarnessOp):
+    """A test of `trtllm-serve`, which runs already."""
+
+    own_core_type = "trtllm_endpoint"
+
+
+class TritonClientHarnessOp(LLMHarnessOp):
+    """A test of tritonservers, which run already."""
+
+    own_core_type = "triton_grpc"

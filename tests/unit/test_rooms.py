@@ -36,12 +36,18 @@ mpillm.cores
 mpillm.roles
 mpillm.report
 mpillm.endpoint
-mpillm.triton_models mpillm.triton_client mpillm.doctor
+mpillm.nvidia.triton_models mpillm.nvidia.triton_client mpillm.doctor
 mpillm.runs mpillm.loadtest
 mpillm.bench mpillm.submission
 mpillm.runtime
 mpillm.experiments
 mpillm.commands
+mpillm.nvidia
+mpillm.nvidia.trtllm
+mpillm.nvidia.triton
+mpillm.nvidia.triton_core mpillm.nvidia.triton_client mpillm.nvidia.triton_models
+mpillm.nvidia.core_model
+mpillm.nvidia.commands
 mpillm.llmlib
 mpillm.cli
 mpillm.__main__
@@ -50,8 +56,10 @@ benchmarks
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 # ``module:function``, whole or as the start of an f-string
 NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
-# the one table of names and classes, like the entry points of a package: only cores.registry follows it
-TABLE = "mpillm.core_names"
+# What the core finds by name only: none of its rooms imports them, or names anything in them.
+WING = ("mpillm.nvidia", "mpillm.llmlib")
+# the tables of names and classes, like the entry points of a package: registries follow them
+TABLES = ("mpillm.core_names", "mpillm.nvidia")
 VERSION = "mpillm"  # every room may import the package itself: the version, and names that wait to be used
 
 
@@ -126,12 +134,35 @@ def test_rooms_import_only_rooms_below_them() -> None:
 
 
 def test_rooms_name_only_rooms_below_them() -> None:
-    assert [arrow for name in sorted(files()) if name != TABLE for arrow in up(name, named(name))] == []
+    assert [arrow for name in sorted(files()) if name not in TABLES for arrow in up(name, named(name))] == []
+
+
+def test_the_core_knows_its_wing_by_one_name_only() -> None:
+    """Whatever stands in a string counts; the laboratory may measure the wing, too."""
+    of_the_wing = re.compile(rf"({'|'.join(map(re.escape, WING))})([.:].*)?")
+    core = [
+        name for name in sorted(files()) if not of_the_wing.fullmatch(name) and room(name) != "benchmarks"
+    ]
+    assert [
+        f"{name}: {found}"
+        for name in core
+        for found in [*imported(name), *strings(name)]
+        if of_the_wing.fullmatch(found)
+    ] == ["mpillm.core_names: mpillm.nvidia"]
+
+
+def strings(name: str) -> Iterator[str]:
+    """Yield the strings of a module but its docstrings."""
+    tree = ast.parse(files()[name].read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
 
 
 def test_a_name_in_a_string_is_an_arrow() -> None:
     assert "mpillm.builder.torch_engine" in set(named("mpillm.cores.torch_core"))
-    assert "mpillm.cores.torch_core" in set(named(TABLE))
+    assert "mpillm.cores.torch_core" in set(named(TABLES[0]))
     assert up("mpillm.cores.torch_core", iter(["mpillm.builder.torch_engine"])) == []
     assert up("mpillm.builder.torch_engine", iter(["mpillm.cores.torch_core"])) == [
         "mpillm.builder.torch_engine -> mpillm.cores.torch_core"
@@ -182,7 +213,9 @@ def test_the_picture_in_the_architecture_has_every_room() -> None:
     """Of those that are folders, higher ones first."""
     page = (ROOT / "docs/explain/architecture.md").read_text(encoding="utf-8")
     (picture,) = re.findall(r"^```\n.*?^```", page, re.MULTILINE | re.DOTALL)
-    shown = [f"mpillm.{name}" for name in re.findall(r"^ (\w+)/ ", picture, re.MULTILINE)]
+    shown = [
+        f"mpillm.{name.replace('/', '.')}" for name in re.findall(r"^ ([\w/]+)/ ", picture, re.MULTILINE)
+    ]
     shown = [name if name in FLOOR else name.removeprefix("mpillm.") for name in shown]
     assert sorted(shown) == sorted(
         room for room in FLOOR if (ROOT / room.replace(".", "/")).is_dir() and room != "benchmarks"

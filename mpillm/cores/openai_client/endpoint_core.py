@@ -9,17 +9,16 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.config.backends import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
@@ -112,19 +111,42 @@ class _Statistics:
             self._waiting[name] = []
 
 
-class TrtllmEndpointCore(LLMCore):
-    """`trtllm-serve`, vLLM, SGLang or another server with `/v1/completions`, over HTTP."""
+class HarnessValues(Protocol):
+    """What such a core reads of the configuration in force."""
+
+    @property
+    def streaming(self) -> bool: ...
+
+    @property
+    def endpoint_urls(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_concurrency(self) -> int | None: ...  # requests of one server at once; None: no limit
+
+    @property
+    def load_deadline(self) -> float: ...  # seconds, and below
+
+    @property
+    def health_deadline(self) -> float: ...
+
+    @property
+    def stall_timeout(self) -> float: ...
+
+    @property
+    def compliance_test(self) -> str | None: ...
+
+
+class EndpointCore(LLMCore):
+    """A server with `/v1/completions` over HTTP: vLLM, SGLang, `trtllm-serve` or another."""
 
     is_client = True
-    engine_stages = "mpillm.builder.trtllm:checkpoint_stages"
-    servers = "mpillm.builder.trtllm_servers:endpoint_servers"
 
-    config_class: ClassVar[type[TrtllmEndpointConfig]] = TrtllmEndpointConfig
+    config_class: ClassVar[Callable[[], HarnessValues]]
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._options = EndpointOptions.from_options(config.options)
-        self._harness = self.config_class()
+        self._harness = type(self).config_class()
         self.streams = self._harness.streaming
         at_once = self._harness.max_concurrency or MOST_AT_ONCE
         self._urls, self._at_once = (
@@ -425,22 +447,6 @@ class TrtllmEndpointCore(LLMCore):
         self._rows.append((id_, len(tokens), int(flags), tokens))
         if len(self._rows) == 1:  # else the main thread, which takes all, knows of an earlier one
             self.wake()
-
-
-class TrtllmDisaggCore(TrtllmEndpointCore):
-    """The leader of `trtllm-serve disaggregated`, which its YAML names."""
-
-    servers = "mpillm.builder.trtllm_servers:disaggregated_servers"
-    config_class = TrtllmDisaggEndpointConfig
-
-    @classmethod
-    @about("core_type", "disagg_config")
-    def check(cls, config: CoreConfig) -> StatedLimits | None:
-        if cls.config_class().disagg_config_path is None:
-            raise ConfigError(
-                "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
-            )
-        return super().check(config)
 
 
 def _folder(config: CoreConfig) -> Path | None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.builder import preconditions
-from mpillm.builder import triton_repository as triton
-from mpillm.builder.pbtxt import Name, dump
-from mpillm.builder.triton_repository import model_name, model_parameters, triton_layout
 from mpillm.cli import main
+from mpillm.nvidia.configs import model_name
+from mpillm.nvidia.triton import repository as triton
+from mpillm.nvidia.triton.pbtxt import Name, dump
+from mpillm.nvidia.triton.repository import model_parameters, triton_layout
 
 
 def read(text: str) -> Any:

@@ -16,13 +16,19 @@ from types import SimpleNamespace
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm import builder, fields
+from mpillm import fields
 from mpillm.builder import preconditions, torch_stage
+from mpillm.builder.checkpoint import QuantizerConfig
 from mpillm.builder.torch_engine import TorchBuilderOp, TorchQuantizerOp
-from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMLibraryLoader, TRTLLMQuantizerOp
-from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE
 from mpillm.cli import main
 from mpillm.configurator import Configuration
+from mpillm.llmlib import builder
+from mpillm.nvidia.trtllm.engines import (
+    TRTLLMBuilderOp,
+    TRTLLMLibraryLoader,
+    TRTLLMQuantizerOp,
+)
+from mpillm.nvidia.trtllm.tool_options import BUILD, CONVERT, QUANTIZE
 from tests.helpers.configured import from_fields
 from tests.helpers.trtllm_stand_in import make_library, make_model
 

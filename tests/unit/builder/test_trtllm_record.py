@@ -13,8 +13,8 @@ import yaml
 import disagg
 from launch import trtllm_serve
 from launch.disagg_servers import disaggregated_servers
-from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE, Tool
 from mpillm.cli import main
+from mpillm.nvidia.trtllm.tool_options import BUILD, CONVERT, QUANTIZE, Tool
 from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record
 
 LACKING = {"quantize.py": {"export_format"}}  # docs/howto/pipeline.md says so

@@ -8,7 +8,7 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.builder.served import for_workers
+from mpillm.builder.disagg_workers import for_workers
 from mpillm.cli import main
 from mpillm.config.options import parse
 from mpillm.config.run_config import RunConfig

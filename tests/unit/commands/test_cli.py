@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 
 from mpillm import cli
+from mpillm.core_names import WINGS
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -173,11 +176,13 @@ def test_a_reader_that_has_gone(unbuffered: str) -> None:
 
 
 def test_every_command_has_a_file_of_its_own() -> None:
-    folder = Path(cli.__file__).parent / "commands"
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert {f"mpillm.commands.{name}" for name in files} == {*map(cli.module_of, cli.COMMANDS)} - {
-        "launch.sbatch",
+    files = {
+        f"{where}.commands.{path.stem}"
+        for where in ("mpillm", *WINGS)
+        for path in (ROOT / where.replace(".", "/") / "commands").glob("*.py")
+        if path.stem != "__init__"
     }
+    assert files == {*map(cli.module_of, cli.COMMANDS)} - {"launch.sbatch"}
 
 
 HELP = """

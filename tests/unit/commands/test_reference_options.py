@@ -15,6 +15,7 @@ from mpillm.config.flags import OVERLAYS
 from mpillm.fields import BY_NAME
 from mpillm.fields.runtime_flags import RUNTIME_FLAGS
 from mpillm.models import model_files
+from mpillm.nvidia import configs
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "reference_options.md").read_text()
@@ -64,7 +65,7 @@ CLASS_DEFAULTS = {
     "moe_expert_parallelism": harness_config.HarnessConfig.moe_expert_parallelism,
     "triton_num_models_per_server": "by the GPUs",
     "triton_num_servers": "by the GPUs",
-    "trtllm_server_urls": ",".join(harness_config.TrtllmEndpointConfig.endpoint_urls),
+    "trtllm_server_urls": ",".join(configs.TrtllmEndpointConfig.endpoint_urls),
 }
 
 
@@ -114,4 +115,4 @@ def test_every_runtime_flag() -> None:
 
 def test_every_class() -> None:
     for name in re.findall(r"`(\w+Config)`", PAGE):
-        assert hasattr(harness_config, name) or hasattr(model_files, name)
+        assert any(hasattr(module, name) for module in (harness_config, configs, model_files))

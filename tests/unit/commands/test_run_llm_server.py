@@ -320,8 +320,9 @@ def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     visible: str | None,
     shares: list[str],
 ) -> None:
-    from mpillm.builder import preconditions, trtllm_servers
+    from mpillm.builder import preconditions
     from mpillm.devices import Gpu
+    from mpillm.nvidia.trtllm import servers as trtllm_servers
 
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
     for module in (trtllm_servers, preconditions):

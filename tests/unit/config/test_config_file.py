@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm import fields, user_config, workloads
-from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.options import parse_run
 from mpillm.fields import general
+from mpillm.nvidia.configs import TritonHarnessConfig
 from tests.helpers.config_files import REGISTERED, SEVERAL, config_of, written
 from tests.helpers.skeleton import SKELETON
 

@@ -13,13 +13,13 @@ from disagg.errors import ConfigError
 from disagg.schema import TOP_LEVEL
 from mpillm.cli import main
 from mpillm.commands.plan import main as plan_main
-from mpillm.config.backends import TrtllmDisaggEndpointConfig
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.options import parse_run, parse_serve
 from mpillm.cores.base import CoreConfig
 from mpillm.fields import traffic_distribution_policy
 from mpillm.fields.effects import RUN, SERVE
+from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig
 from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.rank_roles import check_handoff, prefix_routing, what_runs

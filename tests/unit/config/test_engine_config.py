@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.backends import TrtllmExecutorConfig
 from mpillm.models.model_files import EngineConfig
+from mpillm.nvidia.configs import TrtllmExecutorConfig
 from tests.helpers.configured import built
 
 ENGINE: dict[str, Any] = {

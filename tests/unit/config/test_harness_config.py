@@ -9,16 +9,15 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields
-from mpillm.config.backends import (
-    HarnessConfig,
+from mpillm.config.backends import HarnessConfig, TrtllmHarnessConfig
+from mpillm.config.options import parse_run
+from mpillm.configurator import Configuration, HelpInfo
+from mpillm.nvidia.configs import (
     TritonHarnessConfig,
     TrtllmDisaggEndpointConfig,
     TrtllmEndpointConfig,
-    TrtllmHarnessConfig,
     TrtllmHlApiConfig,
 )
-from mpillm.config.options import parse_run
-from mpillm.configurator import Configuration, HelpInfo
 from tests.helpers.configured import built, from_fields
 
 CLASSES = (
@@ -220,3 +219,18 @@ def test_wrong_endpoints(cls: Any, values: dict[str, Any], words: list[str]) -> 
     with pytest.raises(ConfigError) as error:
         built(cls, **values)
     assert all(word in str(error.value) for word in words)
+
+
+def test_names_of_llmlibs_attributes() -> None:
+    """Its README has them."""
+    servers = ["--triton_server_urls=a:1,b:2", "--benchmarks=llama3.1-405b", "--core_type=triton_grpc"]
+    triton = parse_run(servers).build(TritonHarnessConfig)
+    assert (triton.server_url, triton.model_name) == ("a:1", "llama3_1-405b-offline-0")
+    endpoints = ["--trtllm_server_urls=a:1,b:2", "--model_path=llama", "--core_type=trtllm_endpoint"]
+    endpoint = parse_run(endpoints).build(TrtllmEndpointConfig)
+    assert (endpoint.endpoint_url, endpoint.model_name) == ("a:1", "llama")
+    trt = ["--core_type=trtllm_hlapi", "--trtllm_runtime_flags=trtllm_backend:trt", "--model_path=llama"]
+    library = parse_run(trt).build(TrtllmHlApiConfig)
+    assert library.backend_type == "cpp", "trt is NVIDIA's word for it"
+    alone = TrtllmHlApiConfig(runtime_flags={"trtllm_backend": "trt"})
+    assert alone.backend_type == "cpp"

@@ -12,7 +12,6 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields, user_config
-from mpillm.builder.trtllm_options import BUILD
 from mpillm.config.idle import check_idle
 from mpillm.config.options import parse, parse_run
 from mpillm.config.run_config import RunConfig
@@ -20,6 +19,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import check_core
 from mpillm.fields import FIELDS
+from mpillm.nvidia.trtllm.tool_options import BUILD
 
 # The form of such a file; the values are ours.
 HEAD = """\

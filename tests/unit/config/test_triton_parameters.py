@@ -10,8 +10,8 @@ import pytest
 
 import mpillm
 from disagg.errors import ConfigError
-from mpillm.builder.triton_repository import model_parameters
-from mpillm.config.triton_parameters import _READ, in_vain
+from mpillm.nvidia.triton.parameters import _READ, in_vain
+from mpillm.nvidia.triton.repository import model_parameters
 
 # As `generate-triton-config` takes them all, with values that ask for something.
 FLAGS = {
@@ -83,7 +83,7 @@ def test_another_model_in_the_template_is_refused() -> None:
 def test_what_counts_as_read_is_read() -> None:
     """Each name is a text in the code of the models, or in the launcher's; one is Triton's own."""
     root = Path(mpillm.__file__).parents[1]
-    files = (root / "mpillm/triton_models").glob("*.py")
+    files = (root / "mpillm/nvidia/triton_models").glob("*.py")
     trees = [ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
     texts = {node.value for tree in trees for node in tree if isinstance(node, ast.Constant)}
     assert _READ - texts == {"FORCE_CPU_ONLY_INPUT_TENSORS", "gpu_device_ids"}

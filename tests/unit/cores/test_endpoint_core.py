@@ -8,8 +8,8 @@ import pytest
 
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.clients import share_of
-from mpillm.cores.openai_client.endpoint_core import TrtllmEndpointCore
 from mpillm.errors import RunError
+from mpillm.nvidia.trtllm.endpoint import TrtllmEndpointCore
 from tests.helpers.endpoint_cores import (
     CANCELLED,
     FINAL,

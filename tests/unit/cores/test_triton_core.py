@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
-from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.triton_grpc import core as module
-from mpillm.cores.triton_grpc.triton_ready import Model
+from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.nvidia.triton_core import core as module
+from mpillm.nvidia.triton_core.triton_ready import Model
 
 AT_ONCE = 64
 MANY = AT_ONCE // module._GATHER_PART

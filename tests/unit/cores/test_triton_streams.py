@@ -15,8 +15,8 @@ pytest.importorskip("tritonclient.grpc")
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from mpillm.cores.triton_grpc.stream import Streams
-from mpillm.cores.triton_grpc.tensors import is_last
+from mpillm.nvidia.triton_core.stream import Streams
+from mpillm.nvidia.triton_core.tensors import is_last
 from tests.helpers.support import wait_until
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import service_pb2
 
-from mpillm.cores.triton_grpc.tensors import Wanted, _common, request_of, stop_of, word_list
+from mpillm.nvidia.triton_core.tensors import Wanted, _common, request_of, stop_of, word_list
 
 KINDS = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
 

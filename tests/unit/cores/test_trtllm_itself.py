@@ -16,8 +16,8 @@ import pytest
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.options import parse_run
-from mpillm.cores.trtllm.executor import TrtllmExecutorCore
-from mpillm.cores.trtllm.hlapi import TrtllmHlApiCore
+from mpillm.nvidia.trtllm.executor import TrtllmExecutorCore
+from mpillm.nvidia.trtllm.hlapi import TrtllmHlApiCore
 
 pytestmark = pytest.mark.trtllm
 RECORD = json.loads((Path(__file__).parents[2] / "data/trtllm/record.json").read_text(encoding="utf-8"))

@@ -31,8 +31,8 @@ from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disaggregated_params import GENERATION_ONLY, Half, KvFormat
 from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
-from mpillm.triton_models.requests import Refused
-from mpillm.triton_models.requests import read as read_tensors
+from mpillm.nvidia.triton_models.requests import Refused
+from mpillm.nvidia.triton_models.requests import read as read_tensors
 from tests.helpers.fuzzing import ODD_VALUE, changed, damaged, fuzz, json_bytes
 
 HOST = "127.0.0.1"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.tritonserver import find_tritonserver, made_prefix
-from mpillm.builder.triton_embedded import site_packages
+from mpillm.nvidia.triton.embedded import site_packages
 
 
 @pytest.mark.parametrize("own", ["", "mpich"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.triton_client.connection import AnswerError, Connection
+from mpillm.nvidia.triton_client.connection import AnswerError, Connection
 from tests.helpers.support import free_ports
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mpillm.bench.core_model_load import Request, Target, over_http
-from mpillm.triton_client import kserve_http
-from mpillm.triton_client.connection import AnswerError
-from mpillm.triton_client.kserve_http import HttpConnection
+from mpillm.nvidia.core_model.load import Request, Target, over_http
+from mpillm.nvidia.triton_client import kserve_http
+from mpillm.nvidia.triton_client.connection import AnswerError
+from mpillm.nvidia.triton_client.kserve_http import HttpConnection
 from tests.helpers.endless_server import ENDLESS, OK, endless_server
 
 TIMEOUT_S = 60.0

@@ -12,8 +12,8 @@ import pytest
 
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
-from mpillm.triton_models.engine_thread import Answer, EngineThread
-from mpillm.triton_models.requests import NO_END, Asked
+from mpillm.nvidia.triton_models.engine_thread import Answer, EngineThread
+from mpillm.nvidia.triton_models.requests import NO_END, Asked
 
 WAIT_S = 30.0
 

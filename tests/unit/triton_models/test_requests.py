@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.cores.triton_grpc.tensors import word_list as list_of_words
 from mpillm.engine.lora import Adapter
-from mpillm.triton_models.requests import Asked, Refused, read, word_list
+from mpillm.nvidia.triton_core.tensors import word_list as list_of_words
+from mpillm.nvidia.triton_models.requests import Asked, Refused, read, word_list
 
 BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
 

@@ -1,0 +1,36 @@
+"""A disaggregation YAML for workers on hosts that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import disagg
+from disagg import DisaggConfig
+from disagg.errors import ConfigError
+from mpillm.config.disagg_yaml import generated
+from mpillm.config.run_config import RunConfig
+
+
+def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
+    """Return the configuration for workers on this host; None: as many as the options make instances for."""
+    return for_workers(config, ["localhost"] * (n_workers or generated(config, None).n_workers))
+
+
+def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
+    """Return the configuration for workers on these hosts, in rank order, with URLs.
+
+    Raises ConfigError if the options need another number of workers.
+    """
+    made = generated(config, len(hosts), control_ranks=0)
+    if made.mode != "disaggregated":
+        raise ConfigError(
+            f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or"
+            " --core_type trtllm_disagg",
+            about=["mode"],
+        )
+    first = 0
+    of_instances: list[str] = []
+    for _, server in made.sections:
+        of_instances += hosts[first : first + server.n_workers : server.ranks_per_instance]
+        first += server.n_workers
+    return disagg.with_hosts(made, hosts[0], of_instances)

@@ -1,1 +1,0 @@
-"""Cores that run TensorRT-LLM inside the ranks: `executor` and `hlapi`, over `library`."""

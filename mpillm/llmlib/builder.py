@@ -1,0 +1,15 @@
+"""Operations that make checkpoints and engines with TensorRT-LLM's tools."""
+
+from typing import Any
+
+from mpillm.builder.checkpoint import QuantizerConfig as QuantizerConfig
+from mpillm.nvidia.trtllm.engines import TRTLLMBuilderOp as TRTLLMBuilderOp
+from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader as TRTLLMLibraryLoader
+from mpillm.nvidia.trtllm.engines import TRTLLMQuantizerOp as TRTLLMQuantizerOp
+
+
+class HFQuantizerOp(TRTLLMQuantizerOp):
+    """From a Hugging Face folder to a quantised one, which the PyTorch backend reads."""
+
+    def __init__(self, config: QuantizerConfig | None = None, **more: Any) -> None:
+        super().__init__(config, **{**more, "export_hf": True})

@@ -1,0 +1,78 @@
+"""Operations that write what servers read, and that run servers: commands of mpillm by NVIDIA's names.
+
+Each takes options as `LLMHarnessOp` does. One that runs servers returns when they have ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mpillm.llmlib.words import command_line
+
+
+class _CommandOp:
+    """Runs a command of mpillm in this process."""
+
+    command: ClassVar[str]  # its module
+    fixed: ClassVar[Mapping[str, Any]]  # options that make it this operation
+
+    @classmethod
+    def immediate_dependencies(cls) -> set[type]:
+        """Operations whose outputs `run` is given."""
+        return set()
+
+    @classmethod
+    def output_keys(cls) -> list[str]:
+        """Return the keys of what `run` returns."""
+        return []
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: values of fields, by name."""
+        self.options = options
+
+    def run(
+        self, scratch_space: Any = None, dependency_outputs: Mapping[type, Any] | None = None
+    ) -> dict[str, Any]:
+        """Run the command. SystemExit with mpillm's exit code: it failed. Raises ConfigError, too."""
+        code = importlib.import_module(self.command).main(command_line({**self.options, **self.fixed}))
+        if code:
+            sys.exit(code)
+        return {}
+
+
+class GenerateTritonConfigOp(_CommandOp):
+    """Writes Triton model repositories."""
+
+    command = "mpillm.nvidia.commands.generate_triton_config"
+    fixed: ClassVar[Mapping[str, Any]] = {"harness_type": "triton"}
+
+
+class GenerateTrtllmDisaggConfigOp(_CommandOp):
+    """Writes the disaggregation YAML of `trtllm-serve`'s workers."""
+
+    command = "mpillm.commands.generate_disagg_config"
+    fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}
+
+
+class RunTritonServerOp(_CommandOp):
+    """Runs a `tritonserver` for each model repository."""
+
+    command = "mpillm.commands.run_llm_server"
+    fixed: ClassVar[Mapping[str, Any]] = {"harness_type": "triton"}
+
+
+class RunTrtllmServeOp(_CommandOp):
+    """Runs a `trtllm-serve` for each URL."""
+
+    command = "mpillm.commands.run_llm_server"
+    fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_endpoint"}
+
+
+class RunTrtllmServeDisaggOp(_CommandOp):
+    """Runs the workers and the leader of a disaggregation YAML."""
+
+    command = "mpillm.commands.run_llm_server"
+    fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}

@@ -1,0 +1,51 @@
+"""The wing for what is NVIDIA's: Triton, TensorRT-LLM and configuration files in its forms.
+
+It imports the core of mpillm; the core does not import it, but finds here by name what it brings
+(`core_names.WINGS`). So this file imports nothing. NVIDIA's `llmlib` is a room of its own (`mpillm.llmlib`).
+
+`trtllm/`: the cores `trtllm_executor` and `trtllm_hlapi`, tools, servers. `triton/`: model repositories and
+servers. `triton_core/`: the core `triton_grpc`. `triton_models/`: models that tritonserver's Python backend
+runs. `triton_client/`: clients of models behind Triton. `core_model/`: `bench core-model`. `commands/`: one
+file for each of its commands. `config_files`: the newer form of configuration file.
+"""
+
+CORES = {
+    "trtllm_endpoint": "mpillm.nvidia.trtllm.endpoint:TrtllmEndpointCore",
+    "trtllm_disagg": "mpillm.nvidia.trtllm.endpoint:TrtllmDisaggCore",
+    "trtllm_executor": "mpillm.nvidia.trtllm.executor:TrtllmExecutorCore",
+    "trtllm_hlapi": "mpillm.nvidia.trtllm.hlapi:TrtllmHlApiCore",
+    "triton_grpc": "mpillm.nvidia.triton_core.core:TritonGrpcCore",
+}
+
+EXTRAS = {"triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
+"""The extra of this package that a core's class needs, if any."""
+
+COMMANDS = {
+    "generate-triton-config": "write Triton model repositories for an engine",
+    "fill-template": "fill the placeholders of a Triton model's config.pbtxt",
+    "launch-triton-server": "start a tritonserver of one model repository, and wait until it ends",
+    "triton-client": "send requests to a Triton server, and print the answers",
+    "e2e-test": "check and time the models around an engine behind Triton",
+    "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
+}
+"""Each is the `main` of a file in `commands/`."""
+
+BENCHES = {"core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it"}
+"""Each is a file `bench_NAME.py` in `core_model/`, of the kind that `mpillm.bench` describes."""
+
+CONFIG_FILES = "mpillm.nvidia.config_files"
+"""Reads configuration files in NVIDIA's newer form: see `config.config_file.Form`."""
+
+_CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
+_BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
+PROGRAMS = {
+    **dict.fromkeys(("convert-checkpoint", "quantize"), _CHECKPOINT),
+    **dict.fromkeys(("trtllm-build", "build"), _BUILD),
+    "tritonserver": "run-llm-server --harness_type=triton starts it",
+    "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
+    "inflight-batcher-llm-client": "`python -m mpillm triton-client tokens` takes its options",
+    "end-to-end-test": "`python -m mpillm e2e-test` takes its options",
+    "benchmark-core-model": "`python -m mpillm bench core-model` takes its options",
+    "end-to-end-grpc-client": "`python -m mpillm triton-client text` takes its options",
+}
+"""Programs that NVIDIA's documentation calls, and what replaces them here."""

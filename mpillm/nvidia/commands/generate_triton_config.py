@@ -1,0 +1,48 @@
+"""``python -m mpillm generate-triton-config``: a Triton model repository for each server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mpillm.builder.operation import execute
+from mpillm.config.options import parse_stage
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
+from mpillm.fields.general import GeneralFields
+from mpillm.fields.topology import TopologyFields
+from mpillm.nvidia.triton.repository import remove_repositories, triton_stages
+
+_ALSO = (
+    "core_type",
+    *SIZES,
+    *MODEL_AND_LIMITS,
+    "trtllm_runtime_flags",
+    "llm_gen_config_path",
+    "enable_kv_cache_reuse",
+    "quantization",
+    "end_ids",
+    "num_threads",
+)
+_SHOWN = shown("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the repositories, with or without --harness_type=triton."""
+    parser = Parser(
+        prog="mpillm generate-triton-config",
+        description="Write a Triton model repository for each server, for an engine that exists.",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2"
+        " --engine_dir=build/engines/llama2",
+    )
+    config = parse_stage(
+        argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
+    )
+    stages = triton_stages(config)
+    for line in dict.fromkeys(filter(None, (stage.in_vain() for stage in stages))):
+        print(f"mpillm: note: {line}", file=sys.stderr)
+    execute(stages, force=config.force, dry_run=config.dry_run)
+    if not config.dry_run:
+        remove_repositories(config.triton_model_repo, len(stages))
+    return ExitCode.DONE

@@ -1,0 +1,221 @@
+"""NVIDIA's configuration files: the modules that they import, and the meaning of their values here.
+
+The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a
+submission). Its dictionary EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from
+the tree's package `code`: while the file is loaded, modules with those names give it our fields, and nothing
+of that package runs. The older form, registered classes, is in `mpillm.user_config`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from mpillm import fields, user_config
+from mpillm.config.config_file import PERFORMANCE, KindOfTest
+from mpillm.configurator import Field
+from mpillm.fields.general import INTERACTIVE, SCENARIOS
+from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.workloads import WORKLOADS
+
+_FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")
+_PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree
+_DURATIONS = (fields.min_duration.name, fields.max_duration.name)
+_ANY_SYSTEM = "minimal"
+_SETTING = ("harness_type", "accuracy_target", "power_setting")
+_BY_NAME: Mapping[str, Field] = {
+    **fields.BY_NAME,
+    **PASSED_OVER,
+    "quantizer_outdir": fields.llm_quantizer_outdir,
+    "readiness_timeout": fields.load_deadline,
+}
+
+
+class _Fields(types.ModuleType):
+    """One of NVIDIA's modules of fields: our fields by their names there."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "CoreType":
+            return user_config.CoreType
+        if name not in _BY_NAME:
+            raise AttributeError(f"mpillm has no field {name}{nearest(name, _BY_NAME)}")
+        return _BY_NAME[name]
+
+
+def _modules() -> dict[str, types.ModuleType]:
+    """Return NVIDIA's modules by name, with the packages that they are in."""
+    names = ("code.llmlib.fields", *(f"code.fields.{name}" for name in _FIELD_MODULES))
+    modules: dict[str, types.ModuleType] = {name: _Fields(name) for name in names}
+    modules["code.common.constants"] = user_config
+    for name in [*modules]:
+        while "." in name:
+            package, _, last = name.rpartition(".")
+            setattr(modules.setdefault(package, types.ModuleType(package)), last, modules[name])
+            name = package
+    return modules
+
+
+def _tree(path: str) -> Path | None:
+    """Return the top of the tree that a file belongs to by its path; None for a file of its own."""
+    file = Path(path).absolute()
+    return file.parents[3] if len(file.parents) > 3 and file.parents[2].name == "configs" else None
+
+
+@contextlib.contextmanager
+def importable(path: str) -> Iterator[None]:
+    """In the block the file's neighbours, NVIDIA's modules and its tree's other files are importable."""
+    of_path(path)
+    neighbours, tree = Path(path).absolute().parent, _tree(path)
+    folders = [str(folder) for folder in (neighbours, tree) if folder]
+    given = _modules()
+    before = dict(sys.modules)
+
+    def is_the_files(name: str, module: Any) -> bool:
+        top, file = name.partition(".")[0], getattr(module, "__file__", None)
+        beside = top not in before and file is not None and neighbours in Path(file).parents[:2]
+        return name in given or beside or (tree is not None and top == "configs")
+
+    def forget() -> None:
+        for name, module in list(sys.modules.items()):
+            if is_the_files(name, module):
+                del sys.modules[name]
+
+    forget()
+    sys.path[:0] = folders
+    sys.modules.update(given)
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+        forget()
+        sys.modules.update({name: before[name] for name in before.keys() - sys.modules.keys()})
+
+
+def exports(
+    module: types.ModuleType, path: str, text: str, kind: KindOfTest = PERFORMANCE
+) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
+    """Yield the configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
+
+    Workload, scenario and system are those of the file's path, if it is in a tree. Values for this kind of
+    test are laid over the others.
+    """
+    every: Mapping[Any, Mapping[Any, Any]] = getattr(module, "EXPORTS", {})
+    assigned = _assigned(text)
+    literal = assigned.get("EXPORTS")
+    line = literal.lineno if literal else 1
+    where = f"{path}:{line}: EXPORTS"
+    if not isinstance(every, Mapping):
+        raise ConfigError(f"{where}: expected a dictionary of WorkloadSetting and values")
+    written = [_lines(assigned, node) for node in literal.values] if isinstance(literal, ast.Dict) else []
+    for number, (setting, values) in enumerate(every.items()):
+        if not isinstance(setting, user_config.WorkloadSetting) or not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{where}: {setting!r}: expected a WorkloadSetting, and a dictionary of fields and values"
+            )
+        lines = (
+            {_BY_NAME.get(name): at for name, at in written[number].items()} if number < len(written) else {}
+        )
+        for field, value in _for(kind, module, setting).items():
+            there = values.get(field)
+            if isinstance(there, Mapping) and isinstance(value, Mapping):
+                value = {**there, **value}
+            values = {**values, field: value}
+            lines.pop(field, None)
+        items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in of_path(path).items()}
+        items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
+        for field, value in values.items():
+            if not isinstance(field, Field):
+                raise ConfigError(f"{where}: the key {field!r}: expected a field")
+            # made of another file's, or changed by a statement
+            here = f"{path}:{lines[field]}" if field in lines else path
+            items[field.name] = (_in_tree(field, in_our_unit(field.name, value, here), path), here)
+        yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
+
+
+def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[Any, Any]:
+    """Return a file's values for a kind of test: of the compliance test or, without any, of accuracy."""
+    of_tests: Mapping[Any, Any] = getattr(module, "COMPLIANCE_OVERRIDES", None) or {}
+    by_name = {getattr(test, "value", test): values for test, values in of_tests.items()}
+    of_test: Mapping[Any, Any] = by_name.get(kind.compliance_test) or {}
+    if setting not in of_test and kind.test_mode == "AccuracyOnly":
+        of_test = getattr(module, "ACCURACY_OVERRIDES", None) or {}
+    return dict(of_test.get(setting) or {})
+
+
+def in_our_unit(name: str, value: Any, where: str) -> Any:
+    """Return a value of a file in NVIDIA's form, where a bare number for a duration is in milliseconds."""
+    if name not in _DURATIONS or isinstance(value, bool) or not re.fullmatch(r"[0-9.]+", str(value).strip()):
+        return value
+    if 0 < float(value) < 1000:
+        raise ConfigError(
+            f"{where}: {name} {value}: a bare number in such a file is milliseconds; write '{value}s' or"
+            f" '{value}ms'"
+        )
+    return f"{value}ms"
+
+
+def of_path(path: str) -> dict[str, str]:
+    """Return the workload, scenario and system that a file's path in a tree names.
+
+    Raises ConfigError for another workload, before the file, which may import modules of that workload, runs.
+    """
+    file = Path(path).absolute()
+    system, scenario = file.parents[1].name, file.parent.name
+    if _tree(path) is None or scenario not in (*SCENARIOS, INTERACTIVE):
+        return {}
+    try:
+        fields.benchmarks.parse(file.stem, "")
+    except ConfigError:
+        raise ConfigError(
+            f"{path}: mpillm has no workload {file.stem}; it has {', '.join(WORKLOADS)}"
+        ) from None
+    return {
+        "benchmark": file.stem,
+        "scenario": scenario,
+        **({"system": system} if system != _ANY_SYSTEM else {}),
+    }
+
+
+def _in_tree(field: Field, value: Any, path: str) -> Any:
+    """Return a path that is not here, but in the file's tree."""
+    tree = _tree(path)
+    if (
+        field in _PATHS
+        and isinstance(value, str)
+        and tree
+        and not Path(value).exists()
+        and (tree / value).exists()
+    ):
+        return str(tree / value)
+    return value
+
+
+def _assigned(text: str) -> dict[str, ast.expr]:
+    """Return the assignments of a file to names, outside its classes and functions."""
+    body = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    return {target.id: node.value for node in body for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _lines(assigned: Mapping[str, ast.expr], node: ast.expr | None) -> dict[str, int]:
+    """Return the lines of fields' names in a dictionary, and in those of this file that it is made of."""
+    if isinstance(node, ast.Name):
+        return _lines(assigned, assigned.get(node.id))
+    found: dict[str, int] = {}
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            found |= _lines(assigned, value) if key is None else {_name(key): key.lineno}
+    return found
+
+
+def _name(key: ast.expr) -> str:
+    return key.attr if isinstance(key, ast.Attribute) else key.id if isinstance(key, ast.Name) else ""

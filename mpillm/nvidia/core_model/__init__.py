@@ -1,0 +1,1 @@
+"""`bench core-model`: load on the engine's model behind Triton, and its report."""

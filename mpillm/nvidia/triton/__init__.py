@@ -1,0 +1,1 @@
+"""Model repositories for tritonserver (`repository`), and what `run-llm-server` starts of it (`servers`)."""

@@ -1,0 +1,345 @@
+"""Executor ranks as frontends of tritonservers: each has clients (streams), and a channel of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, about, nearest
+from launch.tritonserver import DEFAULT_URL
+from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
+from mpillm.errors import Failure, RunError
+from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel
+from mpillm.nvidia.triton_core.tensors import (
+    NO_END,
+    Wanted,
+    is_last,
+    request_of,
+    stop_of,
+    tokens_of,
+)
+from mpillm.nvidia.triton_core.triton_ready import Model, TritonError, find_models, framework_of, until_ready
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
+
+_log = logging.getLogger(__name__)
+_WATCH_S = 1.0
+# Where nobody measures single answers (Offline), they go to rank 0 many in a message, which is work for both
+# ranks: those of so long, or sooner, when a part of all requests that may be open waits for its successors.
+_GATHER_S = 0.02
+_GATHER_PART = 16
+_MOST_LISTED = 5  # requests in a message
+# Plain numbers: operations on flags take longer than the rest of a row.
+_IGNORE_STOP, _IGNORE_END = int(RequestFlag.IGNORE_STOP), int(RequestFlag.IGNORE_END)
+_FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
+
+
+class _Call:
+    """A request in progress."""
+
+    def __init__(self, id_: int, model: Model, stream: Stream, streaming: bool) -> None:
+        self.id = id_
+        self.model = model
+        self.stream = stream
+        self.streaming = streaming
+        self.asked_at = time.monotonic()
+        self.tokens: list[int] = []
+
+
+class TritonGrpcCore(LLMCore):
+    """Engines behind `tritonserver`: TensorRT-LLM's, or the embedded one."""
+
+    is_client = True
+    engine_stages = "mpillm.nvidia.trtllm.engines:engine_stages"
+    servers = "mpillm.nvidia.triton.servers:triton_servers"
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        self._harness = TritonHarnessConfig()
+        self.streams = self._harness.streaming
+        at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
+        self._urls, self._at_once = (
+            share_of(
+                self._harness.server_urls or (DEFAULT_URL,), at_once, config.instance, config.n_instances
+            )
+            if config.server is None
+            else share_of([""], at_once, config.client, config.n_clients)
+        )
+        self._clients = Streams()
+        self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
+        self._calls: dict[int, _Call] = {}  # open, by their number on the wire
+        self._numbers: dict[int, int] = {}  # the same, by id
+        self._number = itertools.count(1)
+        self._frameworks: set[str] = set()  # of the servers' models
+        self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        at_once = 1 if self._harness.streaming else self._at_once * len(self._urls)
+        self._gather = max(1, at_once // _GATHER_PART)
+        self._next_watch = self._next_rows = 0.0
+        self._began()
+
+    def _began(self) -> None:
+        self._errors = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> StatedLimits:
+        with about("core_options"):
+            for key in config.options:
+                if key != "model":
+                    raise ConfigError(
+                        f"--core_options {key}: this core has no such option{nearest(key, ['model'])};"
+                        " it has: model"
+                    )
+        with about("stop_words"):
+            for word in config.stop_words:
+                if isinstance(word, str):
+                    raise ConfigError(
+                        f"--stop_words {word}: this core sends tokens; write the word's, as in [[12, 13]]"
+                    )
+        return StatedLimits()
+
+    # --- life ---
+
+    def load(self) -> None:
+        """Connect, if the servers are not the run's own."""
+        if self.config.server is None:
+            self._connect()
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        if self.config.server is not None:
+            self._urls = [urls[self.config.server]]
+            self._connect()
+
+    def _connect(self) -> None:
+        """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
+        deadline = EARLIER * self._harness.load_deadline
+        for url in self._urls:
+            n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
+            channel = open_channel(url)
+            try:
+                until_ready(url, channel, deadline, partial(setattr, self, "awaits"))
+                wanted = self.config.options.get("model")
+                models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
+            except TritonError as error:
+                raise RunError(Failure(str(error), self.config.rank)) from None
+            finally:
+                channel.close()
+            self._models[url] = itertools.cycle(models)
+            self._frameworks |= {framework_of(model) for model in models}
+            n_calls = 0 if all(model.decoupled for model in models) else self._at_once
+            self._clients.connect(url, n, self._heard, n_calls)
+            names = ", ".join(model.name for model in models)
+            _log.info("%s has %s; %d clients", url, names, n)
+        self.awaits = ""
+
+    def run_health_check(self) -> None:
+        """Generate a token on each server."""
+        limit = EARLIER * self._harness.health_deadline / len(self._urls)
+        for url in self._urls:
+            stream = next(one for one in self._clients.open if one.url == url)
+            self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
+            end = time.monotonic() + limit
+            while not self._rows:
+                self._watch()
+                if time.monotonic() > end:
+                    raise self._failure(f"tritonserver {url} gave no token within {limit:g} s")
+                time.sleep(0.001)
+            _, n_tokens, flags, _ = self._rows.popleft()
+            if flags & ResponseFlag.ERROR or not n_tokens:
+                raise self._failure(f"tritonserver {url} gave no token: {self._last_error}")
+
+    def warm_up_requests(self) -> Batch:
+        """Return a request for each client, with an answer that may end at once."""
+        return short_requests(len(self._clients.open))
+
+    def start_test(self) -> None:
+        self._began()
+
+    def statistics(self) -> dict[str, float]:
+        """Return the numbers of clients, of channels under them, and of requests answered with an error."""
+        return {
+            "clients": len(self._clients.open),
+            "channels": self._clients.n_channels,
+            "errors": self._errors,
+        }
+
+    def frameworks(self) -> list[str]:
+        return sorted(self._frameworks)
+
+    def metrics(self) -> Metrics:
+        return Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
+
+    def notify_stop(self) -> None:
+        self._clients.close()
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        return Credits(self._at_once * len(self._urls), 1 << 40)
+
+    def enqueue(self, requests: Batch) -> None:
+        offsets = requests.offsets().tolist()
+        # Plain values: to read them one by one from NumPy's rows takes as long as the rest of this.
+        for row, (begin, end) in zip(requests.rows.tolist(), itertools.pairwise(offsets), strict=True):
+            id_, _, max_output, min_output, temperature, top_k, top_p, seed, flags, *_ = row
+            ends, words = self._ends_and_words(flags)
+            streaming = self._harness.streaming
+            wanted = Wanted(max_output, min_output, temperature, top_k, top_p, ends, words, streaming)
+            stream = min(self._clients.open, key=lambda one: len(one.open))
+            self._submit(id_, requests.tokens[begin:end], wanted, stream, seed)
+
+    def _ends_and_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
+        """Return the end token and the stop words of a request, other end tokens among them."""
+        ends, words = self.config.end_ids or (), self.config.stop_words
+        if flags & _IGNORE_STOP:
+            words = ()
+        if flags & _IGNORE_END:
+            ends = (NO_END,)
+        listed = (*(word for word in words if not isinstance(word, str)), *((end,) for end in ends[1:]))
+        return ends[0] if ends else None, listed
+
+    def _submit(
+        self, id_: int, prompt: NDArray[np.int32], wanted: Wanted, stream: Stream, seed: int = 0
+    ) -> None:
+        model, number = next(self._models[stream.url]), next(self._number)
+        if not model.decoupled:
+            wanted = wanted._replace(streaming=False)
+        call = _Call(id_, model, stream, wanted.streaming)
+        self._calls[number], self._numbers[id_] = call, number
+        self._prompt_tokens += len(prompt)
+        stream.ask(number, request_of(model.name, str(number), prompt, wanted, seed), model.decoupled)
+
+    def has_work(self) -> bool:
+        return time.monotonic() >= self._due()
+
+    def quiet_s(self) -> float:
+        return self._due() - time.monotonic()
+
+    def _due(self) -> float:
+        """Return when there is something to do, if nothing comes before."""
+        rows, watch = len(self._rows), self._next_watch if self._calls else math.inf
+        if rows >= self._gather:
+            return 0.0
+        return min(self._next_rows, watch) if rows else watch
+
+    def poll_responses(self) -> Batch | None:
+        self._watch()
+        if not self._rows:
+            return None
+        if not self._harness.streaming:
+            self._next_rows = time.monotonic() + _GATHER_S
+        ready = [self._rows.popleft() for _ in range(len(self._rows))]
+        rows = np.array([row[:3] for row in ready], RESPONSE)
+        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        for id_ in ids:
+            if (number := self._numbers.pop(id_, None)) is None:
+                continue
+            if (call := self._calls.pop(number, None)) is not None:
+                call.stream.open.discard(number)
+                self._stop(number, call)
+                self._add(id_, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), [])
+
+    def _stop(self, number: int, call: _Call) -> None:
+        """Have the server end a request."""
+        call.stream.send(number, stop_of(call.model.name, str(number)), call.model.decoupled)
+
+    def _watch(self) -> None:
+        """Look for a stream that has ended, or owes answers and is silent."""
+        now = time.monotonic()
+        if now < self._next_watch:
+            return
+        self._next_watch = now + _WATCH_S
+        self._give_up(now)
+        silence_s = EARLIER * self._harness.stall_timeout
+        for stream in self._clients.open:
+            if stream.ended:
+                raise self._failure(f"tritonserver {stream.url} owes {self._owed(stream)}: {stream.ended}")
+            if stream.open and now - stream.heard_at > silence_s:
+                raise self._failure(
+                    f"tritonserver {stream.url} has said nothing for {silence_s:g} s, and owes"
+                    f" {self._owed(stream)}"
+                )
+
+    def _give_up(self, now: float) -> None:
+        """End requests that have waited for their whole answer for too long."""
+        limit = self._harness.request_timeout
+        if limit is None:
+            return
+        for number, call in [*self._calls.items()]:
+            if now - call.asked_at > limit:
+                self._stop(number, call)
+                what = f"no whole answer within --triton_request_timeout {limit:g} s"
+                self._fail(number, call, what)
+
+    def _owed(self, stream: Stream) -> str:
+        ids = sorted(self._calls[number].id for number in [*stream.open] if number in self._calls)
+        listed = ", ".join(map(str, ids[:_MOST_LISTED])) + (", …" if len(ids) > _MOST_LISTED else "")
+        return f"{len(ids)} answers" + (f" (requests {listed})" if ids else "")
+
+    def _failure(self, message: str) -> RunError:
+        return RunError(Failure(message, self.config.rank))
+
+    # --- on the streams' thread ---
+
+    _last_error = ""
+
+    def _heard(self, stream: Stream, response: Any, error: str) -> None:
+        number = int(response.id or 0)
+        call = self._calls.get(number)
+        if call is None:
+            if error and not number:
+                raise ValueError(error)
+            return
+        if error:
+            self._fail(number, call, error)
+            return
+        tokens = tokens_of(response)
+        is_first = not call.tokens and bool(tokens)
+        call.tokens += tokens
+        self._generated_tokens += len(tokens)
+        if is_last(response):
+            flags = _FINAL
+            if is_first or not call.streaming:
+                flags |= _FIRST
+            if not call.tokens:
+                self._fail(number, call, "an answer without a token")
+                return
+            self._done(number, call, flags, call.tokens)
+        elif is_first:
+            self._add(call.id, _FIRST, call.tokens[:1])
+
+    def _fail(self, number: int, call: _Call, error: str) -> None:
+        if self._done(number, call, _FINAL | _ERROR, []):
+            self._last_error = error
+            self._errors += 1
+            _log.error("request %d: tritonserver %s: %s", call.id, call.stream.url, error)
+
+    def _done(self, number: int, call: _Call, flags: int, tokens: list[int]) -> bool:
+        """Return whether it was still open."""
+        if self._calls.pop(number, None) is None:
+            return False  # cancelled or given up meanwhile
+        self._numbers.pop(call.id, None)
+        call.stream.open.discard(number)
+        self._add(call.id, flags, tokens)
+        return True
+
+    def _add(self, id_: int, flags: int, tokens: list[int]) -> None:
+        self._rows.append((id_, len(tokens), flags, tokens))
+        # Those behind the first of a message are known to the main thread, or soon will be.
+        if len(self._rows) in (1, self._gather):
+            self.wake()

@@ -1,0 +1,35 @@
+"""The cores `trtllm_endpoint` and `trtllm_disagg`: clients of `trtllm-serve` and of servers like it."""
+
+from __future__ import annotations
+
+from disagg.errors import ConfigError, about
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import StatedLimits
+from mpillm.cores.openai_client.endpoint_core import EndpointCore
+from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
+
+
+class TrtllmEndpointCore(EndpointCore):
+    """Servers of `--trtllm_server_urls`."""
+
+    engine_stages = "mpillm.nvidia.trtllm.engines:checkpoint_stages"
+    servers = "mpillm.nvidia.trtllm.servers:endpoint_servers"
+    config_class = TrtllmEndpointConfig
+
+
+class TrtllmDisaggCore(EndpointCore):
+    """The leader of `trtllm-serve disaggregated`, which its YAML names."""
+
+    engine_stages = "mpillm.nvidia.trtllm.engines:checkpoint_stages"
+    servers = "mpillm.nvidia.trtllm.servers:disaggregated_servers"
+    disagg_yaml = "mpillm.nvidia.trtllm.served:disagg_yaml"
+    config_class = TrtllmDisaggEndpointConfig
+
+    @classmethod
+    @about("core_type", "disagg_config")
+    def check(cls, config: CoreConfig) -> StatedLimits | None:
+        if TrtllmDisaggEndpointConfig().disagg_config_path is None:
+            raise ConfigError(
+                "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
+            )
+        return super().check(config)
