@@ -25,6 +25,8 @@ MOST_ANSWER = 1 << 28
 """Bytes of an answer in one piece, or of a chunk of it."""
 MOST_EVENT = 1 << 24
 """Bytes of a stream without the end of an event."""
+OF_GRPC = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MOST_ANSWER)]
+"""Options of a channel: the bytes of what we send are ours to say, those of an answer are not."""
 
 
 class ReplyError(Exception):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.instances import Instance
+from launch.outside import one_line
 from mpillm.comms.messages import REQUEST, Batch
 from mpillm.roles.pool import InstancePool
 
@@ -156,4 +157,4 @@ def reason(error: BaseException) -> str:
         return "it closed the connection"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
-    return str(error) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__

@@ -117,8 +117,10 @@ class Answer:
             self.times.append(at)
         if len(self.tokens) > self._max_tokens or len(self.times) > _MOST_PIECES * self._max_tokens:
             raise AnswerError(f"it goes on after the {self._max_tokens} tokens that were asked for")
-        if choice.get("finish_reason") is not None:
-            self.finish_reason = choice["finish_reason"]
+        if (reason := choice.get("finish_reason")) is not None:
+            if not isinstance(reason, str):
+                raise TypeError("finish_reason is a string")
+            self.finish_reason = reason
 
 
 def _count(value: Any) -> int | None:

@@ -20,6 +20,8 @@ import tritonclient.grpc as grpcclient
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from launch.bounded_http import OF_GRPC
+
 Tensors = Mapping[str, NDArray[Any]]
 Response = dict[str, NDArray[Any]]
 CANCELLED = "StatusCode.CANCELLED"
@@ -66,7 +68,10 @@ class Connection:
         self._compression = compression
         try:
             self._client = grpcclient.InferenceServerClient(
-                url, ssl=secure is not None, **(secure._asdict() if secure else {})
+                url,
+                ssl=secure is not None,
+                channel_args=OF_GRPC,
+                **(secure._asdict() if secure else {}),
             )
         except (InferenceServerException, OSError) as error:
             raise AnswerError(f"{url}: {error}") from None

@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
+from launch.bounded_http import OF_GRPC
 from mpillm.cores.openai_client.client_thread import ClientThread
 
 _log = logging.getLogger(__name__)
@@ -32,18 +33,16 @@ _log = logging.getLogger(__name__)
 STREAMS_PER_CHANNEL = 100
 """Streams at once that a server grants to a connection, if nobody has said otherwise (gRPC's default)."""
 
-MOST_BYTES = (1 << 31) - 1
 _OPEN_S = 30.0
 _END_S = 5.0
 _CLOSE_S = 2.0
 _NOTICE_S = 1.0
 _SERVICE = "/inference.GRPCInferenceService/"
-_LIMITS = [("grpc.max_send_message_length", MOST_BYTES), ("grpc.max_receive_message_length", MOST_BYTES)]
 
 
 def open_channel(url: str) -> grpc.Channel:
     """Return a connection for single questions, which wait for their answers."""
-    return grpc.insecure_channel(url, _LIMITS)
+    return grpc.insecure_channel(url, OF_GRPC)
 
 
 class Streams:
@@ -81,7 +80,7 @@ class Streams:
     def _channel(self, url: str) -> grpc.aio.Channel:
         # channels with equal arguments would share a connection
         own = ("mpillm.channel", len(self._channels))
-        self._channels.append(grpc.aio.insecure_channel(url, [*_LIMITS, own]))
+        self._channels.append(grpc.aio.insecure_channel(url, [*OF_GRPC, own]))
         return self._channels[-1]
 
     @property

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import numpy as np
 from hypothesis import strategies as st
 
+from disagg.instances import Instance
 from launch.callers import KEY, Callers
 from mpillm.comms import messages
 from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
@@ -28,11 +30,16 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.ask import Ask
 from mpillm.endpoint.disaggregated_params import GENERATION_ONLY, Half, KvFormat
 from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
+from mpillm.endpoint.workers import Pool, Worker
+from mpillm.nvidia.triton_client.connection import AnswerError as TritonAnswerError
+from mpillm.nvidia.triton_client.kserve_http import HttpConnection as KServeConnection
 from mpillm.nvidia.triton_models.requests import Refused
 from mpillm.nvidia.triton_models.requests import read as read_tensors
+from mpillm.roles.pool import InstancePool
 from tests.helpers.fuzzing import ODD_VALUE, changed, damaged, fuzz, json_bytes
 
 HOST = "127.0.0.1"
@@ -410,6 +417,113 @@ def test_a_server_of_answers(_: Path, data: bytes, stream: bool, cuts: list[int]
     assert answer.size <= 64 * 4 and all(type(token) is int for token in answer.tokens)
     answer.text.encode()
     assert answer.finish_reason is None or isinstance(answer.finish_reason, str)
+
+
+class RawServer:
+    """Gives each connection the same bytes, once it has asked for something, and closes it."""
+
+    def __init__(self) -> None:
+        self.says = b""
+        self._listener = socket.create_server((HOST, 0))
+        self.address = f"{HOST}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(5.0)
+                request = connection.recv(1 << 16)
+                length = int(request.lower().partition(b"content-length:")[2].split()[0])
+                while len(request.partition(b"\r\n\r\n")[2]) < length and (more := connection.recv(1 << 16)):
+                    request += more
+                connection.sendall(self.says)
+
+
+@cache
+def raw_server() -> RawServer:
+    return RawServer()
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+INFERRED = {
+    "model_name": "m",
+    "outputs": [
+        {"name": "output_ids", "datatype": "INT32", "shape": [1, 1, 3], "data": [5, 6, 7]},
+        {"name": "text_output", "datatype": "BYTES", "shape": [1], "data": ["a"]},
+    ],
+}
+GENERATED = {"text_output": "a", "sequence_length": 3}
+KSERVE = [
+    whole(json_bytes(INFERRED)),
+    whole(json_bytes(GENERATED)),
+    whole(b"data: %b\n\n" % json_bytes(GENERATED)),
+]
+
+
+@fuzz(
+    changed([INFERRED, GENERATED]).map(lambda answer: whole(json_bytes(answer)))
+    | changed([GENERATED, {"error": "e"}]).map(lambda answer: whole(b"data: %b\n\n" % json_bytes(answer)))
+    | damaged([*KSERVE, ERROR], HTTP_WORDS),
+    st.sampled_from(["infer", "generate", "generate_stream"]),
+    refused_by=TritonAnswerError,
+)
+def test_answers_of_triton_over_http(_: Path, data: bytes, route: str) -> None:
+    server = raw_server()
+    server.says = data
+    with KServeConnection(server.address, 20.0) as connection:
+        if route == "infer":
+            for response in connection.ask("m", {"input_ids": np.array([[5]], np.int32)}):
+                assert all(isinstance(value, np.ndarray) for value in response.values())
+        else:
+            for part in connection.generate("m", {"text_input": "a"}, route == "generate_stream"):
+                assert isinstance(part, dict)
+
+
+BODY = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 4,
+    "n": 1,
+    "stream": True,
+    "messages": [{"role": "user", "content": "a"}],
+}
+
+
+@fuzz(
+    changed([BODY]).filter(lambda body: isinstance(body, dict)),
+    damaged([CHUNKED, PLAIN, ERROR, HEAD + b"\r\n" + STREAM], HTTP_WORDS)
+    | changed([LAST]).map(lambda answer: whole(json_bytes(answer))),
+    refused_by=ApiError,
+    examples=200,
+)
+def test_what_a_leaders_servers_answer(_: Path, body: dict[str, Any], data: bytes) -> None:
+    server = raw_server()
+    server.says = data
+    worker = Worker(Instance(0, "context", "context_servers", server.address, range(1)))
+    worker.gone = ""
+    pool = Pool("context", [worker], InstancePool([0], "round_robin"))
+
+    async def ask() -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            Ask(session, pool, 20.0, "/v1/completions", {}, body) as answer,
+        ):
+            if body.get("stream"):
+                async for part in answer.chunks():
+                    assert isinstance(part, bytes)
+            else:
+                assert isinstance(await answer.json(), dict)
+
+    try:
+        asyncio.run(ask())
+    except ApiError as error:
+        assert str(error).isprintable(), "what a server says is one line"
+        raise
+    finally:
+        assert worker.running == 0
 
 
 METRICS = (
