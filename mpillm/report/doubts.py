@@ -15,14 +15,14 @@ _TAKEN = {
 def doubts(
     result: Mapping[str, Any],
     *,
-    of_servers: bool = False,
+    others_serve: bool = False,
     reuse_wanted: bool = False,
     guesses_forbidden: bool = False,
 ) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
-    A VALID test with any must not be shown as good. `of_servers`: the ranks are clients, and other
-    processes on their nodes may be the servers that are measured. `reuse_wanted`: --enable_kv_cache_reuse;
+    A VALID test with any must not be shown as good. `others_serve`: other processes on the ranks'
+    nodes may be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`: --enable_kv_cache_reuse;
     `guesses_forbidden`: by the workload's rules.
     """
     said = []
@@ -30,7 +30,7 @@ def doubts(
         said.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
         said.append(late)
-    if disturbed := _disturbances(result, {"stolen"} if of_servers else {"others", "stolen"}):
+    if disturbed := _disturbances(result, {"stolen"} if others_serve else {"others", "stolen"}):
         said.append(disturbed)
     cached = "" if reuse_wanted else cached_prompts(result)
     of_answers = (

@@ -172,7 +172,7 @@ class Session:
         workload = self._config.workload
         result["doubts"] = doubts(
             result,
-            of_servers=is_client,
+            others_serve=is_client and not self._config.server,
             reuse_wanted=self._config.enable_kv_cache_reuse,
             guesses_forbidden=workload is not None and not allows_guesses(workload),
         )

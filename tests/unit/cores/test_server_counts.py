@@ -59,12 +59,12 @@ vllm:spec_decode_num_accepted_tokens_total 5
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
     client = {"server_accepted_guesses": 5.0, "server_failed_transfers": 2.0, "server_cached_tokens": 7.0}
     result = {"per_instance": [client, {}]}
-    told = doubts(result, of_servers=True, guesses_forbidden=True, reuse_wanted=True)
+    told = doubts(result, others_serve=True, guesses_forbidden=True, reuse_wanted=True)
     assert [line.partition(",")[0] for line in told] == [
         "servers took 5 guessed tokens",
         "2 transfers of KV caches failed: generation servers may have computed prompts again",
     ]
-    assert len(doubts(result, of_servers=True)) == 2, "the prefix cache instead of the guesses"
+    assert len(doubts(result, others_serve=True)) == 2, "the prefix cache instead of the guesses"
 
 
 @pytest.mark.parametrize("caches", [True, False])
@@ -86,7 +86,7 @@ def test_a_server_that_caches_prompts(caches: bool) -> None:
         Rows(core).until(4)
         statistics = core.statistics()
     assert statistics["server_cached_tokens"] == 4 * 48 * caches
-    told = doubts({"per_instance": [statistics, {}]}, of_servers=True)
+    told = doubts({"per_instance": [statistics, {}]}, others_serve=True)
     assert [line.partition(" came")[0] for line in told] == ["192 prompt tokens"] * caches
 
 
@@ -117,6 +117,6 @@ def test_a_server_that_ignores_min_tokens(least: int) -> None:
         core.enqueue(requests(max_output=8, min_output=least))
         Rows(core).until(4)
         statistics = core.statistics()
-    told = doubts({"per_instance": [statistics]}, of_servers=True)
+    told = doubts({"per_instance": [statistics]}, others_serve=True)
     assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * (least == 5)
     assert statistics["short_answers"] == 4 * (least == 5)

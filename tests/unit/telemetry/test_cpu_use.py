@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from launch.command import Command
+from launch.owned_server import OwnedServer
 from mpillm.report.doubts import doubts
 from mpillm.telemetry.cpu_use import CpuMeter, CpuUse, other_load
+from tests.helpers.support import wait_until
 
 QUIET = {0: (5.0, 0.0), 1: (4.0, 0.0), 2: (10.0, 3.0)}  # a core that the ranks may not run on
 
@@ -36,12 +40,12 @@ def test_other_processes() -> None:
     assert (load["others"], load["disturbed_by"]) == (0.6, ["others"])
     said = "disturbed: in the test other processes used 0.6 of the 2 cores of h1"
     assert doubts({"other_load": [loaded(ranks(QUIET), "h0"), load]}) == [said]
-    assert doubts({"other_load": [load]}, of_servers=True) == [], "they may be the servers"
+    assert doubts({"other_load": [load]}, others_serve=True) == [], "they may be the servers"
 
 
 def test_what_a_virtual_machines_host_takes() -> None:
     load = loaded(ranks(QUIET | {1: (4.0, 0.6)}))
-    (said,) = doubts({"other_load": [load]}, of_servers=True)
+    (said,) = doubts({"other_load": [load]}, others_serve=True)
     assert said == "disturbed: in the test the host of h1, a virtual machine, took 0.06 of its 2 cores"
 
 
@@ -86,6 +90,16 @@ def test_descendants_are_ours() -> None:
         finally:
             os.killpg(child.pid, signal.SIGKILL)
     assert use.own_s > 0.3
+
+
+def test_a_server_that_a_rank_owns_is_ours(tmp_path: Path) -> None:
+    """Below its guard, in a session of its own."""
+    meter = CpuMeter(of_node=True)
+    server = OwnedServer(Command((sys.executable, *BUSY[1:])), tmp_path / "server.log")
+    try:
+        wait_until(lambda: meter.read().own_s > 0.3, "its CPU time")
+    finally:
+        server.stop(0)
 
 
 def test_a_system_that_does_not_say() -> None:
