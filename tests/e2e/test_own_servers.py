@@ -69,6 +69,14 @@ def test_two_servers(one: Starter, ranks: int, clients: int) -> None:
     assert sum(samples) == N and min(samples) > 0
 
 
+def test_a_server_that_is_an_mpirun(both: Starter) -> None:
+    """What one rank tells its own MPI of networks, which it does not need, is not for the server's ranks."""
+    words = [both.python, "-m", "mpillm", "mpirun", "-n", 2, "serve", "--core_type", "dummy"]
+    command = f"command:{shlex.join(map(str, words))} --port {{port}} --log_dir {both.folder / 'serve'}"
+    ended = both.run(1, "--server", command, "--min_query_count", 8, core="trtllm_endpoint", timeout=120)
+    assert ended.must(DONE).result["errors"] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 @pytest.mark.parametrize("whose", ["server", "worker"])
 def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: str, number: int) -> None:
