@@ -29,8 +29,7 @@ def kind_of(text: str) -> ServerKind:
 
         return command_kind(shlex.split(text.removeprefix(PREFIX)))
     if text not in _BUILT_IN:
-        known = (*_BUILT_IN, f"{PREFIX}WORDS")
-        raise ValueError(f"not one of {', '.join(known)}{nearest(text, known)}")
+        raise ValueError(nearest(text, _BUILT_IN).strip(" ()") or "no such kind")
     module, _, name = _BUILT_IN[text].partition(":")
     kind: ServerKind = getattr(importlib.import_module(f"mpillm.servers.{module}"), name)
     return kind
@@ -39,6 +38,8 @@ def kind_of(text: str) -> ServerKind:
 @expects(f"{', '.join(_BUILT_IN)}, or {PREFIX}WORDS")
 def server(text: str) -> str:
     """Read --server."""
+    if text.lower() in _BUILT_IN:
+        return text.lower()
     try:
         kind_of(text)
     except ValueError as error:
