@@ -182,7 +182,8 @@ def _drop_foreign_variables(library: str) -> None:
 def _set(settings: Mapping[str, str], *, for_children: bool) -> Iterator[None]:
     """Have MPI, as it starts, find these variables, unless the user has set others.
 
-    What this process starts later finds them only `for_children`: a server's own ranks may have other networks.
+    What this process starts later finds them only `for_children`: the ranks of a server may have other
+    networks.
     """
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ |= added

@@ -21,9 +21,9 @@ def doubts(
 ) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
-    A VALID test with any must not be shown as good. `others_serve`: other processes on the ranks'
-    nodes may be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`: --enable_kv_cache_reuse;
-    `guesses_forbidden`: by the workload's rules.
+    A VALID test with any must not be shown as good. `others_serve`: other processes on the ranks' nodes may
+    be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`:
+    --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's rules.
     """
     said = []
     if result.get("queue_grew"):
