@@ -7,6 +7,7 @@ its data can't be reached, which is said as SKIPPED.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import sysconfig
@@ -37,16 +38,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def audit(program: Sequence[str], packages: Path) -> int:
     """Run pip-audit on the packages in a folder; print what it found, or why it found nothing."""
-    words = [*program, "--path", str(packages), "--progress-spinner", "off", "--skip-editable"]
+    words = [
+        *program,
+        "--path",
+        str(packages),
+        "--progress-spinner",
+        "off",
+        "--skip-editable",
+        "--format",
+        "json",
+    ]
     try:
         ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
         return _skipped(f"it has not ended within {_DEADLINE_S:g} s")
-    sys.stdout.write(ended.stdout)
-    if ended.returncode == _CLEAN or (ended.returncode == _FOUND and "Fix Versions" in ended.stdout):
-        sys.stderr.write(ended.stderr)
-        return ended.returncode
-    return _skipped(ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
+    try:
+        looked_at = json.loads(ended.stdout)["dependencies"]
+    except (ValueError, KeyError, TypeError):
+        return _skipped(ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
+    # Where an index has no data it skips each package, and finds nothing
+    missing = [one["name"] for one in looked_at if "skip_reason" in one]
+    if len(missing) == len(looked_at):
+        return _skipped(f"its data has none of the {len(missing)} packages")
+    holes = [(one["name"], one["version"], hole) for one in looked_at for hole in one.get("vulns", ())]
+    for name, version, hole in holes:
+        print(f"{name} {version}: {hole['id']}, mended in {', '.join(hole['fix_versions']) or 'no version'}")
+    print(f"{len(holes)} known holes in {len(looked_at) - len(missing)} packages")
+    if missing:
+        print(f"not looked up: {', '.join(missing)}")
+    return _FOUND if holes else _CLEAN
 
 
 def _skipped(why: str) -> int:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import audit, lock
 
 ROOT = Path(__file__).parents[2]
-FOUND = "print('Name Version ID Fix Versions'); raise SystemExit(1)"
+
+
+def prints(*packages: dict[str, Any], code: int = 0) -> str:
+    """Return a program that prints pip-audit's JSON."""
+    return f"print({json.dumps({'dependencies': packages, 'fixes': []})!r}); raise SystemExit({code})"
+
+
+GOOD: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
+HOLE: dict[str, Any] = {
+    "name": "b",
+    "version": "2",
+    "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"], "aliases": []}],
+}
+UNKNOWN = {"name": "c", "skip_reason": "Dependency not found on PyPI and could not be audited: c (1)"}
 NO_NETWORK = (
     "import sys; print('Traceback\\nConnectionError: no route', file=sys.stderr); raise SystemExit(1)"
 )
@@ -54,8 +69,10 @@ def test_hashes_of_other_machines_stay() -> None:
 @pytest.mark.parametrize(
     ("code", "exit_code", "says"),
     [
-        ("print('No known vulnerabilities found')", 0, "No known vulnerabilities found"),
-        (FOUND, 1, "Fix Versions"),
+        (prints(GOOD), 0, "0 known holes in 1 packages"),
+        (prints(GOOD, HOLE, code=1), 1, "b 2: PYSEC-1, mended in 3"),
+        (prints(GOOD, UNKNOWN), 0, "not looked up: c"),
+        (prints(UNKNOWN, UNKNOWN), 77, "SKIPPED: pip-audit: its data has none of the 2 packages"),
         (NO_NETWORK, 77, "SKIPPED: pip-audit: ConnectionError: no route"),
         ("raise SystemExit(2)", 77, "SKIPPED: pip-audit: exit code 2"),
         ("import time; time.sleep(60)", 77, "SKIPPED: pip-audit: it has not ended within 1 s"),
