@@ -28,7 +28,7 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, other_loads, summary_rows, test_result
+from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.run_files import RunFiles
@@ -167,7 +167,9 @@ class Session:
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         if self._config.scenario == "Server":
             result |= self._of_server()
-        result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
+        nodes = [rank.node for rank in self._plan.ranks]
+        result["other_load"] = other_loads(nodes, reports)
+        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
         is_client = BackendRegistry.get(self._config.core_type).is_client
         workload = self._config.workload
         result["doubts"] = doubts(
