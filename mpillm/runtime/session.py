@@ -127,6 +127,15 @@ class Session:
                     "%s",
                     " ".join(line.strip() for line in progress_lines(progress, computed)),
                 )
+                self._record.keep(
+                    {
+                        "samples": totals.samples,
+                        "errors": totals.errors,
+                        "tokens": totals.tokens,
+                        "test_s": round(elapsed, 4),
+                        "per_instance": self._timeline.per_instance(),
+                    }
+                )
         return False
 
     def lose(self, instance: int) -> float:
@@ -235,11 +244,7 @@ class Session:
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:
-            told = [
-                {"instance": i.index, "metrics": self._timeline.summary(i.index)}
-                for i in self._plan.instances
-            ]
-            self._record.result.setdefault("per_instance", told)
+            self._record.result.setdefault("per_instance", self._timeline.per_instance())
         judged = self._record.result["loadgen_result"]
         return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
 
