@@ -1,4 +1,5 @@
-"""A server that belongs to this process: it ends with it, whatever ends this process, and is watched closely.
+"""A server, or another program, that belongs to this process: it ends with it, whatever ends this process,
+and is watched closely.
 
     server = OwnedServer(command, log, wake)
     …
@@ -65,15 +66,23 @@ class OwnedServer:
         wake: Callable[[], None] = lambda: None,
         grace_s: float = 10.0,
         most_bytes: float = math.inf,
+        limited_by: str = "--server_memory_limit",
+        outlives_s: float = 0.0,
     ) -> None:
         """Start it; its output is appended to `log`. `wake`: called once, when `ended` has something to say.
 
         `grace_s`: what it gets to end by itself if this process is killed; `most_bytes`: of memory that its
-        processes may hold together. Raises OSError if the log can't be written.
+        processes may hold together, as the option `limited_by` says. `outlives_s`: how long it may go on
+        after one of them was killed: it may do so to its own, at its end. Raises OSError if the log can't be
+        written.
         """
         self.log = log
         self._wake = wake
-        self._most_bytes = most_bytes
+        self._most_bytes, self._limited_by = most_bytes, limited_by
+        self._outlives_s = outlives_s
+        self._lost: tuple[str, float] | None = None  # of its processes, and when
+        self.code: int | None = None  # its first process's, once that has ended
+        self.cpu_s = 0.0  # of its processes that run
         self._why = ""
         self._stopping = self._is_ready = False
         self._first: int | None = None  # the server's first process
@@ -162,11 +171,18 @@ class OwnedServer:
         ended = [self._taken(by_fd[fd]) for fd in ready if fd in by_fd]
         if line in ready and (why := self._told()):
             # What ended first says more than that the server then gave up.
-            return next((text for process, text, bad in ended if bad and process.pid != self._first), why)
+            killed = next((text for process, text, bad in ended if bad and process.pid != self._first), "")
+            return why if self.code == 0 and self._outlives_s else killed or self._told_lost() or why
         for process, text, bad in ended:
             if process.pid != self._first and (bad or (self._is_ready and process.resident >= _LARGE)):
-                return text
-        return self._stopped() or self._too_large()
+                if not self._outlives_s:
+                    return text
+                self._lost = self._lost or (text, time.monotonic())
+        late = self._lost is not None and time.monotonic() - self._lost[1] > self._outlives_s
+        return (self._told_lost() if late else "") or self._stopped() or self._too_large()
+
+    def _told_lost(self) -> str:
+        return self._lost[0] if self._lost else ""
 
     def _told(self) -> str:
         """Read what the guard says; return how the server ended, if it has."""
@@ -178,6 +194,7 @@ class OwnedServer:
         self._first = said.get(b"started", self._first)
         if (code := said.get(b"ended")) is None:
             return ""
+        self.code = code
         return f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _find(self) -> None:
@@ -197,10 +214,11 @@ class OwnedServer:
         return process, f"{process} {how}", number in _FATAL
 
     def _stopped(self) -> str:
-        now = time.monotonic()
+        now, ticks = time.monotonic(), 0
         for process in self._processes.values():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = _stat(process.pid)
+                ticks += int(fields[11]) + int(fields[12])
                 process.resident = int(fields[21]) * _PAGE
                 process.name = _name(process.pid)  # a server may give itself another one
                 if fields[0] not in ("T", "t"):
@@ -209,6 +227,7 @@ class OwnedServer:
                     process.stopped_at = now
                 elif now - process.stopped_at >= _STOPPED_S:
                     return f"{process} is stopped: kill -CONT {process.pid}"
+        self.cpu_s = ticks / _TICKS_PER_S
         return ""
 
     def _too_large(self) -> str:
@@ -216,7 +235,7 @@ class OwnedServer:
         if held <= self._most_bytes:
             return ""
         largest = max(self._processes.values(), key=lambda process: process.resident)
-        return f"holds {held / _GIB:.3g} GiB of memory, more than --server_memory_limit; most of it {largest}"
+        return f"holds {held / _GIB:.3g} GiB of memory, more than {self._limited_by}; most of it {largest}"
 
     def _kill_left(self) -> None:
         for process in self._processes.values():
@@ -228,6 +247,7 @@ class OwnedServer:
 
 _GIB = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
+from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
     ]
     config = parse_run(typed)
+    if config.harness:
+        raise ConfigError(f"{config.named('harness')}: find-max-qps goes by LoadGen's verdicts")
     tests = RateTests(
         series_folder(options.log_dir, "find-max-qps").absolute(),
         mpirun_words(options, config),

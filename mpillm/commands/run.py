@@ -36,7 +36,11 @@ def start(argv: Sequence[str]) -> tuple[int, str]:
     return start_rank("run", argv, parse_run, _test, serves=False)
 
 
-def _test() -> Purpose:
+def _test(config: RunConfig | None) -> Purpose:
+    if config is not None and config.harness:
+        from mpillm.runtime.harness_session import OTHER_HARNESS
+
+        return OTHER_HARNESS
     from mpillm.runtime.session import TEST
 
     return TEST
@@ -46,7 +50,7 @@ def start_rank(
     command: str,
     argv: Sequence[str],
     parse: Callable[[Sequence[str]], RunConfig],
-    purpose: Callable[[], Purpose],
+    purpose: Callable[[RunConfig | None], Purpose],
     *,
     serves: bool,
     share: Callable[[RunConfig, RunComms], Share] | None = None,

@@ -66,7 +66,7 @@ def _share(config: RunConfig, comms: RunComms) -> Share:
     return Share(config, comms)
 
 
-def _serve() -> Purpose:
+def _serve(config: RunConfig | None) -> Purpose:
     from mpillm.runtime.serve_session import SERVE
 
     return SERVE

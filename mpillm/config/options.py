@@ -25,7 +25,7 @@ from mpillm.fields.effects import RUN, SERVE
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
-    *("workload", "topology", "model", "own servers", "build", "harness", "triton"),
+    *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
 )
@@ -140,7 +140,7 @@ _MAIN = (
         "server_args",
         "clients_per_server",
     ),
-    *("trtllm_server_urls", "host", "port"),
+    *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
     *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.fields import BY_NAME
 
 if TYPE_CHECKING:
     from mpillm.config.run_config import RunConfig
@@ -37,7 +38,23 @@ def check_together(config: RunConfig) -> None:
             )
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    check_harness(config)
     check_mode(config)
+
+
+def check_harness(config: RunConfig) -> None:
+    """Raise ConfigError for what only LoadGen does, if another client makes the load."""
+    if not config.harness:
+        return
+    for name in ("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"):
+        if config.given(name) and config[BY_NAME[name]] != BY_NAME[name].default:
+            raise ConfigError(
+                f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
+            )
+    if config.scenario == "SingleStream":
+        raise ConfigError(
+            f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"
+        )
 
 
 def check_mode(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_se
 from mpillm.files import read_object
 from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests, tpot_s
-from mpillm.report.run_directory import failures_in
+from mpillm.report.run_directory import HAS_FIGURES, failures_in
 from mpillm.report.run_environment import ENVIRONMENT, differences
 from mpillm.report.run_files import RunFiles
 
@@ -90,7 +90,7 @@ class ComparedRun:
         """Read a run. Raises ConfigError if it has no verdict, no options, or no record of its requests."""
         files = RunFiles.read(path)
         status = files.result.get("status")
-        if status not in ("VALID", "INVALID"):
+        if status not in HAS_FIGURES:
             causes = "; ".join(str(one.get("cause")) for one in failures_in(files.result))
             why = causes or "; ".join(files.missing) or "it has no verdict"
             raise ConfigError(f"{path}: this run can't be compared: {why}")

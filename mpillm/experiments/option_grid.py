@@ -14,6 +14,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from mpillm.report.columns import beside
+from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import RunFiles
 
 Grid = dict[str, list[str]]
@@ -96,8 +97,9 @@ def finished(folder: Path) -> RunFiles | None:
     """Return a run that has a result; None: it was never run, or is half written or damaged, or failed."""
     try:
         run = RunFiles.read(folder)
-        whole = run.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in run.result
-        known = figures(run) if whole and run.detail else {}
+        status = run.result.get("status")
+        judged = status in HAS_FIGURES and "loadgen_result" in run.result and run.detail
+        known = figures(run) if judged or status == MEASURED else {}
     except (ConfigError, ArithmeticError, AttributeError, LookupError, TypeError):
         return None
     numbers = (value for name, value in known.items() if name not in ("status", "of", "doubts"))

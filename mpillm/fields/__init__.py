@@ -25,6 +25,7 @@ from mpillm.fields.general import GeneralFields
 from mpillm.fields.harness_stage import HarnessFields
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.fields.model import ModelFields
+from mpillm.fields.other_harness import OtherHarnessFields
 from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
@@ -45,6 +46,7 @@ class AllFields(
     TritonFields,
     ServerFields,
     OwnServerFields,
+    OtherHarnessFields,
     ServingFields,
     DataFields,
     GenerationFields,

@@ -35,7 +35,8 @@ class DeadlineFields(Options):
     stop_deadline = _deadline("stop", 60.0)
     stall_timeout = Field(
         "stall_timeout",
-        "longest silence of an instance with open requests, or of a started server, seconds",
+        "longest silence of an instance with open requests, of a started server, or of a client"
+        " (--harness), seconds",
         seconds,
         default=300.0,
         effect=TIME,

@@ -32,7 +32,6 @@ def doubts(
         said.append(late)
     if disturbed := _disturbances(result, {"stolen"} if others_serve else {"others", "stolen"}):
         said.append(disturbed)
-    said += [_on_gpu(gpu) for gpu in result.get("other_gpu_processes", ())]
     cached = "" if reuse_wanted else cached_prompts(result)
     of_answers = (
         f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else "",
@@ -53,6 +52,20 @@ def cached_prompts(result: Mapping[str, Any]) -> str:
         f"{n:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
         " vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache"
     )
+
+
+def of_another_harness(harness: Mapping[str, Any], least_s: float) -> list[str]:
+    """Return what is doubtful of a test whose load another client made: its entry in `result.json`."""
+    name, found = harness["name"], []
+    if n := harness["failed"]:
+        found.append(f"{name} reports {n:,} failed request{'s' * (n > 1)}")
+    if harness["completed"] + harness["failed"] < harness["asked"]:
+        found.append(
+            f"{name} reports {harness['completed']:,} of the {harness['asked']:,} requests it was to send"
+        )
+    if harness["duration_s"] < least_s:
+        found.append(f"{name} took {harness['duration_s']:.4g} s, less than --min_duration {least_s:g}")
+    return found
 
 
 def _counted(result: Mapping[str, Any], name: str) -> float:
@@ -104,12 +117,6 @@ def _disturbances(result: Mapping[str, Any], counted: AbstractSet[str]) -> str:
         for by in counted & {*node["disturbed_by"]}
     ]
     return f"disturbed: in the test {max(found)[1]}" if found else ""
-
-
-def _on_gpu(gpu: Mapping[str, Any]) -> str:
-    pids = gpu["pids"]
-    who = f"process {pids[0]}" if len(pids) == 1 else f"processes {', '.join(map(str, pids[:8]))}"
-    return f"disturbed: other work was on {gpu['gpu']} of {gpu['host']} when the test started or ended: {who}"
 
 
 def late_answers(goodput: Mapping[str, Any]) -> str:

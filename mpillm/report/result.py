@@ -14,7 +14,6 @@ from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
-from mpillm.telemetry.gpu_use import other_processes
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals
@@ -73,32 +72,19 @@ def test_result(
 
 
 def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
-    """Return for `result.json` what others used of each node's cores in the test; `nodes`: of each rank."""
-    loads = (
-        other_load(node, [report.cpu for report in there]) for node, there in _whole_nodes(nodes, reports)
-    )
-    return [load for load in loads if load is not None]
+    """Return for `result.json` what others used of each node's cores in the test.
 
-
-def others_on_gpus(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
-    """Return for `result.json` which other processes computed on the ranks' GPUs."""
-    return [
-        one
-        for node, there in _whole_nodes(nodes, reports)
-        for one in other_processes(node, [report.gpu for report in there if report.gpu is not None])
-    ]
-
-
-def _whole_nodes(
-    nodes: Sequence[str], reports: Mapping[int, DrainReport]
-) -> Iterator[tuple[str, list[DrainReport]]]:
-    """Yield the nodes that have lost no rank: what a lost one used would count as others'."""
+    `nodes`: of each rank. A node that has lost a rank is left out: what that rank used counts as others'.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    for node, there in ranks.items():
-        if {*there} <= reports.keys():
-            yield node, [reports[rank] for rank in there]
+    loads = (
+        other_load(node, [reports[rank].cpu for rank in there])
+        for node, there in ranks.items()
+        if {*there} <= reports.keys()
+    )
+    return [load for load in loads if load is not None]
 
 
 def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:
@@ -176,6 +162,29 @@ def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, An
         ("given up by clients", result["aborted"]),
         ("result", f"{directory}/result.json"),
     ]
+
+
+def other_harness_rows(
+    result: Mapping[str, Any], directory: str, facts: Facts | None = None
+) -> list[tuple[str, Any]]:
+    """Do as `summary_rows`, for a test whose load another client made."""
+    client = result["harness"]
+    said = f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s"
+    rows: list[tuple[str, Any]] = [
+        ("harness", f"{client['name']} {client['version']}: {said}, {client['failed']:,} failed"),
+        *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
+        *_lost_rows(result, "requests"),
+    ]
+    if said := rates(result):
+        rows.append(("rate", f"{said}; the queue {queue(result)}"))
+    rows += _measured_rows(result, "requests", facts)[1:]
+    if own := result.get("endpoint"):
+        counted = f"{own['samples']:,} requests, {own['tokens']:,} tokens, {own['errors']:,} errors"
+        ttft = f", first token p50 {milliseconds(own['ttft_ms']['p50'])}" if own["ttft_ms"] else ""
+        rows.append(("at the endpoint", f"{counted}{ttft}"))
+    if facts is not None and (limit := facts.limit()):
+        rows.append(("limit", limit))
+    return [*rows, ("result", f"{directory}/result.json")]
 
 
 def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = None) -> list[tuple[str, Any]]:

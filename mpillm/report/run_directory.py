@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import disagg
@@ -24,8 +24,6 @@ from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.phases import Phase
 from mpillm.report.run_environment import ENVIRONMENT
 
-_log = logging.getLogger(__name__)
-
 # Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
@@ -34,6 +32,10 @@ TELEMETRY = "telemetry.json"
 REQUESTS = "requests.bin"
 RANKS = "ranks"  # the folder of the ranks' logs
 PAGE, TRACE = "report.html", "trace.json"
+MEASURED = "MEASURED"
+"""The status of a test whose load another client made (--harness): LoadGen has not judged it."""
+HAS_FIGURES = ("VALID", "INVALID", MEASURED)
+"""The status of a test that has ended well."""
 CERTIFICATE = "certificate.json"
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
@@ -152,7 +154,6 @@ class RunRecord:
         self.path = path
         self._config = config
         self.phases_s: dict[str, float] = {}
-        self._kept: Mapping[str, Any] = {}  # figures of a test that has not ended
         self.result: dict[str, Any] = {
             "status": "FAILED",
             **about,
@@ -183,8 +184,8 @@ class RunRecord:
         for name in OF_AN_EARLIER_RUN:
             (self.path / name).unlink(missing_ok=True)
 
-    def write_unfinished(self, phase: Phase, *, waits: bool = True) -> None:
-        """Write the result.json of a run whose rank 0 is killed in `phase`, with what it has kept.
+    def write_unfinished(self, phase: Phase, so_far: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write the result.json of a run whose rank 0 is killed in `phase`, with its figures `so_far`.
 
         Raises OSError if the disk is full.
 
@@ -192,17 +193,9 @@ class RunRecord:
         """
         failure = Failure("this run goes on, or rank 0 was killed before it could say why it ends", 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
-        result = {**self.result, **self._kept, **ended, "phases_s": self.phases_s}
+        result = {**self.result, **so_far, **ended, "phases_s": self.phases_s}
         result["failures"] = failures_json((failure,))
-        write_json(self.path / "result.json", result, waits=waits)
-
-    def keep(self, so_far: Mapping[str, Any]) -> None:
-        """Write what the test has measured so far: a killed rank 0 writes nothing more."""
-        self._kept = so_far
-        try:
-            self.write_unfinished("test", waits=False)  # a test's time is measured
-        except OSError as error:  # a full disk ends no test
-            _log.warning("what was measured so far is not kept: %s", error)
+        write_json(self.path / "result.json", result)
 
     def write_result(self) -> None:
         """Write result.json. Raises OSError if the disk is full."""
@@ -230,6 +223,9 @@ class RunDirectory:
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
+        if result.get("status") == MEASURED:
+            name = (result.get("harness") or {}).get("name")
+            raise ConfigError(f"{path}: {name} made its load (--harness): there is no verdict of LoadGen")
         with as_written(path / "result.json"):
             failed = result["status"] == "FAILED"
             for key in () if failed else _OF_RESULT:

@@ -52,5 +52,4 @@ class RunTelemetry:
             },
             "ranks": {str(rank): noted for rank, noted in sorted(self.ranks.items())},
         }
-        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-        write_text(path, text + "\n", waits=ends)
+        write_text(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")

@@ -21,7 +21,7 @@ from launch.live_lines import LiveLines
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
-from mpillm.report.run_directory import keep_results
+from mpillm.report.run_directory import HAS_FIGURES, keep_results
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
@@ -44,8 +44,8 @@ class EndedRun:
 
     @property
     def failure(self) -> str:
-        """Why there is no verdict, with the end of the output; "" if LoadGen gave one."""
-        if self.result.get("status") in ("VALID", "INVALID"):
+        """Why there are no figures, with the end of the output; "" if the test has ended well."""
+        if self.result.get("status") in HAS_FIGURES:
             return ""
         causes = "; ".join(str(one.get("cause")) for one in self.result.get("failures", ()))
         return f"{causes or f'exit code {self.code}'} (run directory {self.folder})\n{self.tail}".rstrip()

@@ -28,10 +28,11 @@ from mpillm.errors import ExitCode
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, served_rows, test_result
-from mpillm.report.run_directory import TELEMETRY, RunRecord, path_shown, unwritable
+from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
+from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of
 from mpillm.runtime.join import Planned
 from mpillm.runtime.rank0 import Purpose
@@ -44,6 +45,8 @@ _TIMELINE_S = 0.5
 
 class ServeSession:
     """See `rank0.RunSession`."""
+
+    KEEPS_TIMELINE = False  # a server's would grow for as long as it serves
 
     def __init__(
         self, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
@@ -65,7 +68,6 @@ class ServeSession:
         self._control = control
         self._config = config
         self._last_start = max(report.started for report in planned.reports.values())
-        self._timeline = Timeline((instance.index for instance in plan.instances), None)
         self._measured_at = self._kept_at = 0.0
         self._kept_samples = 0
         self._telemetry = RunTelemetry()
@@ -76,6 +78,8 @@ class ServeSession:
         self._record = record()
         self._record.write_plan(planned.yaml, plan, planned.reports)
         self._record.result["url"] = self.url
+        timeline = self._record.path / TIMELINE if self.KEEPS_TIMELINE else None
+        self._timeline = Timeline((instance.index for instance in plan.instances), timeline)
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
@@ -104,7 +108,7 @@ class ServeSession:
         self._mailbox = mailbox
         self._frontend: Frontend | None = None
 
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Frontend:
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
         self._mailbox.wake = loop.wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return self._frontend
@@ -134,12 +138,11 @@ class ServeSession:
         self._kept_samples = totals.samples
         totals.started = self._frontend.started
         so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
-        so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
         try:
             self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
+            self._record.write_unfinished("test", so_far | {"aborted": self._metrics.aborted})
         except OSError as error:  # a full disk ends no server
             _log.warning("what was served so far is not kept: %s", error)
-        self._record.keep(so_far)
 
     def lose(self, instance: int) -> float:
         self._timeline.lose(instance)

@@ -17,7 +17,6 @@ from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.arrivals import kept_up
@@ -28,14 +27,14 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
+from mpillm.report.result import add_costs, other_loads, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
-from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.run_files import RunFiles
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.runtime.join import Planned, Prepared, has_text, prepare
+from mpillm.runtime.leave_environment import leave_environment
 from mpillm.runtime.rank0 import Purpose
 from mpillm.submission.compliance_tests import prepare_audit
 from mpillm.workloads.rounds import allows_guesses
@@ -127,15 +126,6 @@ class Session:
                     "%s",
                     " ".join(line.strip() for line in progress_lines(progress, computed)),
                 )
-                self._record.keep(
-                    {
-                        "samples": totals.samples,
-                        "errors": totals.errors,
-                        "tokens": totals.tokens,
-                        "test_s": round(elapsed, 4),
-                        "per_instance": self._timeline.per_instance(),
-                    }
-                )
         return False
 
     def lose(self, instance: int) -> float:
@@ -176,9 +166,7 @@ class Session:
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         if self._config.scenario == "Server":
             result |= self._of_server()
-        nodes = [rank.node for rank in self._plan.ranks]
-        result["other_load"] = other_loads(nodes, reports)
-        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
+        result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         is_client = BackendRegistry.get(self._config.core_type).is_client
         workload = self._config.workload
         result["doubts"] = doubts(
@@ -189,15 +177,7 @@ class Session:
         )
         self._timeline.close()
         self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
-        machines = {
-            self._plan.ranks[rank].node: report.machine
-            for rank, report in sorted(reports.items())
-            if report.machine
-        }
-        write_json(directory / "machines.json", machines)
-        mpi = self._prepared.planned.reports[0].versions["MPI"]
-        told = {name for one in result["per_instance"] for name in one.get("frameworks", ())}
-        write_json(directory / ENVIRONMENT, describe_environment(mpi) | {"servers": ", ".join(sorted(told))})
+        leave_environment(directory, self._prepared.planned, reports, result)
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     def _of_server(self) -> dict[str, Any]:
@@ -244,7 +224,11 @@ class Session:
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:
-            self._record.result.setdefault("per_instance", self._timeline.per_instance())
+            told = [
+                {"instance": i.index, "metrics": self._timeline.summary(i.index)}
+                for i in self._plan.instances
+            ]
+            self._record.result.setdefault("per_instance", told)
         judged = self._record.result["loadgen_result"]
         return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
 

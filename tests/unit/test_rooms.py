@@ -24,6 +24,7 @@ mpillm.files mpillm.devices mpillm.event_loop
 mpillm.telemetry
 mpillm.configurator
 mpillm.servers
+mpillm.harnesses
 mpillm.fields
 mpillm.comms
 mpillm.models

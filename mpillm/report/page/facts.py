@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +130,8 @@ class Facts:
     def verdict_notes(self) -> list[str]:
         """Return what else to know of LoadGen's verdict, a line each."""
         result = self.run.result
-        notes = [f"{said}; the queue {queue(result)}."] if (said := rates(result)) else []
+        notes = [said] if (said := _of_client(result)) else []
+        notes += [f"{said}; the queue {queue(result)}."] if (said := rates(result)) else []
         if without_limits(result):
             notes.append("No latency limit was set: LoadGen accepts every rate.")
         if ended_by := result.get("ended_by"):
@@ -196,6 +198,28 @@ class Facts:
             total += ((parts / lasted) * joules)[:, inside].sum(1)
             known |= bool(inside.any())
         return Energy(*total.tolist()) if known else None
+
+
+def _of_client(result: Mapping[str, Any]) -> str:
+    """Return what a client that was not LoadGen reports, in a sentence; "" without one."""
+    client = result.get("harness") or {}
+    if not client.get("asked"):
+        return ""
+    said = [
+        f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s",
+        f"{client['failed']:,} failed",
+        f"{client['requests_per_second']:,.4g} requests/s",
+    ]
+    if (rate := client.get("tokens_per_second")) is not None:
+        said.append(f"{rate:,.4g} tokens/s")
+    for name, key in (
+        ("first token", "ttft_ms"),
+        ("per output token", "tpot_ms"),
+        ("whole answer", "latency_ms"),
+    ):
+        if told := client.get(key):
+            said.append(f"{name} " + " ".join(f"{what} {value:.4g}" for what, value in told.items()) + " ms")
+    return f"{client['name']} {client['version']}".strip() + f" reports {', '.join(said)}."
 
 
 def limits_ms(run: RunFiles) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
-from mpillm.report.run_directory import PAGE, RANKS, TRACE, failures_in
+from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
 
 _MOST_CARDS = 128
@@ -22,6 +22,7 @@ _WORDS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
     "SERVED": "This run served until it was ended.",
+    MEASURED: "Another client made the load: LoadGen has not judged it.",
     "FAILED": "This run failed.",
     "STOPPED": "Ended before it was done: there is no verdict. What it did until then is below.",
     "": "This run has left no outcome: it goes on, or was killed.",
@@ -64,7 +65,7 @@ def head(facts: Facts) -> str:
     said = " · ".join(escape(word) for word in words if word)
     why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
     shown = status if status in _WORDS else ""
-    kind = "doubtful" if status == "VALID" and facts.doubts else shown.lower() or "none"
+    kind = "doubtful" if status in ("VALID", MEASURED) and facts.doubts else shown.lower() or "none"
     return (
         f'<header class="verdict {kind}">'
         f'<p class="badge">{escape(status or "no outcome")}</p>'

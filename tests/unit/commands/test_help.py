@@ -39,10 +39,15 @@ SHARED = (
     "run-llm-server",
 )
 EXEMPT = {
-    "run": {"dry_run", "world_size"},  # read to be refused
+    "run": {"dry_run", "world_size"}  # read to be refused
+    | {
+        field.name for field in FIELDS if field.group == "serve"
+    },  # of its endpoint for another harness, which sets them
     "generate-engines": {"kv_cache_dtype"},  # read of the CoreConfig that calibration makes
     # It shares the modules of `run`, which read them of a test.
-    "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")}
+    "serve": {
+        field.name for field in FIELDS if field.group in ("data", "test", "output", "server", "other harness")
+    }
     | {"dry_run", "world_size"},
     "plan": {"beam_width", "end_ids", "stop_words"},  # read of the CoreConfig whose memory is looked at
     # It asks a core whether it has `engine_stages`, and does not call them.

@@ -38,6 +38,7 @@ TEXTS = {
     "dataset": "synthetic",
     "goodput": "ttft:500",
     "server": "vllm",
+    "harness": "aiperf",
     "stop_words": "x",
     "end_ids": "7",
     "user_conf": "x",
@@ -78,8 +79,8 @@ def beside(field: Field) -> dict[str, str]:
         if use.needs and use.needs[1] is not ANY
     }
     for use in field.effect.uses:
-        if use.needs == ("server", ANY):
-            words["server"] = TEXTS["server"]
+        if use.needs in (("server", ANY), ("harness", ANY)):
+            words[use.needs[0]] = TEXTS[use.needs[0]]
         if use.scenarios:
             words["scenarios"] = ",".join(use.scenarios)
     return words

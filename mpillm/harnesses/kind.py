@@ -1,0 +1,234 @@
+"""What a run must know of another client: its files and words from what it is to do, and its report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from disagg.errors import ConfigError
+from mpillm.files import read_object
+from mpillm.servers.kind import KnownFailure
+
+
+class Sample(NamedTuple):
+    """A prompt, and what may follow it."""
+
+    tokens: list[int]
+    text: str
+    longest: int  # tokens of the answer
+    ignores_stop: bool  # it has no fewer
+
+
+class Seeds(NamedTuple):
+    """LoadGen's, for a client's own."""
+
+    samples: int
+    arrivals: int
+    answers: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a client is to do."""
+
+    urls: tuple[str, ...]  # of the servers, without /v1
+    model: str  # as they call it
+    tokenizer: str  # its folder; "": there is none
+    folder: Path  # for its files, which no other run uses
+    samples: Sequence[Sample]  # each made when it is asked for
+    lengths: Sequence[int]  # of the samples: tokens of the longest answer
+    ignoring: Sequence[bool]  # of the samples: the answer has no fewer
+    order: Sequence[int]  # the requests: of each the sample, as LoadGen would issue them
+    rate: float | None  # requests per second, at random times (a Poisson process)
+    concurrency: int | None  # requests at once; neither this nor a rate: all at once
+    temperature: float
+    top_k: int
+    top_p: float
+    shortest: int  # tokens of an answer
+    seeds: Seeds
+    count_tokens: Callable[[str], int] = len  # of a text, for clients that keep no numbers
+    args: tuple[str, ...] = ()  # as the user types them
+
+    @property
+    def at_once(self) -> int:
+        """Requests that may be open together, if no rate says when they are sent."""
+        return self.concurrency or len(self.order)
+
+    def one_length(self) -> int:
+        """Return the longest answer, if it is that of all samples. Raises ValueError."""
+        lengths = {*self.lengths}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"takes one longest answer; those of the samples are {min(lengths)} to {max(lengths)} tokens"
+            )
+        return lengths.pop()
+
+    def ignores_stop(self) -> bool:
+        """Return whether every answer is to have its full length. Raises ValueError if some are."""
+        found = {*self.ignoring}
+        if len(found) > 1:
+            raise ValueError("can't ignore the end of some answers only, as the data set asks")
+        return found.pop()
+
+
+class Request(NamedTuple):
+    """What became of a request: seconds of any clock."""
+
+    issued: float
+    first: float  # NaN: it did not stream
+    ended: float
+    sample: int
+    tokens: int  # of the answer
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token; NaN: it did not stream."""
+        return self.first - self.issued
+
+    @property
+    def tpot(self) -> float:
+        """Seconds of each token after the first; NaN: there is none."""
+        return (self.ended - self.first) / (self.tokens - 1) if self.tokens > 1 else math.nan
+
+    @property
+    def latency(self) -> float:
+        """Seconds until the end of the answer."""
+        return self.ended - self.issued
+
+
+LATENCIES = ("ttft_ms", "tpot_ms", "latency_ms")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a client reports."""
+
+    version: str
+    completed: int
+    failed: int
+    duration_s: float
+    tokens: float | None = None  # of all answers, as it counts them
+    # Of each latency that it tells, milliseconds by name: mean, p50, p90, p99.
+    latencies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()  # what it says against its own figures
+    requests: Sequence[Request] = ()  # each of them; none: it tells only sums
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its main figures, for result.json."""
+        lasted = self.duration_s
+        return {
+            "version": self.version,
+            "completed": self.completed,
+            "failed": self.failed,
+            "duration_s": round(lasted, 4),
+            "requests_per_second": round(self.completed / lasted, 4) if lasted > 0 else 0.0,
+            "tokens_per_second": round(self.tokens / lasted, 4) if self.tokens and lasted > 0 else None,
+            **{name: dict(self.latencies[name]) if name in self.latencies else None for name in LATENCIES},
+        }
+
+
+@dataclass(frozen=True)
+class HarnessKind:
+    """A kind of client."""
+
+    name: str
+    words: Callable[[Load], Sequence[str]]  # the program, and all that it is to do
+    read: Callable[[Load], Measured]  # its report. Raises ValueError, KeyError, ConfigError, OSError
+    write: Callable[[Load], None] = lambda load: None  # the files that it reads
+    environment: Mapping[str, str] = field(default_factory=dict)
+    many_urls: bool = False  # it spreads its requests over several servers
+    needs_tokenizer: bool = False
+    install: str = ""  # what to do where its program is missing
+    failures: tuple[KnownFailure, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"harness ({self.name.rstrip(':')})"
+
+    def command(self, load: Load) -> tuple[str, ...]:
+        """Return the command line. Raises ValueError for what this kind can't do, naming the option."""
+        if self.needs_tokenizer and not load.tokenizer:
+            raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
+        return (*self.words(load), *load.args)
+
+    def explain(self, log: str) -> str:
+        """Return what a line of its log means, and what to do; "" if none is known."""
+        known = next((known for known in (*self.failures, *OF_ALL) if known.is_in(log)), None)
+        return f"{known.cause}: {known.remedy}" if known else ""
+
+
+OF_ALL = (
+    KnownFailure(
+        r"unrecognized arguments|[Nn]o such option|error: argument|invalid choice|Unknown option",
+        "it does not know one of its options",
+        "look at --harness_args, and at its version",
+    ),
+    KnownFailure(
+        r"Connection refused|ConnectionRefusedError|Cannot connect to host|All connection attempts failed",
+        "nothing listens where it sends its requests",
+        "look at the servers' logs",
+    ),
+    KnownFailure(
+        r"Too many open files|Errno 24", "it may open too few files", "raise the limit: ulimit -n 65536"
+    ),
+)
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises OSError, ValueError."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    """Return the report that a client has left. Raises ConfigError if there is none, or it is damaged."""
+    if not path.exists():
+        raise ConfigError(f"it has left no report ({path.name})")
+    return read_object(path)
+
+
+def body(load: Load, sample: Sample) -> dict[str, Any]:
+    """Return the body of a sample's request, its prompt as tokens, for clients that take whole bodies."""
+    asked: dict[str, Any] = {"model": load.model, "prompt": sample.tokens, "max_tokens": sample.longest}
+    asked |= sampling(load) | {"stream": True, "stream_options": {"include_usage": True}}
+    if load.shortest:
+        asked["min_tokens"] = min(load.shortest, sample.longest)
+    if sample.ignores_stop:
+        asked["ignore_eos"] = True
+    return asked
+
+
+def sampling(load: Load) -> dict[str, Any]:
+    """Return how answers are chosen, by vLLM's names."""
+    chosen: dict[str, Any] = {"temperature": load.temperature, "seed": load.seeds.answers}
+    if load.top_k:
+        chosen["top_k"] = load.top_k
+    if load.top_p < 1:
+        chosen["top_p"] = load.top_p
+    return chosen
+
+
+def seed32(seed: int) -> int:
+    """Return what of a seed of LoadGen's a program takes that reads it as a signed number of 32 bits."""
+    return seed & 0x7FFFFFFF
+
+
+def milliseconds(found: Mapping[str, Any], factor: float, **names: str) -> dict[str, float]:
+    """Return a latency's statistics: by our name, theirs times `factor`; without those that lack."""
+    return {
+        name: round(factor * value, 4)
+        for name, theirs in names.items()
+        if isinstance(value := found.get(theirs), (int, float)) and math.isfinite(value)
+    }

@@ -1,0 +1,186 @@
+"""The role of a rank that starts another client in LoadGen's place, watches it, and reads its report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch.command import Command, find_program
+from launch.owned_server import OwnedServer
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.harnesses.kind import HarnessKind, Load, Measured
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.5
+_GRACE_S = 2.0  # to end by itself, if the run ends before it
+_OUTLIVES_S = 10.0  # a process of its own that was killed: then it ends, or never will
+_LINES = 4000  # of its log that are searched for a known failure
+_SHOWN = 100  # characters of its last line
+_IDLE = 0.003  # of a core: less than that is what a program uses that only waits
+
+
+def command_of(kind: HarnessKind, load: Load) -> Command:
+    """Return what starts the client. Raises ConfigError if it can't do what it is asked, or is not there."""
+    try:
+        program, *words = kind.command(load)
+    except ValueError as error:
+        raise ConfigError(f"--harness: {kind.title} {error}", about=["harness"]) from None
+    return Command(
+        (find_program(program, kind.install or "name it by its path"), *words), dict(kind.environment)
+    )
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the client may take."""
+
+    stall_s: float  # of doing nothing
+    most_bytes: float  # of memory
+
+
+class ClientProgram(Role):
+    """Owns the client, in front of the run's own endpoint, which stays as it is."""
+
+    def __init__(
+        self,
+        kind: HarnessKind,
+        prepare: Callable[[Mapping[int, str]], Load],
+        endpoint: Role,
+        end: Callable[[], object],
+        log: Path,
+        bounds: Bounds,
+        wake: Callable[[], None],
+    ) -> None:
+        """`prepare`: what it is to do, from the URLs of the run's servers.
+
+        `end`: begins to drain `endpoint`.
+        """
+        self._kind = kind
+        self._prepare = prepare
+        self._endpoint = endpoint
+        self._end = end
+        self._path = log
+        self._bounds = bounds
+        self._wake = wake
+        self._urls: Mapping[int, str] = {}
+        self._load: Load | None = None
+        self._command: Command | None = None
+        self._program: OwnedServer | None = None
+        self._did = (0, 0.0, 0.0)  # bytes of its log, seconds of CPU, and when that was noted
+        self._looked_at = 0.0
+        self.report_of_client: Measured | None = None  # once it has ended well
+        self.started = (0.0, 0.0)  # time.monotonic(), time.time()
+
+    # --- phases ---
+
+    def find_servers(self, urls: Mapping[int, str]) -> None:
+        self._urls = urls
+
+    def load(self) -> None:
+        self._endpoint.load()
+
+    def health(self) -> None:
+        self._endpoint.health()
+
+    def warmup(self) -> None:
+        """Write what the client reads."""
+        self._endpoint.warmup()
+        self._load = self._prepare(self._urls)
+        self._load.folder.mkdir(parents=True, exist_ok=True)
+        self._command = command_of(self._kind, self._load)
+        self._kind.write(self._load)
+
+    def ready(self) -> None:
+        self._endpoint.ready()
+
+    def test(self) -> None:
+        assert self._command is not None
+        self._endpoint.test()
+        _log.info("%s: %s", self._kind.title, self._command)
+        self.started, most = (time.monotonic(), time.time()), self._bounds.most_bytes
+        self._program = OwnedServer(
+            self._command,
+            self._path,
+            self._wake,
+            _GRACE_S,
+            most,
+            limited_by="--harness_memory_limit",
+            outlives_s=_OUTLIVES_S,
+        )
+        self._did = (0, 0.0, self.started[0])
+
+    def done(self, phase: Phase) -> bool:
+        return self._endpoint.done(phase) and (phase != "test" or self.report_of_client is not None)
+
+    def drain(self) -> None:
+        self._endpoint.drain()
+
+    def stop(self) -> None:
+        if self._program is not None:
+            self._program.stop(_GRACE_S)
+        self._endpoint.stop()
+
+    def lost(self, instance: int) -> None:
+        self._endpoint.lost(instance)
+
+    # --- the client ---
+
+    def poll(self) -> bool:
+        worked = self._endpoint.poll()
+        if self._program is None or self.report_of_client is not None:
+            return worked
+        if why := self._program.ended():
+            self._on_end(why)
+            return True
+        if (now := time.monotonic()) - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            self._must_do_something(now)
+        return worked
+
+    def quiet_s(self) -> float:
+        waits = self._program is not None and self.report_of_client is None
+        return min(self._endpoint.quiet_s(), _LOOK_S) if waits else self._endpoint.quiet_s()
+
+    def last_line(self) -> str:
+        """Return the last line that it has printed, shortened; a progress bar as it was drawn last."""
+        if self._program is None:
+            return ""
+        last = self._program.tail(1).rpartition("\r")[2].strip().removeprefix("|").strip()
+        return "starts" if last.startswith("$ ") else last[:_SHOWN]
+
+    def _must_do_something(self, now: float) -> None:
+        assert self._program is not None
+        size, cpu_s, at = self._did
+        stall_s = self._bounds.stall_s
+        grown, used_s = self._path.stat().st_size, self._program.cpu_s
+        if grown != size or abs(used_s - cpu_s) > _IDLE * stall_s:
+            self._did = (grown, used_s, now)
+        elif now - at > stall_s:
+            raise self._failure(f"has printed and computed nothing for {stall_s:g} s (--stall_timeout)")
+
+    def _on_end(self, why: str) -> None:
+        assert self._program is not None and self._load is not None
+        if self._program.code != 0:
+            raise self._failure(why)
+        try:
+            report = self._kind.read(self._load)
+        except (ConfigError, OSError, LookupError, TypeError, ValueError) as error:
+            what = str(error) if isinstance(error, (ConfigError, OSError)) else repr(error)
+            raise self._failure(f"{why}, but its report can't be read: {what}") from error
+        if not report.completed:
+            raise self._failure(f"{why}, and reports no request that was answered ({report.failed} failed)")
+        self.report_of_client = report
+        self._end()
+
+    def _failure(self, what: str) -> RunError:
+        assert self._program is not None
+        known = self._kind.explain(self._program.tail(_LINES))
+        lines = [f"{self._kind.title}: {what}", *([known] if known else [])]
+        cause = "\n".join([*lines, f"the end of {self._program.log}:", self._program.tail()])
+        return RunError(Failure(cause, 0, code=ExitCode.TEST_FAILED))

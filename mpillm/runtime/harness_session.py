@@ -1,0 +1,356 @@
+"""Rank 0's view of a run whose load another client makes: the endpoint, the client, and what it reports."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+import disagg
+from mpillm import __version__
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.transport import Transport
+from mpillm.config.options import run_name
+from mpillm.config.run_config import RunConfig
+from mpillm.configurator.found import Found
+from mpillm.core_names import TRTLLM_ENDPOINT
+from mpillm.cores.histogram import Histogram
+from mpillm.cores.openai_client.client_thread import ClientThread
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.readiness import find_model
+from mpillm.cores.registry import BackendRegistry
+from mpillm.data.dataset import Dataset
+from mpillm.data.tokenizer import Tokenizer
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.harnesses.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
+from mpillm.harnesses.kinds import kind_of
+from mpillm.loadgen.issue_order import issue_order
+from mpillm.report.arrivals import kept_up
+from mpillm.report.console import Console
+from mpillm.report.doubts import doubts, of_another_harness
+from mpillm.report.goodput import goodput
+from mpillm.report.page.facts import facts_of
+from mpillm.report.request_log import RequestLog, read_requests
+from mpillm.report.result import add_costs, other_harness_rows, other_loads
+from mpillm.report.run_directory import MEASURED, RunRecord, path_shown, unwritable
+from mpillm.report.run_files import RunFiles
+from mpillm.roles.client_program import Bounds, ClientProgram, command_of
+from mpillm.runtime.join import Planned, Prepared, prepare
+from mpillm.runtime.leave_environment import leave_environment
+from mpillm.runtime.rank0 import Purpose
+from mpillm.runtime.serve_session import ServeSession
+from mpillm.workloads.rounds import allows_guesses
+
+LOG, FOLDER = "harness.log", "harness"
+_ASK_S = 30.0
+# What the run's own endpoint has counted, beside the client's figures.
+_OF_ENDPOINT = (
+    *("samples", "errors", "tokens", "aborted"),
+    *LATENCIES,
+)
+
+
+class HarnessSession(ServeSession):
+    """As of `serve`, until the client has ended; see `rank0.RunSession`."""
+
+    KEEPS_TIMELINE = True
+
+    def __init__(
+        self, prepared: Prepared, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> None:
+        """Raises ConfigError if the client can't do what it is asked, or is not there."""
+        planned = prepared.planned
+        self._prepared, self._planned = prepared, planned
+        self._asked = planned.config
+        self.kind = kind_of(planned.config.harness or "")
+        self._order = issue_order(prepared.settings, len(prepared.dataset)).indices
+        self.n_servers = _servers_of(planned)
+        self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
+        super().__init__(replace(planned, config=_of_endpoint(planned.config)), record, console, control)
+        self._own_url = self.url.removesuffix("/v1")
+        shown = ("SERVER",) * self.n_servers if self.direct else (self._own_url,)
+        self.command = command_of(self.kind, self._load_of(shown, self.served.names[0]))
+        self._client: ClientProgram | None = None
+
+    # --- the load ---
+
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> ClientProgram:
+        config = self._asked
+        super().make_harness(route, leader, loop)
+        frontend = self._frontend
+        assert frontend is not None
+        bounds = Bounds(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
+        log = self._record.path / LOG
+        log.unlink(missing_ok=True)  # an earlier run's
+        self._client = ClientProgram(
+            self.kind, self._load, frontend, frontend.end_early, log, bounds, loop.wake
+        )
+        return self._client
+
+    def _load(self, urls: Mapping[int, str]) -> Load:
+        if not self.direct:
+            return self._load_of((self._own_url,), self.served.names[0])
+        found = [urls[index] for index in sorted(urls)] or [*(self._asked.trtllm_server_urls or ())]
+        servers = [Endpoint(url) for url in found]
+        return self._load_of([server.url for server in servers], self._model_at(servers[0]))
+
+    def _model_at(self, server: Endpoint) -> str:
+        """Return what a server calls its model."""
+        config = self._asked
+        thread = ClientThread("mpillm-ask")
+        try:
+            wanted = config.core_options.get("model")
+            return thread.run(find_model(server, wanted, config.model_path, _ASK_S), 2 * _ASK_S)
+        except (EndpointError, TimeoutError) as error:
+            raise RunError(Failure(str(error), 0, code=ExitCode.NOT_READY)) from error
+        finally:
+            thread.stop()
+
+    def _load_of(self, urls: Sequence[str], model: str) -> Load:
+        config, test = self._asked, self._prepared.settings.test
+        samples = _Samples(self._prepared.dataset, self._prepared.tokenizer, config.max_output_len)
+        folder = Path(config.model_path).absolute() if config.model_path else None
+        has_tokenizer = folder is not None and (folder / "tokenizer.json").exists()
+        return Load(
+            tuple(urls),
+            model,
+            str(folder) if has_tokenizer else "",
+            self._record.path / FOLDER,
+            samples,
+            samples.lengths,
+            samples.ignoring,
+            self._order.tolist(),
+            test.server_target_qps if config.scenario == "Server" else None,
+            config.concurrency,
+            config.temperature,
+            config.top_k,
+            config.top_p,
+            config.min_output_len,
+            Seeds(test.sample_index_rng_seed, test.schedule_rng_seed, config.seed),
+            lambda text: len(self._prepared.tokenizer.encode_plain(text)) if has_tokenizer else 0,
+            config.harness_args,
+        )
+
+    # --- the test ---
+
+    def poll(self) -> bool:
+        super().poll()
+        if self._client is not None and (last := self._client.last_line()):
+            elapsed = time.monotonic() - self._control.phase_started
+            self._console.waiting("test", elapsed, {f"{self.kind.title}: {last}": [0]})
+        return False
+
+    def drain(self) -> bool:
+        """Refuse to end early: a signal ends a test's run."""
+        return False
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        super().drained(reports)
+        result, config = self._record.result, self._asked
+        report = self._client.report_of_client if self._client else None
+        assert report is not None
+        if not self.direct:
+            result["endpoint"] = {name: result[name] for name in _OF_ENDPOINT}
+        result["harness"] = {
+            "name": self.kind.name.rstrip(":"),
+            "asked": len(self._order),
+            **report.to_json(),
+        }
+        result |= {"status": MEASURED, **self._figures(report)}
+        result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
+        workload = config.workload
+        result["doubts"] = [
+            *of_another_harness(result["harness"], self._prepared.settings.test.min_duration_ms / 1e3),
+            *report.problems,
+            *doubts(
+                result,
+                others_serve=BackendRegistry.get(config.core_type).is_client and not config.server,
+                reuse_wanted=config.enable_kv_cache_reuse,
+                guesses_forbidden=workload is not None and not allows_guesses(workload),
+            ),
+        ]
+        leave_environment(self._record.path, self._planned, reports, result)
+        return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"
+
+    def _figures(self, report: Measured) -> dict[str, Any]:
+        """Return for result.json what a test of LoadGen's leaves there, of the client's records or sums."""
+        said = report.to_json()
+        figures: dict[str, Any] = {
+            "samples": report.completed + report.failed,
+            "errors": report.failed,
+            "tokens": round(report.tokens or 0),
+            "test_s": said["duration_s"],
+            "samples_per_second": said["requests_per_second"],
+            "tokens_per_second": said["tokens_per_second"] or 0.0,
+            "streamed": said["ttft_ms"] is not None,
+            **{name: said[name] for name in LATENCIES},
+        }
+        if not report.requests:
+            return figures
+        rows = self._in_test(report.requests)
+        good = [one for one in rows if not one.error]
+        ended = max(one.ended for one in rows)
+        lasted, tokens = ended - rows[0].issued, sum(one.tokens for one in good)
+        figures |= {
+            "samples": len(rows),
+            "errors": len(rows) - len(good),
+            "tokens": tokens,
+            "test_s": round(ended, 4),
+            "samples_per_second": round(len(good) / lasted, 4) if lasted > 0 else 0.0,
+            "tokens_per_second": round(tokens / lasted, 4) if lasted > 0 else 0.0,
+            "ttft_ms": _summary([one.ttft for one in good]),
+            "tpot_ms": _summary([one.tpot for one in good]),
+            "latency_ms": _summary([one.latency for one in good]),
+        }
+        figures["streamed"] = figures["ttft_ms"] is not None
+        log = RequestLog(self._record.path)
+        for one in rows:
+            log.add_one(one.issued, one.first, one.ended, one.sample, one.tokens, bool(one.error))
+        log.close()
+        if self._asked.scenario == "Server":
+            found = read_requests(self._record.path)
+            figures |= kept_up(found)
+            if limits := self._asked.goodput:
+                figures["goodput"] = goodput(found, limits, lasted)
+        return figures
+
+    def _in_test(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the client's records by time of issue, in seconds of the test.
+
+        Clients read one of two clocks; of another one, the first request is the test's start.
+        """
+        assert self._client is not None
+        rows = sorted(requests)
+        now = (time.monotonic(), time.time())
+        clocks = zip(self._client.started, now, strict=True)
+        began = next((start for start, end in clocks if start <= rows[0].issued <= end), rows[0].issued)
+        return [
+            one._replace(issued=one.issued - began, first=one.first - began, ended=one.ended - began)
+            for one in rows
+        ]
+
+    # --- the end ---
+
+    def finished(self) -> int:
+        record = self._record
+        add_costs(record.result, self._metrics.totals, self._timeline)
+        record.write_result()
+        page = self.page()
+        facts, _ = facts_of(RunFiles.read(record.path))
+        rows = other_harness_rows(record.result, path_shown(record.path), facts)
+        self._console.summary([*rows, ("page", page)])
+        return int(ExitCode.DONE)
+
+
+class _Samples(Sequence[Sample]):
+    """The samples of a data set, each made when it is asked for: texts of thousands take seconds."""
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, longest: int) -> None:
+        self._dataset, self._tokenizer = dataset, tokenizer
+        lengths = np.full(len(dataset), longest)
+        if dataset.output_lengths is not None:
+            lengths = np.minimum(dataset.output_lengths, longest)
+        self.lengths: list[int] = lengths.tolist()
+        ignoring = dataset.ignores_stop
+        self.ignoring: list[bool] = [False] * len(dataset) if ignoring is None else ignoring.tolist()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        tokens = self._dataset.sample(index)
+        text = self._tokenizer.decode(tokens, keep_special=True)
+        return Sample(tokens.tolist(), text, self.lengths[index], self.ignoring[index])
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float] | None:
+    known = np.array(seconds)
+    histogram = Histogram()
+    histogram.add(known[np.isfinite(known)])
+    return histogram.summary_ms()
+
+
+def _servers_of(planned: Planned) -> int:
+    """Return how many servers the client could ask itself; 0: only the run's own endpoint."""
+    config = planned.config
+    if config.core_type not in TRTLLM_ENDPOINT:
+        return 0
+    return len(planned.plan.servers) or len(config.trtllm_server_urls or ())
+
+
+def _of_endpoint(config: RunConfig) -> RunConfig:
+    """Return the configuration of an endpoint for the client alone: on this host, at any port."""
+    made = copy.copy(config)
+    values = {"host": "127.0.0.1", "port": 0, "api_key": None, "max_queue_size": 1 << 30}
+    made.found = config.found | {name: Found(value, config.origin(name)) for name, value in values.items()}
+    return made
+
+
+def _open(
+    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+) -> tuple[HarnessSession, list[str]]:
+    prepared = prepare(planned, lambda: record().path)
+    try:
+        session = HarnessSession(prepared, record, console, control)
+    except OSError as error:
+        raise unwritable(planned.config, record().path, error) from error
+    config, plan, dataset = planned.config, planned.plan, prepared.dataset
+    lines = [
+        f"run directory {path_shown(record().path)}",
+        *planned.notes,
+        f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens",
+        *([dataset.note] if dataset.note else []),
+        f"{session.kind.title}: {_how(config, prepared)}, {_where(session)}",
+        f"its command: {session.command}",
+    ]
+    return session, [
+        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {len({rank.node for rank in plan.ranks})},"
+        f" {planned.yaml.mode}, core {config.core_type}, {planned.reports[0].versions['MPI']}",
+        "",
+        disagg.table(plan),
+        *(f"  {line}" for line in lines),
+    ]
+
+
+def _how(config: RunConfig, prepared: Prepared) -> str:
+    n = f"{prepared.settings.forecast.queries:,} requests"
+    if config.scenario == "Server":
+        return f"{n} at {prepared.settings.test.server_target_qps:g} per second"
+    return f"{n}, {config.concurrency:,} at once" if config.concurrency else f"{n}, all at once"
+
+
+def _where(session: HarnessSession) -> str:
+    if not session.direct:
+        one = f", for it takes one server, not {session.n_servers}" if session.n_servers else ""
+        return f"through the run's own endpoint{one}"
+    return "straight to the server" if session.n_servers == 1 else f"straight to {session.n_servers} servers"
+
+
+def _about(config: RunConfig) -> dict[str, object]:
+    return {
+        "url": None,
+        "aborted": 0,
+        "harness": {"name": config.harness, "asked": None, "version": ""},
+        "scenario": config.scenario,
+        "test_mode": config.test_mode,
+    }
+
+
+OTHER_HARNESS = Purpose(_open, run_name, _about, serves=False)
+"""A test that another client drives."""

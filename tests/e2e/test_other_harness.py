@@ -1,0 +1,182 @@
+"""Clients of other people in LoadGen's place: what they report, and each way in which they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpillm.commands.compare import main as compare
+from mpillm.report.request_log import read_requests
+from tests.e2e.test_own_servers import server
+from tests.helpers.support import DONE, INSTANCE_LOST, TEST_FAILED, USAGE, Command, Starter, wait_until
+
+N, OUTPUT = 40, 16
+DATA: list[object] = ["--dataset", "synthetic", "--num_samples", N, "--input_mean", 20]
+DATA += ["--output_mean", OUTPUT, "--max_output_len", OUTPUT]
+PLACES = ("--urls", "{urls}", "--bodies", "{bodies}", "--report", "{report}")
+
+
+def client(*options: object, places: tuple[str, ...] = PLACES) -> list[object]:
+    """Return the options of a run whose load a program of this test makes."""
+    words = [sys.executable, "-m", "tests.helpers.small_client", *places, *map(str, options)]
+    return ["--harness", "command:" + re.sub(r"'(\{\w+\})'", r"\1", shlex.join(words))]
+
+
+def start(one: Starter, ranks: int, *options: object, core: str = "dummy") -> Command:
+    return one.start(ranks, *DATA, *options, core=core)
+
+
+def of_client(command: Command) -> int:
+    """Return the id of the client's process."""
+
+    def found() -> int | None:
+        for pid in command.pids():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"tests.helpers.small_client\0" in words and b"server_guard" not in words:
+                return None if b"mpillm\0" in words else pid
+        return None
+
+    return int(wait_until(found, "the client"))
+
+
+def test_our_own_endpoint(one: Starter) -> None:
+    """What the client reports is the run's result, what the endpoint counted stands beside it."""
+    words = client("--concurrency", "{concurrency}")
+    ended = start(one, 3, *words, "--concurrency", 4).end(60).must(DONE)
+    result = ended.result
+    assert (result["status"], result["samples"], result["errors"]) == ("MEASURED", N, 0)
+    assert (
+        result["tokens"] == N * OUTPUT and result["harness"]["completed"] == result["harness"]["asked"] == N
+    )
+    assert result["harness"]["name"] == "command" and result["harness"]["version"] == "1.0"
+    endpoint = result["endpoint"]
+    assert (endpoint["samples"], endpoint["tokens"], endpoint["errors"]) == (N, N * OUTPUT, 0)
+    assert 0 < endpoint["latency_ms"]["p50"] <= result["latency_ms"]["p50"]
+    rows = read_requests(ended.log_dir)
+    assert len(rows) == N and {*rows["index"].tolist()} == {*range(N)} and (rows["ttft"] > 0).all()
+    assert rows["issued"].min() > 0 and rows["issued"].max() < result["test_s"], "in seconds of the test"
+    assert "harness (command): 40 requests, 4 at once, through the run's own endpoint" in ended.out
+    assert "command 1.0: 40 of 40 requests" in ended.out and "at the endpoint" in ended.out
+    page = (ended.log_dir / "report.html").read_text()
+    assert "MEASURED" in page and "command 1.0 reports 40 of 40 requests" in page
+    assert ended.json("environment.json")["harness"] == "command 1.0"
+    assert "enough" in (ended.log_dir / "harness.log").read_text()
+    again = one.start(2, *DATA, *words, "--concurrency", 4, core="dummy", log_dir=one.folder / "again")
+    again.end(60).must(DONE)
+    assert compare([str(ended.log_dir), str(one.folder / "again"), "--log_dir", str(one.folder / "c")]) == 0
+
+
+def test_a_rate(one: Starter) -> None:
+    """Server: requests come as LoadGen's would, as many of them, and the client learns their rate."""
+    bodies = client("--pause_s", "{rate}", "--concurrency", N)  # a second before each
+    options = ("--scenarios", "Server", "--server_target_qps", 1, "--min_query_count", 70)
+    result = start(one, 2, *bodies, *options).end(60).must(DONE).result
+    assert (result["samples"], result["scenario"]) == (70, "Server")
+    assert result["offered_per_second"] > 0 and result["queue_grew"] is None
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_foreign_servers(one: Starter, ranks: int) -> None:
+    """The client asks each of the run's servers itself."""
+    command = start(one, ranks, *server(), *client("--sums"), core="trtllm_endpoint")
+    ended = command.end(120).must(DONE)
+    where = "straight to the server" if ranks == 2 else "straight to 2 servers"
+    assert where in ended.out and "endpoint" not in ended.result
+    assert (ended.result["samples"], ended.result["tokens"]) == (N, N * OUTPUT)
+    assert ended.result["ttft_ms"]["mean"] > 0 and ended.result["latency_ms"] is None
+    logs = (ended.log_dir / "harness.log").read_text()
+    assert logs.splitlines()[0].count("http://127.0.0.1:") == ranks - 1
+
+
+def test_one_url_and_two_servers(one: Starter) -> None:
+    """A client that takes one server goes through the run's endpoint, which spreads its requests."""
+    places = ("--urls", "{url}", *PLACES[2:])
+    ended = start(one, 3, *server(), *client(places=places), core="trtllm_endpoint").end(120).must(DONE)
+    assert "through the run's own endpoint, for it takes one server, not 2" in ended.out
+    assert min(instance["samples"] for instance in ended.result["per_instance"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--code", 3), "harness (command): ended with exit code 3\nthe end of "),
+        (("--nonsense",), "it does not know one of its options: look at --harness_args"),
+        (("--report_text", "{"), "but its report can't be read: "),
+        (("--report_text", '{"completed": 3}'), "but its report can't be read: KeyError('failed')"),
+        (("--breaks", N), f"reports no request that was answered ({N} failed)"),
+        (("--hangs", "--stall_timeout", 2), "has printed and computed nothing for 2 s (--stall_timeout)"),
+    ],
+)
+def test_a_client_that_fails(one: Starter, options: tuple[object, ...], said: str) -> None:
+    mine = [word for word in options if word not in ("--stall_timeout", 2)]
+    ours = [word for word in options if word in ("--stall_timeout", 2)]
+    ended = start(one, 2, *client(*mine), *ours).end(60).must(TEST_FAILED)
+    lines = [line.strip() for line in ended.message.splitlines()]
+    assert said in "\n".join(lines), repr(ended)
+    assert lines[0] == "mpillm: failed in phase 'test'" and lines[1].startswith("rank 0 (")
+    assert ended.result["status"] == "FAILED" and (ended.log_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_client_that_is_killed_or_stopped(both: Starter, number: int) -> None:
+    command = start(both, 2, *client("--worker", "--hangs"))
+    pid = of_client(command)
+    os.kill(pid, number)
+    ended = command.end(60, lingers=5).must(TEST_FAILED)
+    how = f"is stopped: kill -CONT {pid}" if number == signal.SIGSTOP else "was ended by signal 9 (SIGKILL)"
+    assert how in ended.message, repr(ended)
+
+
+def test_an_instance_that_is_lost_while_the_client_asks(one: Starter) -> None:
+    """The run ends, and the client with it."""
+    command = start(one, 2, *client("--worker", "--hangs"))
+    of_client(command)
+    os.kill(command.wait_rank(1), signal.SIGKILL)
+    assert "rank 1" in command.end(60, lingers=5).must(INSTANCE_LOST).message
+
+
+@pytest.mark.parametrize(
+    ("options", "doubt"),
+    [
+        (("--breaks", 2), "command reports 2 failed requests"),
+        (("--sends", N - 1), "command reports 39 of the 40 requests it was to send"),
+        (("--min_duration", 3), "s, less than --min_duration 3"),
+    ],
+)
+def test_what_is_doubtful(one: Starter, options: tuple[object, ...], doubt: str) -> None:
+    ours = ("--min_duration", "--offline_expected_qps")
+    mine = () if options[0] in ours else options
+    more = (*options, "--offline_expected_qps", 1) if options[0] in ours else ()
+    ended = start(one, 2, *client(*mine), *more).end(60).must(DONE)
+    assert any(doubt in one_ for one_ in ended.result["doubts"]), ended.result["doubts"]
+    assert "DOUBTFUL" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--harness", "jmeter"),
+            "expected inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS",
+        ),
+        (("--harness", "command:x {url}"), "expected command:WORDS, with {url} and {report} in them"),
+        (("--harness", "command:x {url} {report} {color}"), "{color} is none of {url}, {urls}"),
+        (("--harness", "command:no-such-client {url} {report}"), "there is no no-such-client beside"),
+        ((*client(), "--concurrency", 3), "has no place for --concurrency: write {concurrency}"),
+        ((*client("--pause_s", "{rate}"),), "has {rate}, which is known in scenario Server"),
+        ((*client(), "--test_mode", "AccuracyOnly"), "exclude each other: that is LoadGen's"),
+        ((*client(), "--scenarios", "SingleStream"), "--concurrency 1 keeps one request open"),
+        (("--concurrency", 3), "has no effect without --harness"),
+        (("--harness", "vllm-bench"), "counts tokens with a tokenizer: name a folder"),
+    ],
+)
+def test_what_is_refused(one: Starter, options: tuple[object, ...], said: str) -> None:
+    ended = start(one, 2, *options).end(60).must(USAGE)
+    assert said in " ".join(ended.message.split()), repr(ended)
+    assert not (one.folder / "run" / "result.json").exists() or ended.result["status"] == "FAILED"
