@@ -24,11 +24,12 @@ def table(plan: WorldPlan) -> str:
     nodes = {rank.node for rank in plan.ranks}
     roles = Counter(instance.role for instance in plan.instances)
     n_workers = sum(len(instance.ranks) for instance in plan.instances)
-    n_control = sum(rank.instance is None for rank in plan.ranks)
+    n_control = sum(_is_control(rank) for rank in plan.ranks)
     n_groups = sum(len(instance.tp_groups) for instance in plan.instances)
+    owners = f"{_many(n, 'owner')} of context servers, " if (n := plan.n_context_servers) else ""
     lines = [
         f"{_many(plan.world_size, 'rank')} on {_many(len(nodes), 'node')}: "
-        f"{n_control} control, {_many(n_workers, 'worker')}; "
+        f"{n_control} control, {owners}{_many(n_workers, 'worker')}; "
         f"{', '.join(_many(n, f'{role} instance') for role, n in roles.items())}"
     ]
     if n_groups != n_workers:
@@ -61,6 +62,10 @@ def _control_rows(plan: WorldPlan) -> list[Sequence[object]]:
     ]
 
 
+def _is_control(rank: RankPlan) -> bool:
+    return rank.instance is None and rank.server is None
+
+
 def _instance_rows(plan: WorldPlan) -> list[Sequence[object]]:
     def nodes(instance: InstancePlan) -> list[str]:
         return list(dict.fromkeys(plan.ranks[rank].node for rank in instance.ranks))
@@ -89,12 +94,10 @@ def _instance_rows(plan: WorldPlan) -> list[Sequence[object]]:
 
 
 def _node_rows(plan: WorldPlan) -> list[Sequence[object]]:
-    roles = list(dict.fromkeys(instance.role for instance in plan.instances))
+    roles = list(dict.fromkeys(rank.roles[-1] for rank in plan.ranks if not _is_control(rank)))
     on_node: dict[str, Counter[str]] = {}
     for rank in plan.ranks:
-        on_node.setdefault(rank.node, Counter())[
-            rank.roles[-1] if rank.instance is not None else "control"
-        ] += 1
+        on_node.setdefault(rank.node, Counter())["control" if _is_control(rank) else rank.roles[-1]] += 1
 
     def content(node: str) -> tuple[int, ...]:
         return tuple(on_node[node][kind] for kind in ("control", *roles))

@@ -26,11 +26,13 @@ from .schema import SECTIONS
 
 ROLES = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
 _MAX_RANKS = 1 << 20  # a larger slot count is a typing error
+_CONTEXT_OWNER = ("server", "ctx")  # the roles of a rank that owns a server of contexts
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank. A control rank has no instance and no device: those fields are None."""
+    """One rank. A control rank, and one that only owns a server, have no instance and no device: those fields
+    are None."""
 
     rank: int
     roles: tuple[str, ...]  # of harness, leader, server, ctx, gen, executor
@@ -41,7 +43,8 @@ class RankPlan:
     ep_rank: int | None
     node: str
     device: int | None  # index among the workers of its node
-    server: int | None = None  # of a client, the index of its server; the first client of each owns it
+    # Of a client, the index of its server: the first one owns it. The owner of a context server is none.
+    server: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,9 @@ class OwnServer:
 
     index: int
     owner: int  # a rank
-    clients: tuple[int, ...]  # ranks; the owner is the first
+    clients: tuple[int, ...]  # ranks; the owner is the first, unless it computes contexts for all clients
     place: int  # among the servers of its node
+    role: str = ""  # context or generation; "": it does both
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +97,17 @@ class WorldPlan:
     instances: tuple[InstancePlan, ...]
     config: DisaggConfig
     clients_per_server: int = 0  # of servers that ranks own; 0: none does
+    n_context_servers: int = 0  # of these, that compute contexts for the others, which then generate
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
-        return _made_again, (self.config, nodes, self.clients_per_server)
+        return _made_again, (self.config, nodes, self.clients_per_server, self.n_context_servers)
+
+    @property
+    def mode(self) -> str:
+        """ "disaggregated" or "aggregated": by the servers, if ranks own some."""
+        return "disaggregated" if self.n_context_servers else self.config.mode
 
     @property
     def world_size(self) -> int:
@@ -114,13 +124,18 @@ class WorldPlan:
     @property
     def servers(self) -> tuple[OwnServer, ...]:
         """The servers that ranks own."""
+        leaders = [instance.leader for instance in self.instances]
+        n, n_contexts = self.clients_per_server, self.n_context_servers
+        owned = [(rank.rank, *leaders) for rank in self.ranks if n_contexts and rank.roles == _CONTEXT_OWNER]
+        owned += [tuple(leaders[first : first + n]) for first in range(0, len(leaders) if n else 0, n or 1)]
         made: list[OwnServer] = []
         on_node: Counter[str] = Counter()
-        n = self.clients_per_server
-        for first in range(0, len(self.instances) if n else 0, n or 1):
-            clients = tuple(instance.leader for instance in self.instances[first : first + n])
-            node = self.ranks[clients[0]].node
-            made.append(OwnServer(len(made), clients[0], clients, on_node[node]))
+        for index, (owner, *others) in enumerate(owned):
+            is_context = index < n_contexts
+            clients = tuple(others) if is_context else (owner, *others)
+            role = "" if not n_contexts else "context" if is_context else "generation"
+            node = self.ranks[owner].node
+            made.append(OwnServer(index, owner, clients, on_node[node], role))
             on_node[node] += 1
         return tuple(made)
 
@@ -139,16 +154,21 @@ class WorldPlan:
 
 
 def plan(
-    config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = None, clients_per_server: int = 0
+    config: DisaggConfig,
+    world_size: int,
+    nodes: Sequence[str] | None = None,
+    clients_per_server: int = 0,
+    n_context_servers: int = 0,
 ) -> WorldPlan:
     """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
 
     `clients_per_server`: so many executors in a row are clients of one server, which the first of them owns.
+    `n_context_servers`: so many ranks before them own a server that computes contexts for the others'.
     Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
     """
     check_pairs(config)
     n_workers = config.n_workers
-    n_control = world_size - n_workers
+    n_control = world_size - n_workers - n_context_servers
     alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
     if n_control not in (1, 2) and not alone and not (n_control == 0 and config.is_half):
         raise ConfigError(_wrong_size(config, world_size))
@@ -163,7 +183,8 @@ def plan(
             f"world size: {world_size}; with {clients_per_server} clients of each server it must be"
             f" {some[0]}, {some[1]}, {some[2]}, …"
         )
-    instances = _assign(config, range(n_control, world_size), nodes)
+    first = n_control + n_context_servers
+    instances = _assign(config, range(first, world_size), nodes)
     control = {0: ("harness", "leader")} if n_control < 2 else {0: ("harness",), 1: ("leader",)}
     where = {rank: (instance, index) for instance in instances for index, rank in enumerate(instance.ranks)}
     devices: dict[str, int] = {}
@@ -171,7 +192,9 @@ def plan(
     for rank, node in enumerate(nodes):
         roles = control.get(rank, ())
         if rank not in where:
-            ranks.append(RankPlan(rank, roles, None, None, None, None, None, node, None))
+            owned = rank - n_control if rank >= n_control else None
+            mine = roles if owned is None else _CONTEXT_OWNER
+            ranks.append(RankPlan(rank, mine, None, None, None, None, None, node, None, owned))
             continue
         instance, index = where[rank]
         tp_rank = index % instance.tp_size
@@ -179,12 +202,15 @@ def plan(
         device = None if clients_per_server else devices.get(node, 0)
         devices[node] = devices.get(node, 0) + 1
         ep_rank = tp_rank % instance.ep_size
-        server, client = divmod(instance.index, clients_per_server) if clients_per_server else (None, 1)
+        server, client = None, 1
+        if clients_per_server:
+            server, client = divmod(instance.index, clients_per_server)
+            server += n_context_servers
         mine = (*roles, *(("server",) if client == 0 else ()), instance.role)
         ranks.append(
             RankPlan(rank, mine, instance.index, index, tp_rank, pp_rank, ep_rank, node, device, server)
         )
-    return WorldPlan(tuple(ranks), instances, config, clients_per_server)
+    return WorldPlan(tuple(ranks), instances, config, clients_per_server, n_context_servers)
 
 
 def check_pairs(config: DisaggConfig) -> None:
@@ -199,9 +225,9 @@ def check_pairs(config: DisaggConfig) -> None:
         )
 
 
-def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], clients_per_server: int) -> WorldPlan:
+def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *servers: int) -> WorldPlan:
     names = [name for name, count in nodes for _ in range(count)]
-    return plan(config, len(names), names, clients_per_server)
+    return plan(config, len(names), names, *servers)
 
 
 def parse_nodes(text: str) -> list[str]:

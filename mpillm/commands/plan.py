@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.config.disagg_yaml import PORTS, disagg_config
+from mpillm.config.disagg_yaml import PORTS, context_servers, disagg_config, server_ranks
 from mpillm.config.idle import check_idle
 from mpillm.config.layers import stack
 from mpillm.config.options import parse
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = config.world_size or (
         len(nodes)
         if nodes
-        else disagg.ranks_for(config.yaml.n_workers, config.control_ranks)
+        else disagg.ranks_for(server_ranks(config) or config.yaml.n_workers, config.control_ranks)
         if config.yaml
         else None
     )
@@ -71,9 +71,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
-    clients = config.yaml is None and BackendRegistry.declared(config.core_type).is_client
+    clients = bool(config.server) or config.yaml is None
+    clients &= BackendRegistry.declared(config.core_type).is_client
     made = disagg.plan(
-        disagg_config(config, world_size, clients), world_size, nodes, config.clients_of_a_server
+        disagg_config(config, world_size, clients),
+        world_size,
+        nodes,
+        config.clients_of_a_server,
+        context_servers(config, world_size),
     )
     if config.server:
         from mpillm.runtime import own_servers  # few plans have any

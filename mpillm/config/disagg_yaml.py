@@ -24,11 +24,20 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
     """Return the given YAML, or one generated from the options for `world_size` ranks.
 
     `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank
-    is an executor. Raises ConfigError naming the file or the option.
+    is an executor; some may own servers of contexts (see `context_servers`). Raises ConfigError naming the
+    file or the option.
     """
     if clients:
+        n_executors = None
+        if config.server and config.mode == "disaggregated":
+            n_executors = _server_counts(config, world_size)[1] * config.clients_of_a_server
+            world_size = None
         return disagg.generate(
-            "aggregated", world_size, control_ranks=config.control_ranks, model=config.model_path
+            "aggregated",
+            world_size,
+            control_ranks=config.control_ranks,
+            num_executors=n_executors,
+            model=config.model_path,
         )
     if config.half:
         return _half(config, HALVES[config.half])
@@ -37,6 +46,43 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
         return generated(config, world_size)
     _check_control_ranks(config, yaml, world_size)
     return yaml
+
+
+def context_servers(config: RunConfig, world_size: int | None) -> int:
+    """Return how many of the servers that a run starts compute contexts alone; `world_size`: see
+    `disagg_config`.
+
+    Raises ConfigError if the servers that are stated do not fit it.
+    """
+    if not config.server or config.mode != "disaggregated":
+        return 0
+    return _server_counts(config, world_size)[0]
+
+
+def server_ranks(config: RunConfig) -> int | None:
+    """Return how many ranks own the servers of a disaggregated YAML, or are their clients; None: it is not
+    known."""
+    if not config.server or config.yaml is None or config.mode != "disaggregated":
+        return None
+    n_contexts, n_generations = _server_counts(config, None)
+    return n_contexts + n_generations * config.clients_of_a_server
+
+
+def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]:
+    """Return the number of context servers and of generation servers.
+
+    A context server has one rank, a generation server its clients.
+    """
+    made = disagg.generate(
+        "disaggregated",
+        world_size,
+        control_ranks=config.control_ranks,
+        num_ctx_servers=config.num_ctx_servers,
+        num_gen_servers=config.num_gen_servers,
+        gen_tp_size=config.clients_of_a_server,
+    )
+    contexts, generations = (server.num_instances for _, server in made.sections)
+    return contexts, generations
 
 
 def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int | None) -> None:

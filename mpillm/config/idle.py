@@ -19,7 +19,7 @@ from mpillm.configurator.effect import ANY, Use
 from mpillm.configurator.found import Found, Level, Origin
 from mpillm.core_names import WITH_BACKENDS, with_backend
 from mpillm.fields import BY_NAME, FIELDS, SIZES
-from mpillm.fields.effects import PLAN, RUN, SERVE
+from mpillm.fields.effects import DISAGG, PLAN, RUN, SERVE
 from mpillm.fields.runtime_flags import KNOWN_FLAGS, names_of
 from mpillm.servers.kinds import kind_of
 
@@ -27,6 +27,13 @@ _OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
 """Commands whose options choose what is measured, and whose they are. Others are stages before them."""
 
 _OF_ENGINES = ("model", "checkpoint", "build")
+
+SIZES_OF_HALVES = {
+    "context": ("ctx_tp_size", "ctx_pp_size"),
+    "generation": ("gen_tp_size", "gen_pp_size"),
+    "": ("tensor_parallelism", "pipeline_parallelism"),
+}
+"""The options with the sizes of a server that the run starts, by its half of disaggregated serving."""
 
 _MOST_NAMED = 24  # flags that a message lists
 
@@ -121,6 +128,8 @@ def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
 
     Of several uses, the one that lacks least is named.
     """
+    if config.server and (field.effect is DISAGG or field in (fields.mode, fields.disagg_config)):
+        return None  # `own_servers` refuses a kind without halves
     if config.server and of_engine(field):
         kind = kind_of(config.server)
         return None if kind.takes(field.name) else _Why(f"on a {kind.name} server", "server")

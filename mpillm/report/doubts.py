@@ -37,6 +37,7 @@ def doubts(
         f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else "",
         _guesses(result) if guesses_forbidden else "",
         _failed_transfers(result),
+        _lacking_transfers(result),
         _other_counts(result),
         _short_answers(result),
     )
@@ -70,7 +71,9 @@ def of_another_harness(harness: Mapping[str, Any], least_s: float) -> list[str]:
 
 def _counted(result: Mapping[str, Any], name: str) -> float:
     """Return what the servers have counted, which one client of each reports."""
-    return float(sum(client.get(f"server_{name}", 0) for client in result.get("per_instance", ())))
+    clients = result.get("per_instance", ())
+    names = f"server_{name}", f"server_context_{name}"
+    return float(sum(client.get(name, 0) for client in clients for name in names))
 
 
 def _guesses(result: Mapping[str, Any]) -> str:
@@ -86,6 +89,18 @@ def _failed_transfers(result: Mapping[str, Any]) -> str:
         f"{n:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
         if n
         else ""
+    )
+
+
+def _lacking_transfers(result: Mapping[str, Any]) -> str:
+    """Return how many KV caches were to be handed over, and were not, in words; "" if none, or unknown."""
+    clients = [client for client in result.get("per_instance", ()) if "server_transfers" in client]
+    wanted = sum(client.get("handed_over", 0) for client in result.get("per_instance", ()))
+    if not clients or (n := _counted(result, "transfers")) >= wanted:
+        return ""
+    return (
+        f"servers count {n:,.0f} transfers of KV caches for the {wanted:,} contexts that others had computed:"
+        " generation servers have computed the rest again"
     )
 
 

@@ -157,7 +157,7 @@ class RunRecord:
         self.result: dict[str, Any] = {
             "status": "FAILED",
             **about,
-            "mode": "aggregated" if plan.instances[0].role == "executor" else "disaggregated",
+            "mode": plan.mode,
             "core_type": config.core_type,
             "model": config.model_path,
             "workload": config.workload.title if config.workload else None,

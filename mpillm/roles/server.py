@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,22 @@ class ServerPlan:
     most_bytes: float  # of memory
     host: str  # where it listens
     reached_at: str  # the host's name for its clients
+    role: str = ""  # see `Wanted`, here and below
+    llm_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """How messages call it."""
-        return f"server {self.index} ({self.kind.name.rstrip(':')})"
+        half = f", {self.role}" if self.role else ""
+        return f"server {self.index} ({self.kind.name.rstrip(':')}{half})"
 
-    def wanted(self, ports: Sequence[int | str], base: Path | str) -> Wanted:
-        """Return what the kind makes a command line of; `base`: see there."""
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """The names of its ports besides that of HTTP."""
+        return self.kind.ports(self.role)
+
+    def wanted(self, ports: Sequence[int | str], base: Path | str, address: str = "") -> Wanted:
+        """Return what the kind makes a command line of; `base`, `address`: see there."""
         port, *others = ports
         devices = None if self.devices is None or not self.kind.takes_gpus else as_visible(self.devices)
         return Wanted(
@@ -70,8 +79,11 @@ class ServerPlan:
             devices,
             str(base),
             self.place,
-            dict(zip(self.kind.more_ports, others, strict=True)),
+            dict(zip(self.ports, others, strict=True)),
             self.program,
+            self.role,
+            address or self.reached_at,
+            self.llm_args,
         )
 
     def shown(self) -> Command:
@@ -79,7 +91,7 @@ class ServerPlan:
 
         Raises ValueError for values that the kind can't take.
         """
-        ports = ["PORT", *(f"{name.upper()}_PORT" for name in self.kind.more_ports)]
+        ports = ["PORT", *(f"{name.upper()}_PORT" for name in self.ports)]
         return self.kind.command(self.wanted(ports, f"server_{self.index}"))
 
 
@@ -140,9 +152,13 @@ class ServerRole(Role):
     def _start(self) -> None:
         plan = self._plan
         self._tries += 1
-        self._ports = [HeldPort(plan.host) for _ in range(1 + len(plan.kind.more_ports))]
+        self._ports = [HeldPort(plan.host) for _ in range(1 + len(plan.ports))]
         base = self._folder / f"server_{plan.index}"
-        self._wanted = plan.wanted([port.number for port in self._ports], base)
+        try:
+            address = socket.gethostbyname(plan.reached_at)  # not everything listens at a name
+        except OSError as error:
+            raise self._failure(f"{plan.reached_at} has no address: {error}") from None
+        self._wanted = plan.wanted([port.number for port in self._ports], base, address)
         try:
             command = plan.kind.command(self._wanted)
         except ValueError as error:  # a model repository that this node lacks, say

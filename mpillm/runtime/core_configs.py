@@ -12,6 +12,7 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import OwnGpu
+from mpillm.servers.kinds import kind_of
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
 SECTIONS = {role: section for section, role in ROLES.items()}
@@ -67,6 +68,8 @@ def _core_config(
         server=me.server,
         client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
+        context_servers=tuple(range(plan.n_context_servers)),
+        handover=kind_of(config.server).handover if plan.n_context_servers and config.server else "",
         options=config.core_options,
         **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
     )

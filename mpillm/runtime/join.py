@@ -16,7 +16,7 @@ from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.comms.messages import JoinReport
 from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.disagg_yaml import context_servers, disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
@@ -90,7 +90,7 @@ class Prepared:
             rank, gpu = next(iter(planned.gpus.items()))
             lines.append(f"GPUs: {len(planned.gpus)} ({planned.reports[rank].gpus[gpu.device].name})")
         return [
-            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"
+            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode},"
             f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
             "",
             disagg.table(plan),
@@ -126,7 +126,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
-    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server)
+    n_contexts = context_servers(config, len(ranks))
+    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server, n_contexts)
     seen = [reports[rank].gpus for rank in ranks]
     gpus = assign(config.device, plan, seen) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}

@@ -22,6 +22,7 @@ from mpillm.config.disagg_values import (
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
+from mpillm.servers.kinds import kind_of
 from mpillm.workloads.rounds import why_no_guesses
 
 
@@ -34,7 +35,7 @@ def check_yaml(config: RunConfig) -> list[str]:
     if core.is_client:  # the YAML is its servers'
         if config.yaml:
             _check_guesses(config)
-        return []
+        return _of_own_servers(config) if config.server and config.yaml else []
     lines = []
     if config.yaml and not (config.half or config.part):
         lines += _of_the_leader(config, (PERF_METRICS.name,))
@@ -64,6 +65,17 @@ def check_leaders_yaml(config: RunConfig) -> list[str]:
         return []
     routers = [_of_the_router(config, section, server) for section, server in config.yaml.sections]
     return [*_of_the_leader(config, LEADER_READS), *(line for lines in routers for line in lines)]
+
+
+def _of_own_servers(config: RunConfig) -> list[str]:
+    assert config.yaml is not None and config.server is not None
+    kind = kind_of(config.server)
+    lines = _of_the_leader(config, ())
+    for section, server in config.yaml.sections:
+        in_vain = (name for name in without_effect(server) if name == "urls" or not kind.takes_llm_args)
+        if names := ", ".join(in_vain):
+            lines.append(f"{section}: has no effect on a {kind.name} server that the run starts: {names}")
+    return lines
 
 
 def _of_the_leader(config: RunConfig, read: Collection[str]) -> list[str]:

@@ -28,6 +28,9 @@ class Wanted(NamedTuple):
     place: int = 0  # among the servers of its node
     more_ports: Mapping[str, int | str] = MappingProxyType({})  # see `ServerKind.more_ports`
     program: str | None = None  # where the user says that it is
+    role: str = ""  # context or generation: the half of disaggregated serving that it is; "": it does both
+    address: str = ""  # where servers on other nodes reach it
+    llm_args: Mapping[str, Any] = MappingProxyType({})  # TensorRT-LLM's, of its section of the YAML
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class ServerKind:
     always: Mapping[str, Any] = field(default_factory=dict)  # values that it gets also where none is stated
     environment: Mapping[str, str] = field(default_factory=dict)
     # The text of a file with more options, from the values; those named in `in_file` it is made of.
-    file: Callable[[Mapping[str, Any]], str] | None = None
+    file: Callable[[Wanted, Mapping[str, Any]], str] | None = None
     in_file: tuple[str, ...] = ()
     health: str = "/health"
     failures: tuple[KnownFailure, ...] = ()
@@ -65,12 +68,23 @@ class ServerKind:
     more_ports: tuple[str, ...] = ()  # that it needs besides the one of HTTP
     client_port: str = ""  # the one of these that clients connect to; "": that of HTTP
     takes_gpus: bool = True  # it is told which GPUs it has
+    handover: str = (
+        ""  # how its halves hand KV caches over: see `openai_client.handover`; "": they can't here
+    )
+    no_handover: str = "mpillm starts no context and generation servers of it"  # why they can't
+    half: Callable[[Wanted], Command] | None = None  # more words, and environment, of a half
+    half_ports: tuple[str, ...] = ()  # as `more_ports`, of a half
+    takes_llm_args: bool = False  # those of TensorRT-LLM in its section of a YAML
 
     def url(self, host: str, wanted: Wanted) -> str:
         """Return where its clients reach it on `host`."""
         if self.client_port:
             return f"{host}:{wanted.more_ports[self.client_port]}"
         return f"http://{host}:{wanted.port}"
+
+    def ports(self, role: str) -> tuple[str, ...]:
+        """Return the names of the ports that it needs besides that of HTTP; `role`: see `Wanted`."""
+        return (*self.more_ports, *(self.half_ports if role else ()))
 
     def takes(self, name: str) -> bool:
         """Return whether an option of ours has a meaning for it."""
@@ -89,13 +103,17 @@ class ServerKind:
             except ValueError as error:
                 raise ValueError(f"{name} {value}: a {self.name} server {error}") from None
         env = dict(self.environment)
+        if wanted.role and self.half:
+            half = self.half(wanted)
+            words += half.argv
+            env |= half.env
         if wanted.devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.devices)
         return Command((*words, *wanted.args), env)
 
     def file_text(self, wanted: Wanted) -> str:
         """Return the text of its file of options, ``base.yaml``; "" if it has none."""
-        return self.file({**self.always, **wanted.values}) if self.file else ""
+        return self.file(wanted, {**self.always, **wanted.values}) if self.file else ""
 
     def explain(self, log: str) -> str:
         """Return what a line of its log means, and what to do; "" if none is known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from launch.command import Command
 from mpillm.servers.kind import Option, ServerKind, Wanted, named
 
 
@@ -32,4 +33,10 @@ def _same(name: str) -> Option:
     return lambda value: flag(str(value).lower() if isinstance(value, bool) else value)
 
 
-MPILLM = ServerKind("mpillm", _words, {name: _same(name) for name in _SAME})
+MPILLM = ServerKind(
+    "mpillm",
+    _words,
+    {name: _same(name) for name in _SAME},
+    handover="disaggregated_params",
+    half=lambda wanted: Command(("--server_role", wanted.role)),
+)

@@ -40,4 +40,6 @@ SGLANG = ServerKind(
     },
     always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
     install="pip install sglang, or activate the environment that has it",
+    no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
+    " send; its own router does: start them by hand, and name that with --trtllm_server_urls",
 )

@@ -17,12 +17,18 @@ def _words(wanted: Wanted) -> Sequence[str]:
     )
 
 
-def _file(values: Mapping[str, Any]) -> str:
-    """Return `LlmArgs` that have no option on the command line, as YAML."""
-    cache = {"enable_block_reuse": values["enable_kv_cache_reuse"]}
+def _file(wanted: Wanted, values: Mapping[str, Any]) -> str:
+    """Return `LlmArgs` as YAML: those of its section, and those that have no option on the command line."""
+    cache = {**wanted.llm_args.get("kv_cache_config", {})}
+    cache["enable_block_reuse"] = values["enable_kv_cache_reuse"]
     if "kv_cache_dtype" in values:
         cache["dtype"] = values["kv_cache_dtype"]
-    return yaml.safe_dump({"kv_cache_config": cache, "enable_iter_perf_stats": True}, sort_keys=False)
+    made = {**wanted.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
+    if wanted.role:  # without it TensorRT-LLM hands no KV cache over
+        made.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
+    if wanted.role == "context":  # which has no overlap scheduler there
+        made.setdefault("disable_overlap_scheduler", True)
+    return yaml.safe_dump(made, sort_keys=False)
 
 
 TRTLLM_SERVE = ServerKind(
@@ -42,5 +48,7 @@ TRTLLM_SERVE = ServerKind(
     file=_file,
     in_file=("enable_kv_cache_reuse", "kv_cache_dtype"),
     binds_held_port=False,
+    handover="disaggregated_params",
+    takes_llm_args=True,
     install="install TensorRT-LLM, as in NVIDIA's containers",
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from launch.command import Command
 from mpillm.servers.kind import KnownFailure, ServerKind, Wanted, named, switch
+
+_SIDE_CHANNEL = "side_channel"
+_KV_ROLES = {"context": "kv_producer", "generation": "kv_consumer"}
 
 
 def _words(wanted: Wanted) -> Sequence[str]:
@@ -18,6 +23,16 @@ def _words(wanted: Wanted) -> Sequence[str]:
 def _experts(value: Any) -> Sequence[str]:
     # Its expert parallel size is that of the tensor parallel group.
     return ("--enable-expert-parallel",) if value > 1 else ()
+
+
+def _half(wanted: Wanted) -> Command:
+    # KV caches go over NIXL, also between CPUs; halves find each other by the side channel.
+    kv = json.dumps({"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[wanted.role]})
+    channel = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": wanted.address,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(wanted.more_ports[_SIDE_CHANNEL]),
+    }
+    return Command(("--kv-transfer-config", kv), channel)
 
 
 VLLM = ServerKind(
@@ -52,6 +67,14 @@ VLLM = ServerKind(
             "other processes hold memory of the GPU",
             "end them, or lower --kv_cache_free_gpu_mem_fraction",
         ),
+        KnownFailure(
+            r"NIXL is not available|No module named 'nixl",
+            "it has no NIXL, by which its halves hand KV caches over",
+            "pip install nixl where vLLM is",
+        ),
     ),
+    handover="kv_transfer_params",
+    half=_half,
+    half_ports=(_SIDE_CHANNEL,),
     install="pip install vllm, or activate the environment that has it",
 )

@@ -229,13 +229,17 @@ class Command:
         """Wait for a rank to run the program; return its process id."""
         return int(wait_until(lambda: self.rank_pid(rank), f"rank {rank}"))
 
-    def wait_phase(self, phase: str) -> None:
+    def wait_phase(self, phase: str, seconds: float = 60.0) -> None:
         """Wait until this phase goes on: in the test LoadGen's log is there, elsewhere the console shows the
         phase before."""
         before = {"load": "join", "health": "load", "warmup": "health", "ready": "warmup", "test": "ready"}[
             phase
         ]
-        wait_until(lambda: f"\n  {before} " in self.out or self.process.poll() is not None, f"phase {phase}")
+        wait_until(
+            lambda: f"\n  {before} " in self.out or self.process.poll() is not None,
+            f"phase {phase}",
+            seconds,
+        )
         if phase == "test":
             detail = self.log_dir / "mlperf_log_detail.txt"
             wait_until(

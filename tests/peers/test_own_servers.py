@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_own_servers import processes
-from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Starter, wait_until
+from launch.owned_server import _below
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, Starter, wait_until
 from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
@@ -60,7 +60,7 @@ def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Start
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
-def _titled(word: bytes) -> list[int]:
+def titled(word: bytes) -> list[int]:
     """Return the processes with a word in their title: vLLM's own title takes the place of our mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -70,9 +70,24 @@ def _titled(word: bytes) -> list[int]:
     return found
 
 
-def _engine_core() -> int:
-    """Return the process that computes, which is no child of the owner's."""
-    return int(wait_until(lambda: _titled(b"VLLM::EngineCore"), "vLLM's EngineCore", TIMEOUT_S)[0])
+def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int]:
+    """Wait for the processes with this title of the server with `word` in its command line, and return them.
+
+    vLLM's titles take the place of our mark; what stands over a server keeps it.
+    """
+
+    def find() -> list[int]:
+        ids = [pid for pid in command.pids() if _words_of(pid, b"server_guard") and _words_of(pid, word)]
+        return [pid for guard in ids for pid in _below(guard) if _words_of(pid, title)]
+
+    return list(wait_until(find, f"vLLM's {title.decode()}", TIMEOUT_S))
+
+
+def _words_of(pid: int, word: bytes) -> bool:
+    try:
+        return word in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("MPILLM_KILLS", "3"))))
@@ -85,15 +100,13 @@ def test_random_kills(
     phase = choose.choice(["load", "test"])
     whose = choose.choice(["server", "engine"])
     command = one.start(2, *options(model, prompts(160)), *VLLM, "--min_duration", 60, core="trtllm_endpoint")
-    first = wait_until(lambda: processes(command, b"vllm"), "vLLM", TIMEOUT_S)[0]
-    victim = _engine_core() if whose == "engine" or phase == "test" else int(first)
     if phase == "test":
-        command.wait_phase("test")
-        victim = victim if whose == "engine" else int(first)
+        command.wait_phase("test", TIMEOUT_S)
+    victim = processes(command, b"VLLM::EngineCore" if whose == "engine" else b"")[0]
     os.kill(victim, number)
     code = INSTANCE_LOST if phase == "test" else NOT_READY
     ended = command.end(120, lingers=15).must(code)
     say(f"seed {seed}, {phase}, {whose}, {number.name}: {ended.message.splitlines()[1].strip()[:150]}")
-    assert not _titled(b"VLLM::")
+    assert not titled(b"VLLM::")
     how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else f"({number.name})"
     assert how in ended.message, repr(ended)

@@ -33,6 +33,11 @@ class Answer:
         self._whole = bytearray()
 
     @property
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed, once it has ended."""
+        return bytes(self._whole)
+
+    @property
     def text(self) -> str:
         """The whole text. It can be encoded: halves of a character in two pieces are one, others U+FFFD."""
         return "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -3,6 +3,9 @@
 A request is sent again only while nothing of its answer has arrived: after a connection that failed or ended
 without a status line, and after HTTP 429 or 503, which say that the server did not begin. Parts of a broken
 answer are never mixed with another's.
+
+In disaggregated serving a request goes to a context server first, and with what comes back to one that
+generates (`Handover`). Both steps are one call: it is retried, watched and cancelled in the same way.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.handover import Handover
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
 _BUSY = (429, 503)  # the server has not begun, and may later
@@ -47,8 +52,8 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "heard_at", "id", "location", "prompt", "retries", "retry_after", "sampling",
-        "sent_at", "status",
+        "failing_since", "handed", "heard_at", "id", "location", "prompt", "retries", "retry_after",
+        "sampling", "sent_at", "status",
     )  # fmt: skip
 
     def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -58,15 +63,21 @@ class Call:
         self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
         self.retries = 0
         self.endpoint: Endpoint | None = None
+        self.handed: dict[str, Any] | None = None  # what the context server has answered for the other one
         self._client = client
         self._begin()
+
+    @property
+    def at_context(self) -> bool:
+        """Whether its context is yet to be computed, by a server for that."""
+        return self._client.handover is not None and self.handed is None
 
     def _begin(self) -> None:
         self.connection: HttpConnection | None = None
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
-        self.answer = Answer(self._client.stream, self.sampling.max_tokens)
+        self.answer = Answer(self._client.stream and not self.at_context, self.sampling.max_tokens)
         self._reply: list[bytes] = []
         self._reply_left = _MOST_REPLY
         self._reused = False
@@ -76,9 +87,17 @@ class Call:
         self.retries += 1
         self._begin()
 
+    def go_on(self, handed: dict[str, Any]) -> None:
+        """Go on at a server that generates."""
+        self.handed = handed
+        self.endpoint, self.failing_since = None, 0.0
+        self._begin()
+
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
         """Note that an attempt was sent."""
-        self.connection, self._reused, self.sent_at, self.heard_at = connection, reused, at, at
+        self.connection, self._reused, self.heard_at = connection, reused, at
+        if self.handed is None:  # what the context takes belongs to the time to the first token
+            self.sent_at = at
 
     @property
     def stale(self) -> bool:
@@ -107,6 +126,9 @@ class Call:
         answer, client = self.answer, self._client
         had = answer.size
         answer.feed(data, at)
+        if self.at_context:
+            self.heard_at = at
+            return
         if answer.size > had or not client.stream:  # comments and empty events are no part of an answer
             self.heard_at = at
         if answer.size > had:
@@ -133,17 +155,24 @@ class Client:
         stream: bool,
         silence_s: float,
         retry_s: float,
+        contexts: Sequence[Endpoint] = (),
+        handover: Handover | None = None,
     ) -> None:
         """`text_of`: of a prompt, for servers that take text; `stream`: answers come token by token.
 
         `silence_s`: longest time for which a server that owes answers may say nothing; `retry_s`: longest
         time from a request's first failure to its last attempt.
+
+        `contexts`: servers that compute contexts and hand them over to `endpoints`, as `handover` says.
         """
         self.endpoints = endpoints
+        self.contexts = deque(contexts)
+        self.handover = handover
         self.listener = listener
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
         self.retries = 0
+        self.handed_over = 0  # contexts
         self.generated_tokens = 0  # so far; where a stream brings text, its pieces
         self._text_of = text_of
         self._silence_s = silence_s
@@ -173,7 +202,7 @@ class Client:
         self.calls.clear()
         for timer in (*self._timers, *filter(None, [self._watching])):
             timer.cancel()
-        for endpoint in self.endpoints:
+        for endpoint in (*self.contexts, *self.endpoints):
             endpoint.close()
 
     # --- told by calls ---
@@ -188,15 +217,34 @@ class Client:
         else:
             try:
                 call.answer.finish(call.ended_at)
-                if not self.stream:
+                if call.at_context and (handed := self._handed(call)) is not None:
+                    self._answered(call)
+                    self.handed_over += 1
+                    call.go_on(handed)
+                    self._start(call)
+                    return
+                if call.at_context and self.stream:
+                    self.listener.on_first(call)
+                if not self.stream or call.at_context:
                     self.generated_tokens += len(call.answer.tokens) or call.answer.completion_tokens or 1
                 self.listener.on_done(call)
             except (AnswerError, ValueError) as error:
                 self._fail(call, error)
             else:
                 del self.calls[call.id]
-                assert call.endpoint is not None
-                call.endpoint.answered = max(call.endpoint.answered, call.sent_at)
+                self._answered(call)
+
+    def _handed(self, call: Call) -> dict[str, Any] | None:
+        """Return what the context server has answered for the other one; None: it is the whole answer."""
+        assert self.handover is not None
+        handed = self.handover.handed(call.answer.whole)
+        if handed is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
+            raise AnswerError(f"it hands no KV cache over: there are no {self.handover.name} in its answer")
+        return handed
+
+    def _answered(self, call: Call) -> None:
+        assert call.endpoint is not None
+        call.endpoint.answered = max(call.endpoint.answered, call.sent_at)
 
     def broken(self, call: Call, error: Exception) -> None:
         """Take the failure of a connection: no more of the response will arrive, and it is incomplete."""
@@ -215,7 +263,9 @@ class Client:
     def _start(self, call: Call) -> None:
         """Send `call` to the server that owes the fewest answers, if possible not to one where it failed."""
         failed = call.endpoint
-        endpoint = min(self.endpoints, key=lambda one: (one is failed, len(one.calls)))
+        self.contexts.rotate(-1)  # of those that owe the same, another one each time
+        mine = self.contexts if call.at_context else self.endpoints
+        endpoint = min(mine, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
         try:
             request = self._body(endpoint.dialect, endpoint.model, call)
@@ -226,7 +276,12 @@ class Client:
 
     def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
-        return body(dialect, model, prompt, call.sampling, self.stream)
+        request = body(dialect, model, prompt, call.sampling, self.stream and not call.at_context)
+        if self.handover is None:
+            return request
+        if call.handed is None:
+            return self.handover.for_context(request)
+        return self.handover.for_generation(request, call.handed)
 
     def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
         """Send `call` again after `wait_s` (None: a growing pause), if it is not too late."""
@@ -260,7 +315,7 @@ class Client:
     def _watch(self) -> None:
         """Fail the calls of a server that owes answers but is silent, and single calls that hang."""
         now = time.perf_counter()
-        for endpoint in self.endpoints:
+        for endpoint in (*self.contexts, *self.endpoints):
             if endpoint.calls and now - endpoint.heard_at > self._silence_s:
                 owed = [call for call in self.calls.values() if call in endpoint.calls]
                 for call in owed:

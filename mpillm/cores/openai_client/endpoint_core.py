@@ -27,6 +27,7 @@ from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
 from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_all
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -158,6 +159,7 @@ class EndpointCore(LLMCore):
         self._reads = config.client == 0 and (
             config.server is not None or config.instance < len(self._harness.endpoint_urls)
         )
+        self._context_urls: list[str] = []
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
         self._before: list[Reading] = []  # what the servers had counted when the test began
@@ -207,12 +209,16 @@ class EndpointCore(LLMCore):
     def find_servers(self, urls: Mapping[int, str]) -> None:
         if self.config.server is not None:
             self._urls = [urls[self.config.server]]
+            self._context_urls = [urls[index] for index in self.config.context_servers]
             self._open()
 
     def _open(self) -> None:
         """Start the client."""
-        _allow_files(self._at_once * len(self._urls))
+        _allow_files(self._at_once * (len(self._urls) + bool(self._context_urls)))
         self._endpoints = [Endpoint(url) for url in self._urls]
+        self._contexts = [Endpoint(url) for url in self._context_urls]
+        # One client asks what context servers count, for all.
+        self._counting = [*self._endpoints, *(self._contexts if self.config.instance == 0 else ())]
         self._thread = ClientThread("mpillm-http", self.wake)
         self._client = Client(
             self._endpoints,
@@ -221,12 +227,15 @@ class EndpointCore(LLMCore):
             self._harness.streaming,
             EARLIER * self._harness.stall_timeout,
             self._options.retry_s,
+            self._contexts,
+            handover_of(self.config.handover, self.config.instance) if self._contexts else None,
         )
 
     def run_health_check(self) -> None:
         """Find the model, and generate a token, on each server."""
-        limit = EARLIER * self._harness.health_deadline / (2 * len(self._endpoints))
-        for endpoint in self._endpoints:
+        endpoints = [*self._contexts, *self._endpoints]
+        limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
+        for endpoint in endpoints:
             model = find_model(endpoint, self._options.model, self.config.model_path, limit)
             endpoint.model = self._ask(model, limit + 60)
             self._ask(choose_dialect(endpoint, self._tokenizer is not None, limit), limit + 60)
@@ -254,7 +263,7 @@ class EndpointCore(LLMCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each server, with an answer that may end at once."""
-        return short_requests(len(self._endpoints))
+        return short_requests(max(len(self._endpoints), len(self._contexts)))
 
     def start_test(self) -> None:
         assert self._thread is not None
@@ -268,7 +277,7 @@ class EndpointCore(LLMCore):
     async def _read_servers(self) -> None:
         """Read what the servers count, at the start of the test and then again and again."""
         while True:
-            readings = await read_all(self._endpoints)
+            readings = await read_all(self._counting)
             self._before = self._before or readings
             self._latest = time.perf_counter(), readings
             says = any(reading != Reading() for reading in readings)
@@ -280,20 +289,26 @@ class EndpointCore(LLMCore):
             return {}
         while not self._before and not self._reader.done():  # a test shorter than the answer to the first
             await asyncio.sleep(0.01)
-        return grown(self._before, await read_all(self._endpoints)) if self._before else {}
+        if not self._before:
+            return {}
+        after, n = await read_all(self._counting), len(self._endpoints)
+        contexts = grown(self._before[n:], after[n:])
+        return grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
 
     def _began(self, cpu_s: float) -> None:
         self._statistics = _Statistics()
         self._started = time.perf_counter(), cpu_s
         if self._thread is not None:
-            self._client.retries = self._client.generated_tokens = 0
+            self._client.retries = self._client.generated_tokens = self._client.handed_over = 0
 
     def statistics(self) -> dict[str, float]:
         """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
-        `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
+        `handed_over`: requests whose context another server has computed. `other_prompt_length`,
+        `other_answer_length`: answers for which the server counted other numbers of
         tokens. `short_answers`: those of fewer tokens than were asked for. `server_…`, from the first client
-        of each server: what that counted in the test, of all its clients; see `Reading`.
+        of each server: what that counted in the test, of all its clients; see `Reading`. `server_context_…`:
+        what context servers did, from the first client of all.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
@@ -302,24 +317,25 @@ class EndpointCore(LLMCore):
         return {
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
+            **({"handed_over": self._client.handed_over} if self._contexts else {}),
             **self._statistics.values(),
             **{f"server_{name}": grown for name, grown in counted.items()},
         }
 
     def frameworks(self) -> list[str]:
         known = [name for name in self._frameworks if name is not None]
-        return sorted(set(known)) if len(known) == len(self._endpoints) else []
+        return sorted(set(known)) if len(known) == len(self._frameworks) else []
 
     def metrics(self) -> Metrics:
         """Return what the servers say of themselves, if they are this client's alone, or what it knows."""
         mine = Metrics(
             self._statistics.prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0
         )
-        at, readings = self._latest
+        at, readings = self._latest[0], self._latest[1][: len(self._endpoints)]
         usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
         if self.config.server is None or self.config.n_clients > 1 or time.perf_counter() - at > _FRESH_S:
             return mine._replace(kv_cache_usage=usage if self.config.client == 0 else None)
-        counted = grown(self._before, readings)
+        counted = grown(self._before[: len(self._endpoints)], readings)
         ((running, waiting, *_),) = readings
         return Metrics(
             int(counted.get("prompt_tokens", mine.prompt_tokens)),

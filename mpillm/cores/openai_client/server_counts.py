@@ -28,7 +28,8 @@ class Reading(NamedTuple):
     cached_tokens: float | None = None  # of prompts, that its own prefix cache gave
     accepted_guesses: float | None = None  # tokens
     preemptions: float | None = None
-    failed_transfers: float | None = None  # of KV caches between servers
+    transfers: float | None = None  # of KV caches from other servers
+    failed_transfers: float | None = None
 
 
 # Names that servers give these, in Prometheus' text format. Not among them is what a KV connector brings to a
@@ -42,7 +43,9 @@ _NAMES = {
     "cached_tokens": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
     "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
     "preemptions": ("vllm:num_preemptions_total",),
-    "failed_transfers": ("vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_failed_notifications_total"),
+    "transfers": ("vllm:nixl_xfer_time_seconds_count",),
+    # It counts handshakes and notifications that failed, too.
+    "failed_transfers": ("vllm:nixl_num_failed_transfers_total",),
 }
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = Reading._fields[3:]

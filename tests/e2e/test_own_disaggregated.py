@@ -1,0 +1,129 @@
+"""Context and generation servers that ranks start and own: who is asked what, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_instance_loss import wait_for_answers
+from tests.e2e.test_own_servers import TEST, processes
+from tests.helpers.scripted_server import answer_of
+from tests.helpers.small_vllm import ENDS_AT_ONCE
+from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Starter, make_samples
+
+N, OUTPUT = 64, 6
+DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "vllm", "--max_batch_size", 4)
+
+
+@pytest.fixture(autouse=True)
+def in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a program `vllm` in PATH that speaks its protocol."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    words = shlex.join(["exec", sys.executable, "-m", "tests.helpers.small_vllm"])
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} {words} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def start(
+    one: Starter, ranks: int, *options: object, lengths: range = range(1, N + 1), **more: Any
+) -> tuple[Command, list[list[int]]]:
+    samples = make_samples(one.folder / "samples.jsonl", lengths)
+    words = [*TEST, "--dataset_path", samples.path, "--model_path", "small", *DISAGG, *options]
+    return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
+
+
+def expected(prompts: list[list[int]]) -> dict[int, list[int]]:
+    """Return the answers, of which some end with the context server's token."""
+    return {
+        i: answer_of(prompt, OUTPUT if len(prompt) % ENDS_AT_ONCE else 1) for i, prompt in enumerate(prompts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (4, ("--num_ctx_servers", 1)),
+        (8, ("--num_ctx_servers", 2, "--clients_per_server", 2, "--control_ranks", 2)),
+    ],
+)
+def test_contexts_are_handed_over(one: Starter, ranks: int, more: tuple[object, ...]) -> None:
+    command, prompts = start(one, ranks, *more)
+    ended = command.end(120).must(DONE)
+    n_contexts = int(str(more[1]))
+    n_at_once = sum(len(answer) == 1 for answer in expected(prompts).values())
+    outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert outputs == expected(prompts)
+    result = ended.result
+    assert result["mode"] == "disaggregated" and result["retried"] == 0 and not result["doubts"]
+    clients = result["per_instance"]
+    handed = [client["handed_over"] for client in clients]
+    assert sum(handed) == N - n_at_once and min(handed) > 0
+    assert sum(client.get("server_transfers", 0) for client in clients) == N - n_at_once
+    assert clients[0]["server_context_prompt_tokens"] == N, "the stand-in counts prompts"
+    assert clients[0]["frameworks"] == ["vLLM 0.0"]
+    plan = ended.json("plan.json")["ranks"]
+    owners = [rank["roles"] for rank in plan if "server" in rank["roles"]]
+    assert owners == [["server", "ctx"]] * n_contexts + [["server", "executor"]] * 2
+    assert "server 0 (vllm, context): rank" in ended.out
+    logs = [(ended.log_dir / f"server_{index}.log").read_text() for index in range(len(owners))]
+    assert all(("kv_producer" in log) == (i < n_contexts) for i, log in enumerate(logs))
+
+
+def test_contexts_that_are_computed_again(one: Starter) -> None:
+    """LoadGen would call it VALID."""
+    options = ("--server_args=--loses", "--test_mode", "PerformanceOnly", "--min_duration", 0)
+    command, _ = start(one, 3, *options, lengths=range(1, 7))
+    ended = command.end(120).must(DONE)
+    n = sum(client["handed_over"] for client in ended.result["per_instance"])
+    assert ended.result["loadgen_result"] == "VALID" and n > 0
+    failed, lacking = ended.result["doubts"]
+    assert failed.startswith(f"{n:,} transfers of KV caches failed"), failed
+    assert lacking.startswith(f"servers count 0 transfers of KV caches for the {n:,} contexts"), lacking
+    assert "DOUBTFUL" in ended.out
+
+
+def test_a_context_server_that_hands_nothing_over(one: Starter) -> None:
+    command, _ = start(one, 3, "--server_args=--hides")
+    ended = command.end(60)
+    assert ended.code not in (DONE, 2)
+    assert "it hands no KV cache over: there are no kv_transfer_params in its answer" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("whose", "number"),
+    [("context", signal.SIGKILL), ("context", signal.SIGSTOP), ("generation", signal.SIGKILL)],
+)
+def test_a_server_that_is_killed_or_stopped_in_the_test(one: Starter, whose: str, number: int) -> None:
+    command, _ = start(one, 4, "--server_args=--pause-s 0.3")
+    wait_for_answers(command, 4)
+    role = b"kv_producer" if whose == "context" else b"kv_consumer"
+    victim = processes(command, role)[0]
+    os.kill(victim, number)
+    killed = time.monotonic()
+    ended = command.end(60).must(INSTANCE_LOST)
+    assert f"(vllm, {whose}): " in ended.message, repr(ended)
+    how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else "(SIGKILL)"
+    assert how in ended.message, repr(ended)
+    assert time.monotonic() - killed < 30
+    failed = ended.result["failures"][0]
+    assert failed["rank"] == 1 if whose == "context" else failed["rank"] in (2, 3)
+
+
+def test_a_generation_server_that_the_run_can_do_without(one: Starter) -> None:
+    more = ("--server_args=--pause-s 0.3", "--on_instance_loss", "continue", "--grace", 1.5)
+    command, prompts = start(one, 4, *more)
+    wait_for_answers(command, 4)
+    os.kill(processes(command, b"kv_consumer")[0], signal.SIGKILL)
+    ended = command.end(120).must(DONE)
+    assert dict(ended.accuracy_log()) == expected(prompts) and len(ended.accuracy_log()) == N
+    (lost,) = ended.result["lost"]
+    assert "(vllm, generation): was ended by signal 9 (SIGKILL)" in lost["cause"]

@@ -1,0 +1,88 @@
+"""vLLM's context and generation servers as ranks of the run, with KV caches handed over by NIXL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.support import DONE, INSTANCE_LOST, Starter
+from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
+from tests.peers.test_own_servers import VLLM, options, processes, titled
+from tests.peers.test_own_servers import in_path as in_path
+from tests.peers.test_servers import offline
+from tests.peers.test_servers import prompts as prompts
+
+pytestmark = pytest.mark.peers
+
+N = 40
+DISAGG = ("--mode", "disaggregated", *VLLM)
+
+
+@pytest.fixture(autouse=True)
+def nixl(in_path: None) -> None:
+    """Skip where NIXL is not installed beside vLLM."""
+    if not [*FOLDER.glob("lib/python*/site-packages/nixl")]:
+        pytest.skip(f"{FOLDER} has no nixl")
+
+
+def test_one_context_server_and_two_that_generate(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    data = options(model, prompts(N))
+    ours = offline(one, "ours", "torch", *data)
+    words = (*DISAGG, "--min_duration", 0, "--save_outputs", "--log_dir", one.folder / "theirs")
+    command = one.start(4, *data, *words, core="trtllm_endpoint", log_dir=one.folder / "theirs")
+    ended = command.end(TIMEOUT_S).must(DONE)
+    theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
+    clients = ended.result["per_instance"]
+    handed = sum(client["handed_over"] for client in clients)
+    transfers = sum(client["server_transfers"] for client in clients)
+    failed = sum(client["server_failed_transfers"] for client in clients)
+    say(
+        f"1 + 2 x vLLM as ranks: Offline {ended.result['status']}; {equal} of {N} answers have our tokens;"
+        f" {handed} contexts handed over, {transfers:.0f} transfers, {failed:.0f} failed"
+    )
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == N
+    assert handed == transfers == N and failed == 0
+    assert min(client["samples"] for client in clients) > 0
+    assert not any("transfer" in doubt or "prefix" in doubt for doubt in ended.result["doubts"])
+
+
+def test_contexts_that_are_computed_again(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """No transfer can succeed, and vLLM makes the best of it: LoadGen says VALID, the run DOUBTFUL."""
+    kv = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+    words = (*DISAGG, "--min_duration", 0, f"--server_args=--enforce-eager --kv-transfer-config '{kv}'")
+    os.environ["UCX_TLS"] = "self"
+    try:
+        command = one.start(3, *options(model, prompts(N)), *words, core="trtllm_endpoint")
+    finally:
+        del os.environ["UCX_TLS"]
+    ended = command.end(TIMEOUT_S).must(DONE)
+    say(f"no transfer succeeds: LoadGen {ended.result['loadgen_result']}; {ended.result['doubts']}")
+    assert ended.result["loadgen_result"] == "VALID"
+    assert any("transfers of KV caches" in doubt for doubt in ended.result["doubts"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_context_server_that_is_killed_in_the_test(
+    number: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    more = ("--min_duration", 60, "--num_gen_servers", 1)
+    command = one.start(3, *options(model, prompts(N)), *DISAGG, *more, core="trtllm_endpoint")
+    command.wait_phase("test", TIMEOUT_S)
+    (context,) = processes(command, b"VLLM::EngineCore", b"kv_producer")
+    os.kill(context, number)
+    at = time.monotonic()
+    ended = command.end(120, lingers=15).must(INSTANCE_LOST)
+    say(f"{signal.Signals(number).name}, ended {time.monotonic() - at:.1f} s later: {ended.message}")
+    how = f"is stopped: kill -CONT {context}" if number == signal.SIGSTOP else "(SIGKILL)"
+    assert "(vllm, context): " in ended.message and how in ended.message, repr(ended)
+    assert not titled(b"VLLM::")
