@@ -170,7 +170,8 @@ def plan(
     n_workers = config.n_workers
     n_control = world_size - n_workers - n_context_servers
     alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
-    if n_control not in (1, 2) and not alone and not (n_control == 0 and config.is_half):
+    fits = n_control == 0 if config.is_half else n_control in (1, 2) or alone
+    if not fits:
         raise ConfigError(_wrong_size(config, world_size))
     if nodes is None:
         nodes = ["localhost"] * world_size
@@ -245,7 +246,7 @@ def parse_nodes(text: str) -> list[str]:
 def _wrong_size(config: DisaggConfig, world_size: int) -> str:
     terms = [f"{s.num_instances} x {s.ranks_per_instance} in {name}" for name, s in config.sections]
     n = config.n_workers
-    fits = f"{n + 1} (harness and leader on one rank) or {n + 2} (on two)"
+    fits = str(n) if config.is_half else f"{n + 1} (harness and leader on one rank) or {n + 2} (on two)"
     if n == 1 and config.mode == "aggregated":
         fits = f"1 (all on one rank), {fits}"
     workers = f"the configuration has {n} worker ranks ({', '.join(terms)})"

@@ -10,11 +10,12 @@ from mpillm.servers.kind import Option, ServerKind, Wanted, named
 
 
 def _words(wanted: Wanted) -> Sequence[str]:
-    ranks = 1
+    ranks = 0 if wanted.role else 1  # a half has no control rank
+    n = 1
     for name in ("tensor_parallelism", "pipeline_parallelism"):
-        ranks *= wanted.values.get(name) or 1
+        n *= wanted.values.get(name) or 1
     return (
-        *(sys.executable, "-m", "mpillm", "mpirun", "-n", str(1 + ranks), "serve"),
+        *(sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks + n), "serve"),
         *("--model_path", wanted.model, "--served_model_name", wanted.name),
         *("--host", wanted.host, "--port", str(wanted.port), "--log_dir", wanted.base),
     )

@@ -127,3 +127,20 @@ def test_a_generation_server_that_the_run_can_do_without(one: Starter) -> None:
     assert dict(ended.accuracy_log()) == expected(prompts) and len(ended.accuracy_log()) == N
     (lost,) = ended.result["lost"]
     assert "(vllm, generation): was ended by signal 9 (SIGKILL)" in lost["cause"]
+
+
+def test_own_serve(one: Starter) -> None:
+    """The answers are those of an engine in the ranks."""
+    samples = make_samples(one.folder / "samples.jsonl", range(3, 43))
+    data = [*TEST, "--dataset_path", samples.path, "--model_path", "tiny-llama", "--max_seq_len", 256]
+    tokens = []
+    for name, ranks, core, more in (
+        ("ours", 2, "torch", ()),
+        ("theirs", 4, "trtllm_endpoint", ("--server", "mpillm", "--mode", "disaggregated")),
+    ):
+        folder = one.folder / name
+        command = one.start(ranks, *data, *more, "--log_dir", folder, core=core, log_dir=folder)
+        ended = command.end(180).must(DONE)
+        tokens.append({line["index"]: line["output_tokens"] for line in ended.outputs()})
+    assert tokens[0] == tokens[1] and len(tokens[1]) == 40
+    assert sum(client["handed_over"] for client in ended.result["per_instance"]) > 0

@@ -48,11 +48,12 @@ vllm:num_requests_running{engine="1"} 4.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:kv_cache_usage_perc{engine="1"} 0.5
 vllm:generation_tokens_total{engine="0"} 10
-vllm:nixl_num_failed_transfers_total 1
+vllm:nixl_num_failed_transfers_total 3
+vllm:nixl_xfer_time_seconds_count{engine="0"} 6
 vllm:nixl_num_failed_notifications_total 2
 vllm:spec_decode_num_accepted_tokens_total 5
 """
-    said = Reading(7, None, 0.5, generated_tokens=10, failed_transfers=3, accepted_guesses=5)
+    said = Reading(7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5)
     assert reading_of(page) == said
 
 

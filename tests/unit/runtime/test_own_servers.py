@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,14 @@ import disagg
 from disagg import WorldPlan
 from disagg.errors import ConfigError
 from mpillm.config import layers
+from mpillm.config.disagg_yaml import context_servers, disagg_config, server_ranks
+from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import Gpu, as_visible
 from mpillm.fields import FIELDS
+from mpillm.fields.effects import RUN
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
+from mpillm.runtime.yaml_effects import check_yaml
 
 EIGHT = tuple(Gpu(f"uuid{index}", "H200", 141 << 30, 140 << 30) for index in range(8))
 
@@ -33,7 +39,9 @@ def test_servers_share_the_gpus_of_their_node() -> None:
     config = config_of(tensor_parallelism="4")
     assert gpus_of_servers(config, plan, [EIGHT] * 4) == {1: (0, 1, 2, 3), 2: (4, 5, 6, 7), 3: (0, 1, 2, 3)}
     assert gpus_of_servers(config, plan, [()] * 4) == {}, "CPUs"
-    with pytest.raises(ConfigError, match="node a has 8 GPUs for 2 servers of 8 each"):
+    with pytest.raises(
+        ConfigError, match=r"node a has 8 GPUs, and its 2 servers need 16: .* lower --tensor_parallelism"
+    ):
         gpus_of_servers(config_of(tensor_parallelism="8"), plan, [EIGHT] * 4)
 
 
@@ -68,3 +76,109 @@ def test_a_value_that_the_server_can_not_take() -> None:
     plan = planned(["a", "a"])
     with pytest.raises(ConfigError, match="--server: quantization int8: a vllm server has only fp8"):
         server_lines(plan, server_plans(config_of(quantization="int8"), plan, {}))
+
+
+def disaggregated(config: RunConfig, nodes: list[str]) -> WorldPlan:
+    n = len(nodes)
+    made = disagg_config(config, n, clients=True)
+    return disagg.plan(made, n, nodes, config.clients_of_a_server, context_servers(config, n))
+
+
+def test_context_servers_come_first() -> None:
+    options = {
+        "mode": "disaggregated",
+        "num_ctx_servers": "2",
+        "clients_per_server": "2",
+        "control_ranks": "2",
+    }
+    config = config_of(**options, ctx_tp_size="2", gen_tp_size="4", max_seq_len="2048")
+    plan = disaggregated(config, ["a"] * 6 + ["b"] * 2)
+    assert plan.mode == "disaggregated" and pickle.loads(pickle.dumps(plan)) == plan
+    assert [rank.roles for rank in plan.ranks] == [
+        *[("harness",), ("leader",), ("server", "ctx"), ("server", "ctx")],
+        *[("server", "executor"), ("executor",)] * 2,
+    ]
+    assert [rank.server for rank in plan.ranks] == [None, None, 0, 1, 2, 2, 3, 3]
+    assert [(one.owner, one.clients, one.place, one.role) for one in plan.servers] == [
+        (2, (4, 5, 6, 7), 0, "context"),
+        (3, (4, 5, 6, 7), 1, "context"),
+        (4, (4, 5), 2, "generation"),
+        (6, (6, 7), 0, "generation"),
+    ]
+    gpus = gpus_of_servers(config, plan, [EIGHT] * 8)
+    assert gpus == {2: (0, 1), 3: (2, 3), 4: (4, 5, 6, 7), 6: (0, 1, 2, 3)}
+    check_idle(config, RUN)
+    plans = server_plans(config, plan, gpus)
+    assert [(one.host, one.reached_at) for one in plans] == [
+        *[("0.0.0.0", "a")] * 2,
+        *[("127.0.0.1", "127.0.0.1")] * 2,
+    ]
+    lines = server_lines(plan, plans)
+    (context,) = {line for line in lines if line.startswith("context servers: ") and "DEVICES=0,1" in line}
+    for part in (
+        "--tensor-parallel-size 2",
+        "kv_producer",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST=a",
+        "--max-model-len 2048",
+    ):
+        assert part in context
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=SIDE_CHANNEL_PORT" in context and "--port PORT" in context
+    assert any("--tensor-parallel-size 4" in line and "kv_consumer" in line for line in lines)
+    assert "server 1 (vllm, context): rank 3 on a, GPUs 2-3, clients: ranks 4-7" in lines
+    assert "server 3 (vllm, generation): rank 6 on b, GPUs 0-3, clients: ranks 6-7" in lines
+    with pytest.raises(ConfigError, match=r"8 GPUs, and its 3 servers need 20: .* lower --gen_tp_size"):
+        gpus_of_servers(config_of(**options, ctx_tp_size="2", gen_tp_size="16"), plan, [EIGHT] * 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("sglang", "--server sglang with --mode disaggregated: its halves want a request at the same time"),
+        ("tritonserver", "mpillm starts no context and generation servers of it"),
+        ("command:srv {port}", "--server command with --mode disaggregated: mpillm starts no context and"),
+    ],
+)
+def test_kinds_without_halves(kind: str, why: str) -> None:
+    config = config_of(server=kind, mode="disaggregated")
+    with pytest.raises(ConfigError, match=why):
+        server_plans(config, disaggregated(config, ["a"] * 3), {})
+
+
+YAML = """
+port: 8100
+context_servers:
+  num_instances: 1
+  max_batch_size: 4
+  cache_transceiver_config: {backend: UCX}
+  attn_backend: TRTLLM
+  urls: ["localhost:8101"]
+generation_servers:
+  num_instances: 2
+  tensor_parallel_size: 2
+  max_batch_size: 64
+  urls: ["localhost:8102", "localhost:8103"]
+"""
+
+
+@pytest.mark.parametrize("kind", ["vllm", "trtllm-serve"])
+def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
+    (path := tmp_path / "disagg.yaml").write_text(YAML)
+    config = config_of(server=kind, disagg_config=str(path)).with_yaml()
+    assert server_ranks(config) == 3
+    plan = disaggregated(config, ["a"] * 4)
+    context, first, second = server_plans(config, plan, {})
+    assert (context.role, first.role, second.role) == ("context", "generation", "generation")
+    assert context.values["max_batch_size"] == 4 and second.values["max_batch_size"] == 64
+    assert "tensor_parallelism" not in context.values and second.values["tensor_parallelism"] == 2
+    assert check_idle(config, RUN) == []
+    told = check_yaml(config)
+    assert f"{path}: has no effect on mpillm's leader: port" in told
+    theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config, urls, attn_backend"
+    assert f"context_servers: has no effect on a {kind} server that the run starts: {theirs}" in told
+    if kind == "trtllm-serve":
+        text = context.kind.file_text(context.wanted([1], "run/server_0"))
+        assert (
+            "backend: UCX" in text and "attn_backend: TRTLLM" in text and "disable_overlap_scheduler" in text
+        )
+        text = second.kind.file_text(second.wanted([1], "run/server_2"))
+        assert "backend: DEFAULT" in text and "disable_overlap_scheduler" not in text

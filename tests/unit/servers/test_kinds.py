@@ -54,6 +54,11 @@ def test_own_serve_has_as_many_ranks_as_its_layout() -> None:
     assert "mpirun -n 5 serve" in line and "--tensor_parallelism 2" in line
 
 
+def test_halves_of_own_serve_have_no_control_rank() -> None:
+    line = " ".join(words("mpillm", {"tensor_parallelism": 2}, role="context"))
+    assert "mpirun -n 2 serve" in line and line.endswith("--server_role context")
+
+
 def test_any_command() -> None:
     kind = "command:srv --listen {host}:{port} '{model} {name}' --tp={tp} --gpus {devices}"
     made = words(kind, {"tensor_parallelism": 2}, devices=("3", "5"))
