@@ -68,6 +68,26 @@ def test_guesses_and_lost_transfers_are_doubtful() -> None:
     assert len(doubts(result, others_serve=True)) == 2, "the prefix cache instead of the guesses"
 
 
+@pytest.mark.parametrize(("counted", "is_doubtful"), [(39.0, True), (40.0, False), (80.0, False)])
+def test_contexts_that_were_not_handed_over(counted: float, is_doubtful: bool) -> None:
+    """With tensor parallelism each rank of a server counts its part."""
+    clients = [
+        {"handed_over": 30, "server_transfers": counted - 10},
+        {"handed_over": 10, "server_transfers": 10.0},
+    ]
+    told = doubts({"per_instance": clients}, of_servers=True)
+    assert len(told) == is_doubtful
+    assert all("39 transfers of KV caches for the 40 contexts" in line for line in told)
+    unknown = [{"handed_over": 30}, {"handed_over": 10}]
+    assert doubts({"per_instance": unknown}, of_servers=True) == []
+
+
+def test_context_servers_count_too() -> None:
+    client = {"server_cached_tokens": 0.0, "server_context_cached_tokens": 16.0}
+    (told,) = doubts({"per_instance": [client]}, of_servers=True)
+    assert told.startswith("16 prompt tokens came from a server's prefix cache")
+
+
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_server_that_caches_prompts(caches: bool) -> None:
     """What it had cached before the test does not count."""
