@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.fields import BY_NAME
+from mpillm.servers.kinds import kind_of
 
 if TYPE_CHECKING:
     from mpillm.config.run_config import RunConfig
@@ -36,6 +37,8 @@ def check_together(config: RunConfig) -> None:
                 f"{config.named('server')} and {config.named(name)} exclude each other: the run starts its"
                 " servers, or there are some"
             )
+    if config.on_instance_loss == "restart":
+        _check_restart(config)
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     check_harness(config)
@@ -55,6 +58,18 @@ def check_harness(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"
         )
+
+
+def _check_restart(config: RunConfig) -> None:
+    why = ""
+    if not config.server:
+        why = "the run starts no servers (--server)"
+    elif kind_of(config.server).client_port:
+        why = f"a {config.server} server is not started again"
+    elif config.clients_of_a_server > 1:
+        why = f"with {config.named('clients_per_server')} other ranks would not hear of it"
+    if why:
+        raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
 
 
 def check_mode(config: RunConfig) -> None:

@@ -103,6 +103,8 @@ class LLMCore(ABC):
         self.comms = comms
         self.streams = True
         """Whether an answer's first token is told when it comes; not: with the whole answer."""
+        self.waits_for_server = False
+        """Whether what it owes waits for a server of the run's own that is started again."""
         self.awaits = ""
         """What `load` waits for, in a few words. Any thread may set it."""
         self.wake: Callable[[], None] = lambda: None
@@ -127,6 +129,14 @@ class LLMCore(ABC):
 
     def find_servers(self, urls: Mapping[int, str]) -> None:  # noqa: B027 - for clients of the run's own servers
         """Hear where the servers are that ranks of this run own, by their index: all ranks have loaded."""
+
+    def server_lost(self) -> None:
+        """Keep what the run's own server owes, and ask it nothing: it is started again."""
+        raise NotImplementedError(f"{type(self).__name__} waits for no server")
+
+    def server_back(self, url: str) -> None:
+        """Warm the server up, which is at `url` now, and ask it what it owed."""
+        raise NotImplementedError(f"{type(self).__name__} waits for no server")
 
     def doing(self) -> str:
         """Return how far `load` or the warm-up has come, or what it waits for, in a few words; "": unknown.

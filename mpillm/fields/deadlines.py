@@ -61,9 +61,10 @@ class DeadlineFields(Options):
     on_instance_loss = Field(
         "on_instance_loss",
         "what a lost instance means in the test: the end of the run, or less of it: what the instance owed is"
-        " computed again elsewhere [default of serve: continue, where that is possible]",
+        " computed again elsewhere [default of serve: continue, where that is possible]; restart: a server of"
+        " --server is started again, and then answers what it owed",
         default="fail",
-        choices=("fail", "continue"),
+        choices=("fail", "continue", "restart"),
         effect=TIME,
         group="deadlines",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -25,7 +25,7 @@ def doubts(
     be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`:
     --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's rules.
     """
-    said = []
+    said = [*_restarts(result)]
     if result.get("queue_grew"):
         said.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
@@ -92,11 +92,22 @@ def _failed_transfers(result: Mapping[str, Any]) -> str:
     )
 
 
+def _restarts(result: Mapping[str, Any]) -> Iterator[str]:
+    for client in result.get("per_instance", ()):
+        server = client.get("server") or {}
+        for one in server.get("restarts", ()):
+            yield (
+                f"server {server['index']} was lost {one['at_s']:.1f} s into the test, and there again"
+                f" {one.get('back_after_s', 0):.1f} s later: {one['why']}"
+            )
+
+
 def _lacking_transfers(result: Mapping[str, Any]) -> str:
     """Return how many KV caches were to be handed over, and were not, in words; "" if none, or unknown."""
     clients = [client for client in result.get("per_instance", ()) if "server_transfers" in client]
     wanted = sum(client.get("handed_over", 0) for client in result.get("per_instance", ()))
-    if not clients or (n := _counted(result, "transfers")) >= wanted:
+    # Of a server that was started again its last life is counted.
+    if not clients or any(_restarts(result)) or (n := _counted(result, "transfers")) >= wanted:
         return ""
     return (
         f"servers count {n:,.0f} transfers of KV caches for the {wanted:,} contexts that others had computed:"

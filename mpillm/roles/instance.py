@@ -118,6 +118,8 @@ class InstanceRole(Follower):
             self._open.see(self._owed > 0, now)
         if now >= self._measure_at:
             self._measure(now)
+            if self._core.waits_for_server:
+                self._tell_of([], ResponseFlag.FINAL)  # it is not stuck
         if not self._core.has_work():
             return False
         responses = self._core.poll_responses()

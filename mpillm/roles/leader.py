@@ -148,6 +148,8 @@ class Leader(Role):
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows
+        if not len(rows):  # it only says that it is there
+            return
         flags = rows["flags"]
         any_of = int(flags[0] if len(flags) == 1 else np.bitwise_or.reduce(flags))
         if any_of & _LOST or self._retries.any:

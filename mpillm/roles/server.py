@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
@@ -25,6 +25,8 @@ from mpillm.servers.kind import PORT_TAKEN, ServerKind, Wanted
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.2  # between health checks
 _TRIES = 3  # of ports that others take first
+MOST_RESTARTS = 3
+"""How often a server is started again in a test, with --on_instance_loss restart."""
 _GRACE_S = 10.0  # to end by itself, after a run that ended well
 _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
 _LINES = 4000  # of a log that are searched for a known failure
@@ -51,6 +53,7 @@ class ServerPlan:
     most_bytes: float  # of memory
     host: str  # where it listens
     reached_at: str  # the host's name for its clients
+    restarts: int = 0  # how often it may be started again in the test
     role: str = ""  # see `Wanted`, here and below
     llm_args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +98,16 @@ class ServerPlan:
         return self.kind.command(self.wanted(ports, f"server_{self.index}"))
 
 
+class Dependent(Protocol):
+    """The client of a server that may be started again."""
+
+    def server_lost(self) -> None:
+        """Keep what the server owes, and ask it nothing."""
+
+    def server_back(self, url: str) -> None:
+        """Warm it up, and ask it again."""
+
+
 class ServerRole(Role):
     """Owns a server."""
 
@@ -115,6 +128,9 @@ class ServerRole(Role):
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
         self._startup_s = 0.0
+        self.dependent: Dependent | None = None  # of one that may be started again
+        self._test_started: float | None = None  # in the test
+        self._restarts: list[dict[str, Any]] = []
 
     # --- phases ---
 
@@ -125,8 +141,12 @@ class ServerRole(Role):
     def done(self, phase: Phase) -> bool:
         return phase != "load" or self._is_ready
 
+    def test(self) -> None:
+        self._test_started = time.monotonic()
+
     def drain(self) -> None:
         self._ends_well = True
+        self._test_started = None
 
     def stop(self) -> None:
         if self._server is not None:
@@ -145,7 +165,8 @@ class ServerRole(Role):
         return f"{self._plan.name}: {'starts' if last.startswith('$ ') else last[:_SHOWN]}"
 
     def report(self) -> dict[str, Any]:
-        return {"server": {"index": self._plan.index, "startup_s": round(self._startup_s, 3)}}
+        server = {"index": self._plan.index, "startup_s": round(self._startup_s, 3)}
+        return {"server": {**server, **({"restarts": self._restarts} if self._restarts else {})}}
 
     # --- the server ---
 
@@ -191,9 +212,12 @@ class ServerRole(Role):
             self._check = HealthCheck(url, self._check)
         elif self._check.answered:
             self._is_ready = True
-            self._startup_s = time.monotonic() - self._started
+            self._startup_s = time.monotonic() - self._started  # the latest
             self._server.ready()
             _log.info("%s is ready after %.1f s", self._plan.name, self._startup_s)
+            if self._restarts and self.dependent is not None:
+                self._restarts[-1]["back_after_s"] = round(self._startup_s, 3)
+                self.dependent.server_back(self.serves()[self._plan.index])
         return False
 
     def quiet_s(self) -> float:
@@ -203,12 +227,27 @@ class ServerRole(Role):
         assert self._server is not None
         if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(_LINES)):
             _log.warning("%s %s: another process took its port; it gets another one", self._plan.name, why)
-            self._server.stop(_SHORT_GRACE_S)
-            for port in self._ports:
-                port.let_go()
-            self._start()
+            self._start_again()
+            return
+        may = self._test_started is not None and len(self._restarts) < self._plan.restarts
+        if may and self.dependent is not None:
+            assert self._test_started is not None
+            said = str(self._failure(why).failures[0].cause)
+            _log.error("%s\nit is started again", said)
+            at = time.monotonic()
+            self._restarts.append({"at_s": round(at - self._test_started, 3), "why": why})
+            self.dependent.server_lost()
+            self._is_ready, self._tries, self._started = False, 0, at
+            self._start_again()
             return
         raise self._failure(why)
+
+    def _start_again(self) -> None:
+        assert self._server is not None
+        self._server.stop(_SHORT_GRACE_S)
+        for port in self._ports:
+            port.let_go()
+        self._start()
 
     def _failure(self, what: str) -> RunError:
         assert self._server is not None
@@ -216,7 +255,8 @@ class ServerRole(Role):
         known = self._plan.kind.explain(log)
         lines = [f"{self._plan.name}: {what}", *([known] if known else [])]
         tail = self._server.tail()
+        was_ready = self._is_ready or bool(self._restarts)
         cause = "\n".join([*lines, f"the end of {self._server.log}:", tail])
         return RunError(
-            Failure(cause, self._rank, code=ExitCode.INSTANCE_LOST if self._is_ready else ExitCode.NOT_READY)
+            Failure(cause, self._rank, code=ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY)
         )

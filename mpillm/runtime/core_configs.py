@@ -68,6 +68,7 @@ def _core_config(
         server=me.server,
         client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
+        server_restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
         handover=kind_of(config.server).handover if plan.n_context_servers and config.server else "",
         options=config.core_options,

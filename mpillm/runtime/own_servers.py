@@ -16,7 +16,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Level
 from mpillm.devices import Gpu
 from mpillm.fields import BY_NAME, FIELDS
-from mpillm.roles.server import ServerPlan
+from mpillm.roles.server import MOST_RESTARTS, ServerPlan
 from mpillm.servers.kind import ServerKind
 from mpillm.servers.kinds import kind_of
 
@@ -82,6 +82,7 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
                 (config.server_memory_limit or math.inf) * (1 << 30),
                 "127.0.0.1" if nodes == {node} else "0.0.0.0",
                 "127.0.0.1" if nodes == {node} else node,
+                MOST_RESTARTS if config.on_instance_loss == "restart" and server.role != "context" else 0,
                 server.role,
                 _llm_args(config, server.role) if kind.takes_llm_args else {},
             )

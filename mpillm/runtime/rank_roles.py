@@ -109,17 +109,21 @@ def make_roles(
     me = plan.ranks[rank]
     core_class = BackendRegistry.get(config.core_type)
     roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
+    server = None
     if "server" in me.roles:
         from mpillm.roles.server import ServerRole  # few runs have one
         from mpillm.runtime.own_servers import server_plans
 
         mine = server_plans(config, plan, setup.server_gpus)[me.server or 0]
-        roles.append(ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake))
+        server = ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake)
+        roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
         core.wake = wake
+        if server is not None and config.on_instance_loss == "restart":
+            server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
     if route is not None and "leader" in me.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mpillm.roles.server import MOST_RESTARTS
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import (
@@ -45,9 +47,10 @@ def processes(command: Command, word: bytes = b"small_server") -> list[int]:
     """Return the ids of the servers' first processes that run now, or of those with another word."""
     found = []
     for pid in command.pids():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if word in words and b"server_guard" not in words and b"mpillm\0" not in words:
-            found.append(pid)
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if word in words and b"server_guard" not in words and b"mpillm\0" not in words:
+                found.append(pid)
     return found
 
 
@@ -171,6 +174,40 @@ def test_a_lost_server_that_the_run_can_do_without(one: Starter) -> None:
     assert answered == [(i, answer_of(prompt, OUTPUT)) for i, prompt in enumerate(prompts)]
     (lost,) = ended.result["lost"]
     assert "was ended by signal 9 (SIGKILL)" in lost["cause"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_lost_server_that_is_started_again(one: Starter, ranks: int) -> None:
+    command, prompts = start(one, ranks, *server("--worker", *SLOW), "--on_instance_loss", "restart")
+    wait_for_answers(command, 4)
+    os.kill(processes(command)[0], signal.SIGKILL)
+    ended = command.end(120).must(DONE)
+    answered = sorted(ended.accuracy_log())
+    assert answered == [(i, answer_of(prompt, OUTPUT)) for i, prompt in enumerate(prompts)]
+    result = ended.result
+    assert result["lost"] == [] and sum(client["retries"] for client in result["per_instance"]) > 0
+    (one_restart,) = [
+        again for client in result["per_instance"] for again in client["server"].get("restarts", ())
+    ]
+    assert "was ended by signal 9 (SIGKILL)" in one_restart["why"] and one_restart["back_after_s"] > 0
+    assert result["latency_ms"]["p99"] > 1000 * one_restart["back_after_s"], "what waited for it says so"
+    (doubt,) = [doubt for doubt in result["doubts"] if doubt.startswith("server ")]
+    assert "was lost" in doubt and "there again" in doubt
+    log = (ended.log_dir / f"server_{doubt.split()[1]}.log").read_text()
+    assert log.count("$ ") == 2
+
+
+def test_a_server_that_is_lost_again_and_again(one: Starter) -> None:
+    command, _ = start(one, 2, *server(*SLOW), "--on_instance_loss", "restart")
+    wait_for_answers(command, 4)
+    killed: list[int] = []
+    for _ in range(1 + MOST_RESTARTS):
+        (victim,) = wait_until(lambda: [pid for pid in processes(command) if pid not in killed], "a server")
+        killed.append(victim)
+        os.kill(victim, signal.SIGKILL)
+    ended = command.end(60).must(INSTANCE_LOST)
+    assert "server 0 (command): was ended by signal 9 (SIGKILL)" in ended.message
+    assert (ended.log_dir / "server_0.log").read_text().count("$ ") == 1 + MOST_RESTARTS
 
 
 def test_two_runs_at_once(one: Starter) -> None:

@@ -93,6 +93,11 @@ class Call:
         self.endpoint, self.failing_since = None, 0.0
         self._begin()
 
+    def from_the_beginning(self) -> None:
+        """Forget all that has happened to it."""
+        self.handed, self.endpoint, self.failing_since = None, None, 0.0
+        self.again()
+
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
         """Note that an attempt was sent."""
         self.connection, self._reused, self.heard_at = connection, reused, at
@@ -173,6 +178,9 @@ class Client:
         self.calls: dict[int, Call] = {}  # open, by id
         self.retries = 0
         self.handed_over = 0  # contexts
+        # Whether the server may be started again: what fails is then asked again, from the beginning.
+        self.outlives_server = False
+        self._parked = False  # until it is there again
         self.generated_tokens = 0  # so far; where a stream brings text, its pieces
         self._text_of = text_of
         self._silence_s = silence_s
@@ -187,7 +195,28 @@ class Client:
         if self._watching is None:
             self._watch()
         call = self.calls[id_] = Call(self, id_, prompt, sampling)
-        self._start(call)
+        if not self._parked:
+            self._start(call)
+
+    def park(self) -> None:
+        """Take all calls back, and keep them until `go_on`."""
+        self._parked = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for call in self.calls.values():
+            if call.endpoint is not None:
+                call.endpoint.release(call, call.connection, whole=False)
+                call.from_the_beginning()
+                self.retries += 1
+
+    def go_on(self, endpoints: Sequence[Endpoint]) -> None:
+        """Send all calls to these servers, which take the place of the others."""
+        for endpoint in self.endpoints:
+            endpoint.close()
+        self.endpoints, self._parked = endpoints, False
+        for call in [*self.calls.values()]:
+            self._start(call)
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Cancel those of these calls that are open."""
@@ -291,11 +320,11 @@ class Client:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
         if now + wait_s - call.failing_since > self._retry_s:
             asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
-            self._fail(
-                call,
-                AnswerError(f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"),
-            )
+            tried = f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"
+            self._fail(call, AnswerError(tried), is_last=True)
             return
+        if self.outlives_server:
+            call.handed = None
         call.again()
         self.retries += 1
 
@@ -307,8 +336,11 @@ class Client:
         timer = asyncio.get_running_loop().call_later(wait_s, start)
         self._timers.add(timer)
 
-    def _fail(self, call: Call, error: Exception) -> None:
+    def _fail(self, call: Call, error: Exception, is_last: bool = False) -> None:
         assert call.endpoint is not None
+        if self.outlives_server and not is_last:  # its server may have ended: then `park` comes
+            self._again(call, error, None)
+            return
         del self.calls[call.id]
         self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
 

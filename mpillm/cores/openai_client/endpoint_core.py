@@ -44,6 +44,7 @@ _FEW = 1024  # latencies that are counted together
 _GATHER_S = 1e-3
 _READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
 _FRESH_S = 5.0  # how long a reading counts
+_AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class EndpointCore(LLMCore):
         # One client asks what context servers count, for all.
         self._counting = [*self._endpoints, *(self._contexts if self.config.instance == 0 else ())]
         self._thread = ClientThread("mpillm-http", self.wake)
+        self._warming: set[asyncio.Task[None]] = set()
         self._client = Client(
             self._endpoints,
             self,
@@ -230,6 +232,50 @@ class EndpointCore(LLMCore):
             self._contexts,
             handover_of(self.config.handover, self.config.instance) if self._contexts else None,
         )
+
+    def server_lost(self) -> None:
+        assert self._thread is not None
+        self.waits_for_server = True
+        self._thread.post(self._park)
+
+    def _park(self) -> None:
+        for task in self._warming:  # lost again
+            task.cancel()
+        self._client.park()
+
+    def server_back(self, url: str) -> None:
+        assert self._thread is not None
+        self._urls = [url]
+        self._thread.post(self._go_on, Endpoint(url))
+
+    def _go_on(self, endpoint: Endpoint) -> None:
+        task = asyncio.get_running_loop().create_task(self._warm_up(endpoint))
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
+
+    async def _warm_up(self, endpoint: Endpoint) -> None:
+        """Find out what the server is that was started again, have it answer, and go on with it."""
+        limit = EARLIER * self._harness.health_deadline
+        end = time.monotonic() + limit
+        while True:
+            try:
+                endpoint.model = await find_model(
+                    endpoint, self._options.model, self.config.model_path, limit
+                )
+                await choose_dialect(endpoint, self._tokenizer is not None, limit)
+                break
+            except EndpointError as error:  # it may be gone again: then `server_lost` comes
+                if time.monotonic() > end:
+                    self._failed = error
+                    self.wake()
+                    return
+                await asyncio.sleep(_AGAIN_S)
+        before = await read_all([endpoint])
+        self._client.go_on([endpoint])
+        self._endpoints[:] = self._counting[:1] = [endpoint]
+        if self._before:
+            self._before[:1] = before
+        self.waits_for_server = False
 
     def run_health_check(self) -> None:
         """Find the model, and generate a token, on each server."""
@@ -267,6 +313,7 @@ class EndpointCore(LLMCore):
 
     def start_test(self) -> None:
         assert self._thread is not None
+        self._client.outlives_server = self.config.server_restarts
         self._began(self._thread.cpu_s())
         if self._reads:  # beside the first requests, which must not wait for it
             self._thread.post(self._start_reader)
@@ -354,6 +401,8 @@ class EndpointCore(LLMCore):
     def _close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
+        for task in self._warming:
+            task.cancel()
         self._client.close()
 
     # --- work ---
@@ -428,6 +477,8 @@ class EndpointCore(LLMCore):
     def on_first(self, call: Call) -> None:
         """Report the first token, unless it is also the last."""
         self._statistics.prompt_tokens += len(call.prompt)
+        if call.id in self._first:  # by a server that was lost then
+            return
         if self._client.stream and call.answer.finish_reason is None and (tokens := self._tokens(call)):
             self._add(call.id, ResponseFlag.FIRST, tokens[:1])
             self._first[call.id] = tokens[0]

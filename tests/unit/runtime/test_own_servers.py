@@ -15,6 +15,7 @@ from mpillm.config import layers
 from mpillm.config.disagg_yaml import context_servers, disagg_config, server_ranks
 from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
+from mpillm.config.together import check_together
 from mpillm.devices import Gpu, as_visible
 from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN
@@ -142,6 +143,22 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
     config = config_of(server=kind, mode="disaggregated")
     with pytest.raises(ConfigError, match=why):
         server_plans(config, disaggregated(config, ["a"] * 3), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"clients_per_server": "2"}, "with --clients_per_server 2 other ranks would not hear of it"),
+        ({"server": "tritonserver"}, "a tritonserver server is not started again"),
+        ({"server": ""}, "the run starts no servers"),
+    ],
+)
+def test_servers_that_are_not_started_again(options: dict[str, str], why: str) -> None:
+    stated = {"server": "vllm", "on_instance_loss": "restart", **options}
+    stated = {name: value for name, value in stated.items() if value}
+    config = RunConfig.resolved(layers.stated(stated, FIELDS, None))
+    with pytest.raises(ConfigError, match=f"--on_instance_loss restart.*: {why}"):
+        check_together(config)
 
 
 YAML = """
