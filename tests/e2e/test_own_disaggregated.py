@@ -16,7 +16,7 @@ from tests.e2e.test_instance_loss import wait_for_answers
 from tests.e2e.test_own_servers import TEST, processes
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.small_vllm import ENDS_AT_ONCE
-from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Starter, make_samples
+from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Starter, make_samples
 
 N, OUTPUT = 64, 6
 DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "vllm", "--max_batch_size", 4)
@@ -41,6 +41,11 @@ def start(
     return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
 
 
+def doubts_of_servers(ended: Ended) -> list[str]:
+    """Return what is doubtful of a test, but for what else runs on this machine."""
+    return [doubt for doubt in ended.result["doubts"] if not doubt.startswith("disturbed")]
+
+
 def expected(prompts: list[list[int]]) -> dict[int, list[int]]:
     """Return the answers, of which some end with the context server's token."""
     return {
@@ -63,7 +68,8 @@ def test_contexts_are_handed_over(one: Starter, ranks: int, more: tuple[object, 
     outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     assert outputs == expected(prompts)
     result = ended.result
-    assert result["mode"] == "disaggregated" and result["retried"] == 0 and not result["doubts"]
+    assert result["mode"] == "disaggregated" and result["retried"] == 0
+    assert not doubts_of_servers(ended)
     clients = result["per_instance"]
     handed = [client["handed_over"] for client in clients]
     assert sum(handed) == N - n_at_once and min(handed) > 0
@@ -85,7 +91,7 @@ def test_contexts_that_are_computed_again(one: Starter) -> None:
     ended = command.end(120).must(DONE)
     n = sum(client["handed_over"] for client in ended.result["per_instance"])
     assert ended.result["loadgen_result"] == "VALID" and n > 0
-    failed, lacking = ended.result["doubts"]
+    failed, lacking = doubts_of_servers(ended)
     assert failed.startswith(f"{n:,} transfers of KV caches failed"), failed
     assert lacking.startswith(f"servers count 0 transfers of KV caches for the {n:,} contexts"), lacking
     assert "DOUBTFUL" in ended.out

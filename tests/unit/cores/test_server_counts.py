@@ -75,16 +75,16 @@ def test_contexts_that_were_not_handed_over(counted: float, is_doubtful: bool) -
         {"handed_over": 30, "server_transfers": counted - 10},
         {"handed_over": 10, "server_transfers": 10.0},
     ]
-    told = doubts({"per_instance": clients}, of_servers=True)
+    told = doubts({"per_instance": clients}, others_serve=True)
     assert len(told) == is_doubtful
     assert all("39 transfers of KV caches for the 40 contexts" in line for line in told)
     unknown = [{"handed_over": 30}, {"handed_over": 10}]
-    assert doubts({"per_instance": unknown}, of_servers=True) == []
+    assert doubts({"per_instance": unknown}, others_serve=True) == []
 
 
 def test_context_servers_count_too() -> None:
     client = {"server_cached_tokens": 0.0, "server_context_cached_tokens": 16.0}
-    (told,) = doubts({"per_instance": [client]}, of_servers=True)
+    (told,) = doubts({"per_instance": [client]}, others_serve=True)
     assert told.startswith("16 prompt tokens came from a server's prefix cache")
 
 
