@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from .world_plan import InstancePlan, RankPlan, WorldPlan
+if TYPE_CHECKING:  # every command imports this file, for `rank_list`
+    from .world_plan import InstancePlan, RankPlan, WorldPlan
 
 _MAX_ROWS = 64  # of a table; longer ones are condensed
 _MOST_HOSTS = 8  # of a list of ranks

@@ -19,8 +19,9 @@ from typing import Any
 import psutil
 
 from disagg.errors import ConfigError
+from launch.prctl import adopt_orphans, die_with_parent
 from launch.signals import Echoes, stop_signals
-from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes
+from launch.supervisor import STOP_GRACE_S, end_processes
 
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16

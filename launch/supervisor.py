@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import re
 import signal
@@ -18,6 +17,7 @@ from types import FrameType
 import psutil
 
 from launch.live_lines import LiveLines
+from launch.prctl import adopt_orphans, die_with_parent
 from launch.signals import Echoes, stop_signals, title
 from launch.witness import Witness
 
@@ -244,32 +244,6 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 other.kill()
         psutil.wait_procs(others, timeout=1.0)
-
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that it can find and end them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(number: int) -> None:
-    """Get this signal when the parent dies: called in a child before exec."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def name_process(name: str) -> None:
-    """Have the system call this process so, 15 characters at most."""
-    _prctl(_PR_SET_NAME, name.encode())
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    """Call Linux's prctl; elsewhere do nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def said(text: str) -> str:

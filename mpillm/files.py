@@ -80,13 +80,15 @@ def as_writable(path: Path) -> Iterator[None]:
         raise ConfigError(f"{error.filename or path} can't be written: {error.strerror}") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole or not at all. Raises OSError if the disk is full."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, waits: bool = True) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", waits=waits)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, waits: bool = True) -> None:
     """Write `text` whole or not at all. Raises OSError if the disk is full.
+
+    `waits`: until it is on the disk; otherwise it outlives this process, but not the machine.
 
     Bytes of a file's name that are not UTF-8 (lone surrogates in Python) become escapes, which JSON can read.
     """
@@ -95,7 +97,8 @@ def write_text(path: Path, text: str) -> None:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if waits:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ import struct
 import time
 
 from launch.launcher import find_launcher
-from launch.supervisor import die_with_parent, name_process
+from launch.prctl import die_with_parent, name_process
 
 NAME = "mpillm-kept"
 """What the system calls the process: it has the rank's command line."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from mpillm.devices import Gpu, OwnGpu
     from mpillm.phases import Phase
     from mpillm.telemetry.cpu_use import CpuUse
+    from mpillm.telemetry.gpu_use import GpuUse
 
 NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context generates the answer
 
@@ -249,6 +250,7 @@ class DrainReport(NamedTuple):
 
     roles: list[dict[str, Any]]  # `Role.report`
     cpu: CpuUse
+    gpu: GpuUse | None  # None: it has none, or its driver does not say
     messages: int  # sent in the route communicator
     message_bytes: int
     machine: dict[str, Any] | None  # from the first rank of its node

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
+from disagg.errors import ConfigError
 from disagg.schema import SECTIONS, SERVER
 from mpillm import fields
 from mpillm.configurator import Field
@@ -285,3 +286,23 @@ def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Ite
             yield from _unread((*key, inner), there, read)
     else:
         yield ".".join(key)
+
+
+def lay_yaml(
+    stated: Mapping[str, Found],
+    in_force: Mapping[str, Found],
+    yaml: Mapping[str, Stated],
+    named: Callable[[str], str],
+) -> dict[str, Found]:
+    """Return what is `stated`, with a YAML's values under those of higher layers, which must be the same.
+
+    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for
+    messages.
+    """
+    laid = dict(stated)
+    for name, (theirs, text) in yaml.items():
+        if in_force[name].origin.level > Level.YAML and not same(name, in_force[name].value, theirs.value):
+            raise ConfigError(f"{named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
+        if laid[name].origin.level < Level.YAML:
+            laid[name] = theirs
+    return laid

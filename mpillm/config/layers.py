@@ -6,12 +6,11 @@ config, the workload, and the command's defaults over those of the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import fields, workloads
-from mpillm.config import config_file, disagg_values
 from mpillm.config.values import complete
 from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import Configuration, Field
@@ -24,6 +23,8 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
     if (path := said(own, fields.config_file).value) is not None:
+        from mpillm.config import config_file  # takes time to import, and few commands have one
+
         given = {key: said(own, key) for key in config_file.KEYS}
         if said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
             given[fields.harness_type] = Found("triton", COMMAND_LINE)
@@ -46,7 +47,7 @@ def said(own: Configuration, field: Field) -> Found:
 def stated(
     options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
 ) -> dict[str, Found]:
-    """Return each field's value and layer, from all layers but the YAML, which `lay_yaml` lays later."""
+    """Return each field's value and layer, from all layers but the YAML: see `disagg_values.lay_yaml`."""
     own, test = stack(options, defaults)
     passed_over = {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
     return complete(own, known) | test | passed_over
@@ -80,25 +81,3 @@ def stack(
             raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
         generation.origins = Origin(Level.GENERATION, path)
     return own, test
-
-
-def lay_yaml(
-    stated: Mapping[str, Found],
-    in_force: Mapping[str, Found],
-    yaml: Mapping[str, disagg_values.Stated],
-    named: Callable[[str], str],
-) -> dict[str, Found]:
-    """Return what is `stated`, with a YAML's values under those of higher layers, which must be the same.
-
-    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for
-    messages.
-    """
-    laid = dict(stated)
-    for name, (theirs, text) in yaml.items():
-        if in_force[name].origin.level > Level.YAML and not disagg_values.same(
-            name, in_force[name].value, theirs.value
-        ):
-            raise ConfigError(f"{named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
-        if laid[name].origin.level < Level.YAML:
-            laid[name] = theirs
-    return laid

@@ -6,13 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import disagg
-from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.config import disagg_values, layers
 from mpillm.config.part import Part
 from mpillm.config.resolution import resolve
 from mpillm.config.values import Values
@@ -21,6 +18,10 @@ from mpillm.configurator.found import COMMAND_LINE, Found, Level
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME, AllFields
 from mpillm.fields.passed_over import PASSED_OVER
+
+if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
+    from disagg import DisaggConfig
+    from mpillm.config.disagg_values import Stated
 
 T = TypeVar("T")
 
@@ -76,6 +77,9 @@ class RunConfig(Values, AllFields):
         path = self.disagg_config
         if not path or (self.dry_run and not Path(path).exists()):
             return self
+        import disagg
+        from mpillm.config import disagg_values
+
         try:
             yaml = disagg.load(path)
             whole = self._over(
@@ -99,9 +103,11 @@ class RunConfig(Values, AllFields):
                 made.found[name] = max(first, *others, key=lambda one: one.origin.level) if others else first
         return made
 
-    def _over(self, yaml: Mapping[str, disagg_values.Stated]) -> RunConfig:
+    def _over(self, yaml: Mapping[str, Stated]) -> RunConfig:
         """Lay a YAML's values under those of higher sources, which must be the same."""
-        return RunConfig.resolved(layers.lay_yaml(self.stated, self.found, yaml, self.named))
+        from mpillm.config.disagg_values import lay_yaml
+
+        return RunConfig.resolved(lay_yaml(self.stated, self.found, yaml, self.named))
 
     def of(self, section: str) -> RunConfig:
         """Return the values that hold for the instances of a YAML's section."""
@@ -182,7 +188,9 @@ class RunConfig(Values, AllFields):
 
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.yaml is not None:
-            state.update(disagg.dump(self.yaml).encode())
+            from disagg import dump
+
+            state.update(dump(self.yaml).encode())
         return state.hexdigest()
 
     def difference(self, other: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU.
 
-`load` imports PyTorch and what needs it: ranks without an instance use the class, too.
+`load` imports PyTorch and what needs it, and `check` what reads models: commands without a model, and ranks
+without an instance, use the class, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
-from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
-from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
 from mpillm.telemetry.recorder import Recorder
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.lora import Adapter
+    from mpillm.engine.model.model_info import ModelInfo
     from mpillm.engine.special import Special
     from mpillm.engine.worker import Follower, Worker
 
@@ -74,6 +74,8 @@ class TorchCore(LLMCore):
 
         Memory is not checked: another rank of the node may be loading already.
         """
+        from mpillm.engine.model.model_info import model_info
+
         super().__init__(config, comms)
         self.info = model_info(config)
         self._refused: list[int] = []
@@ -86,6 +88,9 @@ class TorchCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
+        from mpillm.engine.model.model_info import check_model
+        from mpillm.engine.speculation.check_speculation import check_speculation
+
         info = check_model(config)
         check_speculation(config, info)
         if config.enable_max_num_tokens_tuning and not config.enable_chunked_context:

@@ -32,6 +32,7 @@ def doubts(
         said.append(late)
     if disturbed := _disturbances(result, {"stolen"} if others_serve else {"others", "stolen"}):
         said.append(disturbed)
+    said += [_on_gpu(gpu) for gpu in result.get("other_gpu_processes", ())]
     cached = "" if reuse_wanted else cached_prompts(result)
     of_answers = (
         f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else "",
@@ -143,6 +144,12 @@ def _disturbances(result: Mapping[str, Any], counted: AbstractSet[str]) -> str:
         for by in counted & {*node["disturbed_by"]}
     ]
     return f"disturbed: in the test {max(found)[1]}" if found else ""
+
+
+def _on_gpu(gpu: Mapping[str, Any]) -> str:
+    pids = gpu["pids"]
+    who = f"process {pids[0]}" if len(pids) == 1 else f"processes {', '.join(map(str, pids[:8]))}"
+    return f"disturbed: other work was on {gpu['gpu']} of {gpu['host']} when the test started or ended: {who}"
 
 
 def late_answers(goodput: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
+from mpillm.telemetry.gpu_use import other_processes
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals
@@ -72,19 +73,32 @@ def test_result(
 
 
 def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
-    """Return for `result.json` what others used of each node's cores in the test.
+    """Return for `result.json` what others used of each node's cores in the test; `nodes`: of each rank."""
+    loads = (
+        other_load(node, [report.cpu for report in there]) for node, there in _whole_nodes(nodes, reports)
+    )
+    return [load for load in loads if load is not None]
 
-    `nodes`: of each rank. A node that has lost a rank is left out: what that rank used counts as others'.
-    """
+
+def others_on_gpus(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
+    """Return for `result.json` which other processes computed on the ranks' GPUs."""
+    return [
+        one
+        for node, there in _whole_nodes(nodes, reports)
+        for one in other_processes(node, [report.gpu for report in there if report.gpu is not None])
+    ]
+
+
+def _whole_nodes(
+    nodes: Sequence[str], reports: Mapping[int, DrainReport]
+) -> Iterator[tuple[str, list[DrainReport]]]:
+    """Yield the nodes that have lost no rank: what a lost one used would count as others'."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    loads = (
-        other_load(node, [reports[rank].cpu for rank in there])
-        for node, there in ranks.items()
-        if {*there} <= reports.keys()
-    )
-    return [load for load in loads if load is not None]
+    for node, there in ranks.items():
+        if {*there} <= reports.keys():
+            yield node, [reports[rank] for rank in there]
 
 
 def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import disagg
@@ -23,6 +23,8 @@ from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.phases import Phase
 from mpillm.report.run_environment import ENVIRONMENT
+
+_log = logging.getLogger(__name__)
 
 # Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
@@ -154,6 +156,7 @@ class RunRecord:
         self.path = path
         self._config = config
         self.phases_s: dict[str, float] = {}
+        self._kept: Mapping[str, Any] = {}  # figures of a test that has not ended
         self.result: dict[str, Any] = {
             "status": "FAILED",
             **about,
@@ -184,8 +187,8 @@ class RunRecord:
         for name in OF_AN_EARLIER_RUN:
             (self.path / name).unlink(missing_ok=True)
 
-    def write_unfinished(self, phase: Phase, so_far: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Write the result.json of a run whose rank 0 is killed in `phase`, with its figures `so_far`.
+    def write_unfinished(self, phase: Phase, *, waits: bool = True) -> None:
+        """Write the result.json of a run whose rank 0 is killed in `phase`, with what it has kept.
 
         Raises OSError if the disk is full.
 
@@ -193,9 +196,17 @@ class RunRecord:
         """
         failure = Failure("this run goes on, or rank 0 was killed before it could say why it ends", 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
-        result = {**self.result, **so_far, **ended, "phases_s": self.phases_s}
+        result = {**self.result, **self._kept, **ended, "phases_s": self.phases_s}
         result["failures"] = failures_json((failure,))
-        write_json(self.path / "result.json", result)
+        write_json(self.path / "result.json", result, waits=waits)
+
+    def keep(self, so_far: Mapping[str, Any]) -> None:
+        """Write what the test has measured so far: a killed rank 0 writes nothing more."""
+        self._kept = so_far
+        try:
+            self.write_unfinished("test", waits=False)  # a test's time is measured
+        except OSError as error:  # a full disk ends no test
+            _log.warning("what was measured so far is not kept: %s", error)
 
     def write_result(self) -> None:
         """Write result.json. Raises OSError if the disk is full."""

@@ -52,4 +52,5 @@ class RunTelemetry:
             },
             "ranks": {str(rank): noted for rank, noted in sorted(self.ranks.items())},
         }
-        write_text(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+        write_text(path, text + "\n", waits=ends)

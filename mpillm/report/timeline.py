@@ -175,6 +175,14 @@ class Timeline:
         track = self._tracks.get(instance)
         return track.summary() if track else None
 
+    def per_instance(self) -> list[dict[str, Any]]:
+        """For the `result.json` of a test that has not ended: what each instance has sent so far."""
+        return [
+            {"instance": instance, "metrics": told}
+            for instance in self._instances
+            if (told := self.summary(instance)) is not None
+        ]
+
     def close(self) -> None:
         """Close the file, and ignore later metrics: they are not of the test. Raises OSError as `add`."""
         self._closed = True

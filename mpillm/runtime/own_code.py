@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,8 @@ def tells_code(env: Mapping[str, str] = os.environ) -> bool:
 
 def code_digest(folder: Path = _FOLDER) -> str:
     """Return a digest of all Python files of mpillm in `folder`, by their paths in it."""
+    import hashlib  # OpenSSL: milliseconds at the start of every rank
+
     found = hashlib.blake2b(digest_size=16)
     for package in _PACKAGES:
         for path in sorted((folder / package).rglob("*.py")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from disagg import WorldPlan
 from disagg.errors import ConfigError
@@ -13,8 +14,10 @@ from mpillm.config.run_config import RunConfig
 from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, assign
-from mpillm.engine.model.model_info import ModelInfo, model_info
 from mpillm.runtime.core_configs import core_configs
+
+if TYPE_CHECKING:
+    from mpillm.engine.model.model_info import ModelInfo
 
 
 def idle_gpus(
@@ -44,6 +47,8 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     """
     if config.core_type != DEFAULT or not config.model_path:
         return []
+    from mpillm.engine.model.model_info import model_info  # takes time to import, and few plans name a model
+
     core_class = BackendRegistry.get(DEFAULT)
     here = {rank.node for rank in plan.ranks} <= {"localhost", socket.gethostname()}
     seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]

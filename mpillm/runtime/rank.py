@@ -42,6 +42,7 @@ from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank_roles import make_roles
 from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter
+from mpillm.telemetry.gpu_use import GpuWatch
 from mpillm.telemetry.rank_sampler import RankSampler
 from mpillm.telemetry.recorder import Recorder
 
@@ -107,6 +108,8 @@ class Rank:
         self.log_dir = ""  # the run directory, once rank 0 has made it
         self._test_started = 0.0
         self._cpu: CpuMeter | None = None  # from the start of the test
+        self._gpu_uuid = ""  # of its GPU, if it has one
+        self._gpu_watch: GpuWatch | None = None  # from the start of the test
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
         self._rank0: Rank0 | None = None
@@ -180,6 +183,8 @@ class Rank:
                 gc.enable()
                 self._test_started = time.perf_counter()
                 self._cpu = CpuMeter(of_node=self._first_of_node)
+                if self._gpu_uuid and self._sampler.meter is not None:
+                    self._gpu_watch = GpuWatch(self._gpu_uuid, self._sampler.meter)
                 for role in self._roles:
                     role.record(self._recorder)
             if phase == "health":  # by now all bells hang
@@ -230,6 +235,7 @@ class Rank:
         if (gpu := setup.gpus.get(self.rank)) is not None:
             with contextlib.suppress(OSError):  # then there are no samples of it
                 self._sampler.meter = GpuMeter(gpu.device)
+                self._gpu_uuid = self._gpus[gpu.device].uuid
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
         machine = None
         self._first_of_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
@@ -293,6 +299,7 @@ class Rank:
         return DrainReport(
             roles=[role.report() for role in self._roles],
             cpu=self._cpu.read(),
+            gpu=self._gpu_watch.read() if self._gpu_watch else None,
             messages=part.route.sent_messages if part.route else 0,
             message_bytes=part.route.sent_bytes if part.route else 0,
             machine=part.machine,

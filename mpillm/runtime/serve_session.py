@@ -138,11 +138,12 @@ class ServeSession:
         self._kept_samples = totals.samples
         totals.started = self._frontend.started
         so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
+        so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
         try:
             self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
-            self._record.write_unfinished("test", so_far | {"aborted": self._metrics.aborted})
         except OSError as error:  # a full disk ends no server
             _log.warning("what was served so far is not kept: %s", error)
+        self._record.keep(so_far)
 
     def lose(self, instance: int) -> float:
         self._timeline.lose(instance)

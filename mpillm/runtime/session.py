@@ -27,7 +27,7 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, other_loads, summary_rows, test_result
+from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_files import RunFiles
 from mpillm.report.telemetry import RunTelemetry
@@ -126,6 +126,15 @@ class Session:
                     "%s",
                     " ".join(line.strip() for line in progress_lines(progress, computed)),
                 )
+                self._record.keep(
+                    {
+                        "samples": totals.samples,
+                        "errors": totals.errors,
+                        "tokens": totals.tokens,
+                        "test_s": round(elapsed, 4),
+                        "per_instance": self._timeline.per_instance(),
+                    }
+                )
         return False
 
     def lose(self, instance: int) -> float:
@@ -166,7 +175,9 @@ class Session:
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         if self._config.scenario == "Server":
             result |= self._of_server()
-        result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
+        nodes = [rank.node for rank in self._plan.ranks]
+        result["other_load"] = other_loads(nodes, reports)
+        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
         is_client = BackendRegistry.get(self._config.core_type).is_client
         workload = self._config.workload
         result["doubts"] = doubts(
@@ -224,11 +235,7 @@ class Session:
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:
-            told = [
-                {"instance": i.index, "metrics": self._timeline.summary(i.index)}
-                for i in self._plan.instances
-            ]
-            self._record.result.setdefault("per_instance", told)
+            self._record.result.setdefault("per_instance", self._timeline.per_instance())
         judged = self._record.result["loadgen_result"]
         return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
 

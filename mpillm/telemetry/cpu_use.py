@@ -102,6 +102,11 @@ def _children(pid: str) -> list[str]:
     return found
 
 
+def descendants(pid: str) -> list[int]:
+    """Return the ids of a process's living descendants."""
+    return [one for child in _children(pid) for one in (int(child), *descendants(child))]
+
+
 def _cores() -> dict[int, tuple[float, float]]:
     """Return the CPU seconds of processes on each core, and what was stolen from it; {}: unknown."""
     try:

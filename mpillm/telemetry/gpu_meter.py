@@ -13,6 +13,21 @@ GPU_COLUMNS = (*("power_w", "energy_j", "sm_mhz", "memory_mhz", "temperature_c",
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 
 
+_TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE
+_MOST_PROCESSES = 64
+
+
+class _Process(ctypes.Structure):
+    """NVML's nvmlProcessInfo_t, since driver 510."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
 class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
@@ -47,6 +62,24 @@ class GpuMeter:
             float(memory.used) if got_memory else math.nan,
             load.gpu / 100 if got_load else math.nan,
         )
+
+    def processes(self) -> frozenset[int] | None:
+        """Return the processes that compute on the GPU, by id; None: its driver does not say.
+
+        In a container the ids may be those of its host.
+        """
+        room = _MOST_PROCESSES
+        while True:
+            count, found = ctypes.c_uint(room), (_Process * room)()
+            try:
+                code = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(
+                    self._handle, ctypes.byref(count), found
+                )
+            except AttributeError:  # an older driver
+                return None
+            if code != _TOO_SMALL or room != _MOST_PROCESSES:
+                return None if code else frozenset(one.pid for one in found[: count.value])
+            room = 2 * count.value
 
     def _number(self, function: Callable[..., int], *what: int, long: bool = False) -> float:
         value = ctypes.c_ulonglong() if long else ctypes.c_uint()

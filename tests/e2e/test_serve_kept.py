@@ -1,4 +1,4 @@
-"""What a server has answered is kept, also if its rank 0 is killed."""
+"""What a server has answered, and a test measured, is kept, also if rank 0 or mpirun is killed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,36 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
+
+import pytest
 
 from tests.helpers.support import INSTANCE_LOST, Starter, wait_until
+
+
+@pytest.mark.parametrize(("who", "said"), [("rank 0", "killed"), ("mpirun", "ended by SIGKILL")])
+def test_a_test_leaves_what_its_instances_did(one: Starter, who: str, said: str) -> None:
+    """And a page, which the launcher writes."""
+    endless = ("--core_type", "dummy", "--scenarios=Server", "--server_target_qps=50", "--min_duration=300")
+    command = one.command([one.python, "-m", "mpillm", "mpirun", "-n", 2, "run", *endless, "--log_dir", "r"])
+    result = one.folder / "r" / "result.json"
+
+    def told() -> int:
+        per_instance = json.loads(result.read_text()).get("per_instance") if result.exists() else None
+        return per_instance[0]["metrics"]["generated_tokens"] if per_instance else 0
+
+    wait_until(told, "what the instance has computed", 120)
+    ranks = json.loads((one.folder / "r" / "ranks.json").read_text())
+    rank_0 = next(entry["pid"] for entry in ranks if entry["rank"] == 0)
+    os.kill(rank_0 if who == "rank 0" else parent_of(rank_0), signal.SIGKILL)
+    command.end(120, tidy=False).must(INSTANCE_LOST)
+    ended = json.loads(result.read_text())
+    assert ended["status"] == "FAILED" and ended["samples"] > 0 and told() > 0
+    assert said in (one.folder / "r" / "report.html").read_text()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_killed_rank_0_leaves_what_was_answered(one: Starter) -> None:
@@ -23,6 +51,8 @@ def test_a_killed_rank_0_leaves_what_was_answered(one: Starter) -> None:
     ended = command.end(120, tidy=False).must(INSTANCE_LOST).result
     assert ended["status"] == "FAILED" and ended["samples"] >= 20
     assert ended["tokens"] >= 60 and ended["ttft_ms"]["p50"] > 0
+    (instance,) = ended["per_instance"]
+    assert instance["instance"] == 0 and instance["metrics"]["generated_tokens"] >= 60
     assert (one.folder / "s" / "telemetry.json").stat().st_size
     page = (one.folder / "s" / "report.html").read_text()
     assert "tokens" in page and "killed" in page

@@ -218,3 +218,21 @@ def test_a_home_that_nobody_has_set(
     command(main)
     assert cli.main(["it"]) == 0
     assert Path(found[0]).is_absolute()
+
+
+PLAN = """
+import contextlib, io, sys
+from mpillm.cli import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["plan", "--world_size", "4"])
+rare = ("mpillm.engine.model.", "mpillm.config.config_file", "mpillm.nvidia.")
+print([name for name in sys.modules if name.startswith(rare)])
+import mpillm.runtime.rank
+print([name for name in ("launch.supervisor", "subprocess") if name in sys.modules])
+"""
+
+
+def test_what_a_start_needs_not_is_not_imported() -> None:
+    """Ranks and commands start sooner for it."""
+    done = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n[]\n"

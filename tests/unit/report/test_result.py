@@ -171,7 +171,7 @@ def test_answers_that_are_not_streamed_have_no_first_token() -> None:
         "metrics": None,
         "streamed": False,
     }
-    report = DrainReport([role], CpuUse(10.0, 1.0, (0,), None), 0, 0, None, {})
+    report = DrainReport([role], CpuUse(10.0, 1.0, (0,), None), None, 0, 0, None, {})
     result = results.test_result(totals, {0: report}, timeline, 1)
     assert result["ttft_ms"] is None and result["tpot_ms"] is None and result["latency_ms"]["p50"] > 3000
     assert totals.ttft.summary_ms() is None, "nor has the page"

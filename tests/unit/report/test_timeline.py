@@ -20,8 +20,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_what_comes_after_the_test_is_not_of_it(tmp_path: Path) -> None:
     """Instances report until they are stopped, which is after the file was closed."""
-    timeline = Timeline([0], tmp_path / "timeline.jsonl")
+    timeline = Timeline([0, 1], tmp_path / "timeline.jsonl")
     timeline.add(0, 1.0, Metrics(1, 1, 1, 0, 0.0))
+    assert timeline.per_instance() == [{"instance": 0, "metrics": timeline.summary(0)}], "1 has said nothing"
     timeline.close()
     timeline.add(0, 2.0, Metrics(2, 2, 0, 0, 0.0))
     assert len(lines(tmp_path / "timeline.jsonl")) == 1

@@ -1,0 +1,31 @@
+"""What a process asks of Linux for itself and its children."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that it can find and end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: int) -> None:
+    """Get this signal when the parent dies: called in a child before exec."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def name_process(name: str) -> None:
+    """Have the system call this process so, 15 characters at most."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    """Call Linux's prctl; elsewhere do nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
