@@ -167,8 +167,8 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS
     words[0] = words[0].replace("_", "-")
     if words[0] not in commands:
         raise ConfigError(
-            f"mpirun: '{words[0]}' is not an mpillm command{nearest(words[0], commands)};"
-            f" it runs: {', '.join(commands)}"
+            f"mpirun: '{words[0]}' is not a command that runs on ranks{nearest(words[0], commands)};"
+            f" those are: {', '.join(commands)}"
         )
     if ranks is None:
         raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {words[0]} …'")

@@ -8,7 +8,6 @@ MLPerf's, tokenized beforehand (`preprocessed`).
 from __future__ import annotations
 
 import json
-import shlex
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.data_loader import LLMDataLoader, Samples
+from mpillm.data.json_array import not_lines
 from mpillm.data.tokenizer import Tokenizer
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -237,7 +237,7 @@ def _read(file: Path, vocab_size: int) -> Iterator[tuple[int, str | array[int]]]
         with file.open("rb") as stream:
             start = stream.peek(1)
             if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                raise ConfigError(_array(file, start))
+                raise ConfigError(not_lines(file, b'"conversations"' in start))
             for number, line in enumerate(stream, 1):
                 raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if raw.strip():
@@ -252,21 +252,6 @@ def _read(file: Path, vocab_size: int) -> Iterator[tuple[int, str | array[int]]]
         raise ConfigError(f"data set {file} is a directory, not a JSONL file") from error
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error}") from error
-
-
-def _array(file: Path, start: bytes) -> str:
-    """Return what to say of a file that begins, with `start`, as a JSON array."""
-    shares = b'"conversations"' in start
-    prompt = 'c["conversations"][0]["value"]' if shares else 'c["prompt"]'
-    some = ' if c["conversations"]' if shares else ""
-    program = (
-        f'import json, sys; [print(json.dumps({{"prompt": {prompt}}})) for c in json.load(sys.stdin){some}]'
-    )
-    return (
-        f"data set {file} is {'a ShareGPT file' if shares else 'a JSON array'}, not JSONL, an object in each"
-        f" line; write one{', of the first turns,' if shares else ''} by\n"
-        f"  python3 -c '{program}' < {shlex.quote(str(file))} > prompts.jsonl"
-    )
 
 
 def _parse(line: bytes, vocab_size: int) -> str | array[int]:

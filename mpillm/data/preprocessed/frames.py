@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.data.json_array import not_lines
 from mpillm.data.preprocessed.json_rows import json_rows
 
 JSON_SUFFIX = ".json"
+_OF_CHATS = ("conversations", "prompt")  # fields of files for other load generators
 # Bytes that a gzip file may unpack to, for each of its own and besides; gzip's own limit is 1,032.
 _MOST_GZIP, _SMALL_GZIP = 100, 1 << 20
 
@@ -90,6 +92,8 @@ class Frame:
 
     def _column(self, name: str) -> NDArray[Any]:
         if name not in self.columns:
+            if self.file.name.endswith(JSON_SUFFIX) and not {*_OF_CHATS}.isdisjoint(self.columns):
+                raise ConfigError(not_lines(self.file, _OF_CHATS[0] in self.columns))
             there = f"the columns are: {', '.join(self.columns)}" if self.columns else "it is empty"
             raise ConfigError(f"{self.file}: no column {name}{nearest(name, self.columns)}; {there}")
         return self._values(name)
@@ -137,7 +141,7 @@ def _json_frame(file: Path) -> Frame:
     rows = list(json_rows(file))
     names = list(rows[0]) if rows else []
     for number, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
+        if row.keys() != rows[0].keys() and _OF_CHATS[0] not in row:
             raise ConfigError(
                 f"{file}: row {number} has the fields {', '.join(row)}; row 0 has {', '.join(names)}"
             )

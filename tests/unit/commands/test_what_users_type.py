@@ -16,6 +16,7 @@ from mpillm.config.options import parse_run
 from mpillm.configurator.parsers import http_urls
 from mpillm.cores.registry import check_core
 from mpillm.data.dataset import load_dataset
+from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.engine.model.model_config import locate
 from mpillm.errors import ExitCode
@@ -80,6 +81,8 @@ def test_a_sharegpt_file(tmp_path: Path) -> None:
     file = tmp_path / "ShareGPT_V3 cleaned.json"
     turns = [{"from": "human", "value": "What's up?"}, {"from": "gpt", "value": "Not much."}]
     file.write_text(json.dumps([{"id": "a_0", "conversations": turns}, {"id": "b", "conversations": []}]))
+    with pytest.raises(ConfigError, match="is a ShareGPT file, not JSONL"):
+        load_dataset(PreprocessedLoader(file), ByteTokenizer())
     with pytest.raises(ConfigError, match="is a ShareGPT file, not JSONL") as error:
         load_dataset(file, ByteTokenizer())
     command = str(error.value).splitlines()[1]

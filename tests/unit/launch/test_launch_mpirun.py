@@ -173,9 +173,9 @@ def test_words_are_split() -> None:
         ("-n", "-n '': must be a number of ranks"),
         ("-n 5", "no command to run"),
         ("", "no command to run"),
-        ("-n 5 rnu --mode x", "'rnu' is not an mpillm command (did you mean 'run'?)"),
+        ("-n 5 rnu --mode x", "'rnu' is not a command that runs on ranks (did you mean 'run'?)"),
         ("-n 5 --oversubscribe rnu --mode x", "no command to run (did you mean 'run'?)"),
-        ("-n 5 -- serv", "'serv' is not an mpillm command (did you mean 'serve'?)"),
+        ("-n 5 -- serv", "'serv' is not a command that runs on ranks (did you mean 'serve'?)"),
     ],
 )
 def test_what_a_person_wrote_wrong(words: str, message: str) -> None:
