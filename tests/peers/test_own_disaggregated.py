@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter
-from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
+from tests.peers.conftest import FOLDER, TIMEOUT_S, Program, Says
 from tests.peers.test_own_servers import VLLM, options, processes, titled
 from tests.peers.test_own_servers import in_path as in_path
 from tests.peers.test_servers import offline
@@ -57,16 +57,21 @@ def test_one_context_server_and_two_that_generate(
 
 
 def test_contexts_that_are_computed_again(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path,
+    prompts: Callable[[int], Path],
+    one: Starter,
+    say: Says,
+    program: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No transfer can succeed, and vLLM makes the best of it: LoadGen says VALID, the run DOUBTFUL."""
+    (wrapper := tmp_path / "vllm").write_text(f'#!/bin/sh\nUCX_TLS=self exec {program("vllm")} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     kv = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
     words = (*DISAGG, "--min_duration", 0, f"--server_args=--enforce-eager --kv-transfer-config '{kv}'")
-    os.environ["UCX_TLS"] = "self"
-    try:
-        command = one.start(3, *options(model, prompts(N)), *words, core="trtllm_endpoint")
-    finally:
-        del os.environ["UCX_TLS"]
+    command = one.start(3, *options(model, prompts(8)), *words, core="trtllm_endpoint")
     ended = command.end(TIMEOUT_S).must(DONE)
     say(f"no transfer succeeds: LoadGen {ended.result['loadgen_result']}; {ended.result['doubts']}")
     assert ended.result["loadgen_result"] == "VALID"
@@ -77,7 +82,7 @@ def test_contexts_that_are_computed_again(
 def test_a_context_server_that_is_killed_in_the_test(
     number: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
 ) -> None:
-    more = ("--min_duration", 60, "--num_gen_servers", 1)
+    more = ("--min_duration", 120, "--num_gen_servers", 1)
     command = one.start(3, *options(model, prompts(N)), *DISAGG, *more, core="trtllm_endpoint")
     command.wait_phase("test", TIMEOUT_S)
     (context,) = processes(command, b"VLLM::EngineCore", b"kv_producer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -58,6 +59,21 @@ def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Star
 def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
     result = server(one, 64, *options(model, prompts(64)), *VLLM)
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def test_a_prefix_cache_that_nobody_asked_for(model: Path, one: Starter, tmp_path: Path, say: Says) -> None:
+    """vLLM's default, which `--server=vllm` turns off, found by vLLM's own count."""
+    ids = [100 + i % 50 for i in range(400)]  # its blocks on CPUs have 128 tokens
+    (data := tmp_path / "same.jsonl").write_text(
+        "".join(json.dumps({"input_tokens": [*ids, i]}) + "\n" for i in range(8))
+    )
+    words = (*options(model, data), "--min_duration", 0, "--max_batch_size", 2)
+    cached = "--server_args=--enforce-eager --enable-prefix-caching"
+    command = one.start(2, *words, *VLLM, cached, core="trtllm_endpoint")
+    ended = command.end(TIMEOUT_S).must(DONE)
+    (doubt,) = [doubt for doubt in ended.result["doubts"] if "prefix cache" in doubt]
+    say(f"with vLLM's prefix cache: LoadGen {ended.result['loadgen_result']}; {doubt}")
+    assert "prompt tokens came from a server's prefix cache, which MLPerf forbids" in doubt
 
 
 def titled(word: bytes) -> list[int]:
