@@ -139,8 +139,13 @@ def _core_of_the_server(found: Mapping[str, Found]) -> dict[str, Found]:
     server = found[OwnServerFields.server.name].value
     if not server:
         return {}
-    core_type = kind_of(server).core_type
-    return _implied(found, OwnServerFields.server, server, TopologyFields.core_type, core_type)
+    kind = kind_of(server)
+    if kind.handover and found["core_type"].value == "trtllm_disagg":  # of a leader: there is none
+        meant = _implied(
+            found, TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated"
+        )
+        return {**meant, "core_type": _called("server", Found(kind.core_type, found["server"].origin))}
+    return _implied(found, OwnServerFields.server, server, TopologyFields.core_type, kind.core_type)
 
 
 def _implied(
@@ -317,8 +322,8 @@ RULES = in_order(
         Rule("the environment's flags come over a command's", _FLAGS, _FLAGS, _REFERENCE, laid_over),
         Rule(
             "server means the core that is its client",
-            ("server", "core_type"),
-            ("core_type",),
+            ("server", "core_type", "mode"),
+            ("core_type", "mode"),
             _OURS,
             _core_of_the_server,
         ),

@@ -199,3 +199,13 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
         )
         text = second.kind.file_text(second.wanted([1], "run/server_2"))
         assert "backend: DEFAULT" in text and "disable_overlap_scheduler" not in text
+
+
+def test_the_core_of_a_leader_means_halves() -> None:
+    """The reference harness's command line: no leader is started, the clients do what it would."""
+    config = config_of(server="trtllm-serve", core_type="trtllm_disagg")
+    assert (config.core_type, config.mode) == ("trtllm_endpoint", "disaggregated")
+    with pytest.raises(ConfigError, match=r"core_type trtllm_disagg .* means mode disaggregated, but that is"):
+        config_of(server="trtllm-serve", core_type="trtllm_disagg", mode="aggregated")
+    with pytest.raises(ConfigError, match=r"server sglang .* means core_type trtllm_endpoint, but that is"):
+        config_of(server="sglang", core_type="trtllm_disagg")
