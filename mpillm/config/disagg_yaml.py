@@ -60,9 +60,11 @@ def context_servers(config: RunConfig, world_size: int | None) -> int:
 
 
 def server_ranks(config: RunConfig) -> int | None:
-    """Return how many ranks own the servers of a disaggregated YAML, or are their clients; None: it is not
-    known."""
-    if not config.server or config.yaml is None or config.mode != "disaggregated":
+    """Return how many ranks own context and generation servers that a run starts, or are their clients.
+
+    None: it starts none such. What nothing states is one.
+    """
+    if not config.server or config.mode != "disaggregated":
         return None
     n_contexts, n_generations = _server_counts(config, None)
     return n_contexts + n_generations * config.clients_of_a_server

@@ -15,7 +15,7 @@ from launch.children import Children
 from launch.command import Command
 from launch.places import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
-from mpillm.config.disagg_yaml import generated
+from mpillm.config.disagg_yaml import generated, server_ranks
 from mpillm.config.idle import idle
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
@@ -83,6 +83,8 @@ def ranks_of(config: RunConfig) -> int:
     Of clients there is one for each of --trtllm_server_urls, or one."""
     if config.world_size:
         return int(config.world_size)
+    if (n_ranks := server_ranks(config)) is not None:
+        return disagg.ranks_for(n_ranks, config.control_ranks)
     if config.server:
         n_servers = config.triton_num_servers or 1
         return disagg.ranks_for(config.clients_of_a_server * n_servers, config.control_ranks)

@@ -19,6 +19,7 @@ from mpillm.config.together import check_together
 from mpillm.devices import Gpu, as_visible
 from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN
+from mpillm.runtime.in_turn import ranks_of
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
 from mpillm.runtime.yaml_effects import check_yaml
 
@@ -109,6 +110,7 @@ def test_context_servers_come_first() -> None:
     gpus = gpus_of_servers(config, plan, [EIGHT] * 8)
     assert gpus == {2: (0, 1), 3: (2, 3), 4: (4, 5, 6, 7), 6: (0, 1, 2, 3)}
     check_idle(config, RUN)
+    assert ranks_of(config) == 2 + 2 + 2, "one generation server, as nothing says how many"
     plans = server_plans(config, plan, gpus)
     assert [(one.host, one.reached_at) for one in plans] == [
         *[("0.0.0.0", "a")] * 2,
@@ -181,7 +183,7 @@ generation_servers:
 def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "disagg.yaml").write_text(YAML)
     config = config_of(server=kind, disagg_config=str(path)).with_yaml()
-    assert server_ranks(config) == 3
+    assert server_ranks(config) == 3 and ranks_of(config) == 4
     plan = disaggregated(config, ["a"] * 4)
     context, first, second = server_plans(config, plan, {})
     assert (context.role, first.role, second.role) == ("context", "generation", "generation")
@@ -205,7 +207,7 @@ def test_the_core_of_a_leader_means_halves() -> None:
     """The reference harness's command line: no leader is started, the clients do what it would."""
     config = config_of(server="trtllm-serve", core_type="trtllm_disagg")
     assert (config.core_type, config.mode) == ("trtllm_endpoint", "disaggregated")
-    with pytest.raises(ConfigError, match=r"core_type trtllm_disagg .* means mode disaggregated, but that is"):
+    with pytest.raises(ConfigError, match=r"core_type trtllm_disagg .* means mode disaggregated, but"):
         config_of(server="trtllm-serve", core_type="trtllm_disagg", mode="aggregated")
     with pytest.raises(ConfigError, match=r"server sglang .* means core_type trtllm_endpoint, but that is"):
         config_of(server="sglang", core_type="trtllm_disagg")
