@@ -25,7 +25,7 @@ def doubts(
     be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`:
     --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's rules.
     """
-    said = [*_restarts(result)]
+    said = [*restarts(result)]
     if result.get("queue_grew"):
         said.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
@@ -93,7 +93,8 @@ def _failed_transfers(result: Mapping[str, Any]) -> str:
     )
 
 
-def _restarts(result: Mapping[str, Any]) -> Iterator[str]:
+def restarts(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield for each time that a server was started again in the test when and why, in words."""
     for client in result.get("per_instance", ()):
         server = client.get("server") or {}
         for one in server.get("restarts", ()):
@@ -108,7 +109,7 @@ def _lacking_transfers(result: Mapping[str, Any]) -> str:
     clients = [client for client in result.get("per_instance", ()) if "server_transfers" in client]
     wanted = sum(client.get("handed_over", 0) for client in result.get("per_instance", ()))
     # Of a server that was started again its last life is counted.
-    if not clients or any(_restarts(result)) or (n := _counted(result, "transfers")) >= wanted:
+    if not clients or any(restarts(result)) or (n := _counted(result, "transfers")) >= wanted:
         return ""
     return (
         f"servers count {n:,.0f} transfers of KV caches for the {wanted:,} contexts that others had computed:"

@@ -14,7 +14,7 @@ from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
-from mpillm.report.doubts import cached_prompts
+from mpillm.report.doubts import cached_prompts, restarts
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.compliance_tests import FILES, compliance_of
 from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
@@ -110,6 +110,7 @@ class Run:
                 f"instance {lost['instance']} ({lost['role']}) was lost, and the run went on without it"
                 " (--on_instance_loss continue)"
             )
+        found += restarts(result)
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")
         if cached := cached_prompts(result):

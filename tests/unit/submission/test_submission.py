@@ -19,6 +19,8 @@ from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.run_directories import FULL_SIZE, make_run
 from tests.helpers.submissions import STOPPED, Maker, measured, said
 
+AWAY = {"index": 1, "restarts": [{"at_s": 9.5, "back_after_s": 20.0, "why": "it ended"}]}
+
 
 def test_layout(maker: Maker) -> None:
     runs = maker.runs() + maker.runs("Server")
@@ -82,7 +84,7 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         result={
             "status": "INVALID",
             "lost": [{"instance": 2, "role": "executor"}],
-            "per_instance": [{"instance": 0, "server_cached_tokens": 4096.0}],
+            "per_instance": [{"instance": 0, "server_cached_tokens": 4096.0, "server": AWAY}],
         },
         detail={**FULL_SIZE, "early_stopping_met": False, "early_stopping_ttft_result": f" * {STOPPED}"},
         enable_kv_cache_reuse=True,
@@ -110,6 +112,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         f"against the rules: {server}: {invalid}: LoadGen calls it INVALID (not satisfied: minimum duration)",
         f"against the rules: {server}: {invalid}: instance 2 (executor) was lost, and the run went on"
         " without it (--on_instance_loss continue)",
+        f"against the rules: {server}: {invalid}: server 1 was lost 9.5 s into the test, and there again"
+        " 20.0 s later: it ended",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
         f"against the rules: {server}: {invalid}: 4,096 prompt tokens came from a server's prefix"
         " cache, which MLPerf forbids: vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache",
