@@ -114,7 +114,8 @@ AIPERF = HarnessKind(
     _words,
     _read,
     _write,
-    environment={"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+    # Not HF_HUB_OFFLINE: with that it takes a folder for the name of a model.
+    environment={"DO_NOT_TRACK": "1"},
     many_urls=True,
     install="pip install aiperf, or activate the environment that has it",
 )

@@ -133,6 +133,14 @@ def test_a_client_that_is_killed_or_stopped(both: Starter, number: int) -> None:
     assert how in ended.message, repr(ended)
 
 
+def test_a_signal_while_the_client_asks(both: Starter) -> None:
+    command = start(both, 2, *client("--worker", "--hangs"))
+    of_client(command)
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end(60, lingers=5).must(128 + signal.SIGINT)
+    assert ended.result["status"] == "FAILED" and "interrupted" in ended.message, repr(ended)
+
+
 def test_an_instance_that_is_lost_while_the_client_asks(one: Starter) -> None:
     """The run ends, and the client with it."""
     command = start(one, 2, *client("--worker", "--hangs"))

@@ -1,0 +1,272 @@
+"""Other clients: what each is told, what it can't take, and how its report is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mpillm.harnesses.kind import Load, Request, Sample, Seeds
+from mpillm.harnesses.kinds import kind_of
+
+KINDS = ("inference-endpoint", "aiperf", "guidellm", "vllm-bench")
+SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    return Load(
+        urls=("http://a:1",),
+        model="m",
+        tokenizer="/models/m",
+        folder=tmp_path,
+        samples=SAMPLES,
+        lengths=[8, 8],
+        ignoring=[False, False],
+        order=[1, 0, 1],
+        rate=None,
+        concurrency=None,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        shortest=0,
+        seeds=Seeds(11, 1 << 40 | 22, 33),
+        count_tokens=len,
+    )
+
+
+def words(name: str, load: Load) -> str:
+    return " ".join(kind_of(name).command(load))
+
+
+def config(load: Load) -> dict[str, Any]:
+    kind_of("inference-endpoint").write(load)
+    made: dict[str, Any] = yaml.safe_load((load.folder / "inference-endpoint.yaml").read_text())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "all_at_once", "some", "rate"),
+    [
+        ("aiperf", "--concurrency 3", "--concurrency 2", "--request-rate 4.5"),
+        ("guidellm", '"max_concurrency": 3', '"streams": 2', '"kind": "poisson", "rate": 4.5'),
+        ("vllm-bench", "--request-rate inf", "--max-concurrency 2", "--request-rate 4.5"),
+    ],
+)
+def test_when_requests_are_sent(load: Load, name: str, all_at_once: str, some: str, rate: str) -> None:
+    assert all_at_once in words(name, load)
+    assert some in words(name, replace(load, concurrency=2))
+    assert rate in words(name, replace(load, rate=4.5))
+
+
+def test_mlcommons_client(load: Load) -> None:
+    made = config(load)
+    assert made["type"] == "offline" and made["settings"]["load_pattern"] == {"type": "max_throughput"}
+    runtime = made["settings"]["runtime"]
+    assert runtime["n_samples_to_issue"] == 3
+    assert (runtime["dataloader_random_seed"], runtime["scheduler_random_seed"]) == (11, 1 << 40 | 22)
+    lines = (load.folder / "prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"input_tokens": [1, 2, 3]}, {"input_tokens": [4]}]
+    online = config(replace(load, rate=4.5, urls=("http://a:1", "http://b:2")))
+    assert online["type"] == "online" and online["settings"]["load_pattern"]["target_qps"] == 4.5
+    assert online["endpoint_config"]["endpoints"] == ["http://a:1", "http://b:2"]
+    assert config(replace(load, concurrency=2))["settings"]["load_pattern"]["target_concurrency"] == 2
+    assert config(replace(load, ignoring=[True, True]))["model_params"]["min_new_tokens"] == 8
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_they_cannot_do(load: Load, name: str) -> None:
+    kind = kind_of(name)
+    if name != "aiperf":
+        with pytest.raises(ValueError, match="of some answers only"):
+            kind.command(replace(load, ignoring=[True, False]))
+    if name in ("guidellm", "vllm-bench"):
+        with pytest.raises(ValueError, match="--model_path"):
+            kind.command(replace(load, tokenizer=""))
+    if name in ("guidellm", "inference-endpoint"):
+        with pytest.raises(ValueError, match="are 8 to 9 tokens"):
+            kind.command(replace(load, lengths=[8, 9]))
+    assert kind.command(replace(load, args=("--more", "1")))[-2:] == ("--more", "1")
+
+
+def test_bodies_of_aiperf(load: Load) -> None:
+    kind = kind_of("aiperf")
+    kind.write(replace(load, shortest=2))
+    data = json.loads((load.folder / "aiperf-inputs.json").read_text())["data"]
+    assert [one["payloads"][0]["prompt"] for one in data] == [[4], [1, 2, 3], [4]], "in the order of issue"
+    assert data[0]["payloads"][0] | {"prompt": 0} == {
+        "model": "m",
+        "prompt": 0,
+        "max_tokens": 8,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "seed": 33,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    # With this variable it looks for a folder's name on the hub.
+    assert "HF_HUB_OFFLINE" not in kind.environment
+
+
+def test_report_of_aiperf(load: Load) -> None:
+    folder = load.folder / "aiperf"
+    folder.mkdir()
+    summary: dict[str, Any] = {
+        "aiperf_version": "0.13.0",
+        "request_count": {"avg": 1.0},
+        "error_request_count": {"avg": 1.0},
+        "benchmark_duration": {"avg": 2.0},
+        "total_output_tokens": {"avg": 8.0},
+        "time_to_first_token": {"unit": "ms", "avg": 5.0, "p50": 5.0, "p90": 5.0, "p99": 5.0},
+        "is_complete": True,
+        "was_cancelled": False,
+    }
+    (folder / "profile_export_aiperf.json").write_text(json.dumps(summary))
+    rows = [
+        {
+            "metadata": {"conversation_id": "1", "request_start_ns": 10**9, "request_end_ns": 2 * 10**9},
+            "metrics": {
+                "time_to_first_token": {"value": 5.0},
+                "request_latency": {"value": 250.0},
+                "output_sequence_length": {"value": 8},
+            },
+        },
+        {
+            "metadata": {"conversation_id": "0", "request_start_ns": 10**9, "request_end_ns": 2 * 10**9},
+            "metrics": {},
+            "error": {"code": 500, "message": "no"},
+        },
+    ]
+    (folder / "profile_export.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = kind_of("aiperf").read(load)
+    assert (found.version, found.completed, found.failed, found.tokens) == ("0.13.0", 1, 1, 8.0)
+    assert found.requests[0] == Request(1.0, 1.005, 1.25, 0, 8) and not found.problems
+    failed = found.requests[1]
+    assert (failed.sample, failed.tokens, failed.error) == (1, 0, "no") and math.isnan(failed.first)
+    summary["was_cancelled"] = True
+    (folder / "profile_export_aiperf.json").write_text(json.dumps(summary))
+    assert kind_of("aiperf").read(load).problems
+
+
+def test_report_of_mlcommons_client(load: Load) -> None:
+    folder = load.folder / "inference-endpoint"
+    (folder / "performance").mkdir(parents=True)
+    told = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
+    summary: dict[str, Any] = {
+        "version": "0.1.0",
+        "git_sha": None,
+        "n_samples_issued": 3,
+        "n_samples_completed": 3,
+        "n_samples_failed": 1,
+        "duration_ns": 2 * 10**9,
+        "state": "complete",
+        "complete": True,
+        "ttft": told,
+        "tpot": {"early_stopping_percentiles": {}},
+        "latency": told,
+        "output_sequence_lengths": {"total": 11},
+    }
+    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
+    events = [
+        ("sample.issued", 1.0, "x", None, None),
+        ("sample.recv_first", 1.1, "x", None, None),
+        ("sample.complete", 1.5, "x", ["TextModelOutput", ["ab", "c"], None, None], "stop"),
+        ("sample.issued", 1.0, "y", None, None),
+        ("sample.complete", 1.6, "y", ["TextModelOutput", "abc", None, None], "length"),
+        ("sample.issued", 1.0, "z", None, None),
+        ("error.client", 1.2, "z", ["ErrorData", "HTTP 500"], None),
+        ("sample.complete", 1.2, "z", None, None),
+        ("sample.issued", 0.5, "warm-up", None, None),
+    ]
+    (folder / "events.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "event_type": what,
+                    "timestamp_ns": round(at * 1e9),
+                    "sample_uuid": one,
+                    "data": data,
+                    "finish_reason": why,
+                }
+            )
+            + "\n"
+            for what, at, one, data, why in events
+        )
+    )
+    (folder / "sample_idx_map.json").write_text(json.dumps({"performance": {"x": 0, "y": 1, "z": 1}}))
+    found = kind_of("inference-endpoint").read(load)
+    assert (found.completed, found.failed, found.duration_s, found.tokens) == (2, 1, 2.0, 11)
+    assert found.latencies["ttft_ms"] == {"mean": 5.0, "p50": 5.0, "p90": 6.0, "p99": 7.0}
+    assert "tpot_ms" not in found.latencies
+    first, second, third = found.requests
+    assert first == Request(1.0, 1.1, 1.5, 0, 3), "text that was counted"
+    assert second.tokens == 8 and math.isnan(second.first), "as long as it may be"
+    assert "HTTP 500" in third.error
+    summary |= {"complete": False, "state": "interrupted"}
+    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
+    assert "interrupted" in kind_of("inference-endpoint").read(load).problems[0]
+
+
+def test_report_of_vllm(load: Load) -> None:
+    report: dict[str, Any] = {
+        "duration": 2.0,
+        "completed": 2,
+        "failed": 1,
+        "total_output_tokens": 16,
+        "start_times": [1.0, 1.1, 1.2],
+        "ttfts": [0.1, 0.2, 0.0],
+        "latencies": [0.5, 0.6, 0.0],
+        "output_lens": [8, 8, 0],
+        "errors": ["", "", "Bad Request"],
+    }
+    for name in ("ttft", "tpot", "e2el"):
+        report |= {
+            f"mean_{name}_ms": 1.0,
+            f"p50_{name}_ms": 2.0,
+            f"p90_{name}_ms": 3.0,
+            f"p99_{name}_ms": 4.0,
+        }
+    (load.folder / "vllm-bench.json").write_text(json.dumps(report))
+    found = kind_of("vllm-bench").read(load)
+    assert (found.completed, found.failed, found.tokens) == (2, 1, 16)
+    assert found.latencies["latency_ms"] == {"mean": 1.0, "p50": 2.0, "p90": 3.0, "p99": 4.0}
+    assert found.requests[0] == Request(1.0, 1.1, 1.5, 1, 8) and found.requests[2].error == "Bad Request"
+
+
+def test_report_of_guidellm(load: Load) -> None:
+    def told(value: float) -> dict[str, Any]:
+        percentiles = {"p50": value, "p90": value, "p99": value}
+        return {"successful": {"mean": value, "total_sum": 8 * value, "percentiles": percentiles}}
+
+    row = {"request_start_time": 1.0, "request_end_time": 1.5, "time_to_first_token_ms": 100.0}
+    row |= {"output_tokens": 8}
+    bad = {"request_start_time": 1.1, "request_end_time": 1.2, "info": {"error": "no"}}
+    benchmark = {
+        "duration": 2.0,
+        "metrics": {
+            "request_totals": {"successful": 1, "errored": 1, "incomplete": 1, "total": 3},
+            "output_token_count": told(1.0),
+            "time_to_first_token_ms": told(100.0),
+            "inter_token_latency_ms": told(5.0),
+            "request_latency": told(0.5),
+        },
+        "requests": {"successful": [row | {"info": {"error": None}}], "errored": [bad]},
+    }
+    report = {"metadata": {"guidellm_version": "0.8.1"}, "benchmarks": [benchmark]}
+    (load.folder / "guidellm.json").write_text(json.dumps(report))
+    found = kind_of("guidellm").read(load)
+    assert (found.version, found.completed, found.failed, found.tokens) == ("0.8.1", 1, 1, 8.0)
+    assert found.latencies["latency_ms"]["p99"] == 500.0 and found.problems
+    assert found.requests[0] == Request(1.0, 1.1, 1.5, 1, 8)
+    assert found.requests[1].error == "no" and found.requests[1].sample == 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_a_report(load: Load, name: str) -> None:
+    with pytest.raises(Exception, match="it has left no report"):
+        kind_of(name).read(load)
