@@ -52,7 +52,7 @@ class ServerKind:
 
     name: str
     words: Callable[[Wanted], Sequence[str]]  # the program, its model, name, host and port
-    options: Mapping[str, Option]  # by the name of ours
+    options: Mapping[str, Option]  # by the name of ours; a later one may overrule the words of an earlier
     always: Mapping[str, Any] = field(default_factory=dict)  # values that it gets also where none is stated
     environment: Mapping[str, str] = field(default_factory=dict)
     # The text of a file with more options, from the values; those named in `in_file` it is made of.
@@ -93,15 +93,16 @@ class ServerKind:
     def command(self, wanted: Wanted) -> Command:
         """Return the command line. Raises ValueError for values that this kind can't take, naming them."""
         words = [*self.words(wanted)]
-        for name, value in {**self.always, **wanted.values}.items():
-            if name in self.in_file:
+        values = {**self.always, **wanted.values}
+        if unknown := next((name for name in values if not self.takes(name)), None):
+            raise ValueError(f"{unknown}: a {self.name} server has nothing like it")
+        for name, option in self.options.items():
+            if name not in values:
                 continue
-            if name not in self.options:
-                raise ValueError(f"{name}: a {self.name} server has nothing like it")
             try:
-                words += self.options[name](value)
+                words += option(values[name])
             except ValueError as error:
-                raise ValueError(f"{name} {value}: a {self.name} server {error}") from None
+                raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
         env = dict(self.environment)
         if wanted.role and self.half:
             half = self.half(wanted)

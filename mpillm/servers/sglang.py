@@ -33,7 +33,7 @@ SGLANG = ServerKind(
         "kv_cache_dtype": named("--kv-cache-dtype", auto="auto", bfloat16="bfloat16", fp8="fp8_e4m3"),
         "kv_cache_free_gpu_mem_fraction": named("--mem-fraction-static"),
         "max_batch_size": named("--max-running-requests"),
-        "max_num_tokens": named("--chunked-prefill-size"),
+        "max_num_tokens": lambda n: ("--max-prefill-tokens", str(n), "--chunked-prefill-size", str(n)),
         "max_seq_len": named("--context-length"),
         "enable_kv_cache_reuse": switch(off="--disable-radix-cache"),
         "enable_chunked_context": _chunks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ def test_sglang() -> None:
     for part in ("--tp-size 4", "--kv-cache-dtype fp8_e4m3", "--disable-radix-cache", "--enable-metrics"):
         assert part in line
     assert "--disable-radix-cache" not in words("sglang", {"enable_kv_cache_reuse": True})
+
+
+def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
+    """Of two sizes of chunks its parser takes the last: none, whatever a step may hold."""
+    made = words("sglang", {"enable_chunked_context": False, "max_num_tokens": 4096})
+    assert made[made.index("--max-prefill-tokens") + 1] == "4096"
+    sizes = [after for word, after in pairwise(made) if word == "--chunked-prefill-size"]
+    assert sizes[-1] == "-1"
 
 
 def test_trtllm_serve_has_a_file() -> None:
