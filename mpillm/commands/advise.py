@@ -18,7 +18,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
-from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import TellsSteps
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
@@ -171,7 +171,7 @@ def _check(config: RunConfig) -> None:
             " advise plans instances in the ranks"
         )
     core = BackendRegistry.get(config.core_type)
-    if core.needs_model and core.record_steps is LLMCore.record_steps:
+    if core.needs_model and not issubclass(core, TellsSteps):
         raise ConfigError(
             f"{config.named('core_type')}: it does not tell what its steps hold and take, from which advise"
             f" predicts; {DEFAULT} does"

@@ -59,7 +59,6 @@ class TorchCore(LLMCore):
 
     uses_gpus = True
     needs_model = True
-    has_host_end = True
     gives_logprobs = True
     speculates = True
     tunes_steps = True
@@ -263,10 +262,9 @@ class TorchCore(LLMCore):
             self._before_test = self._counts()
             self._computed_before_test = self.engine.prompt_tokens, self.engine.generated_tokens
 
-    def record_steps(self, recorder: Recorder) -> bool:
+    def record_steps(self, recorder: Recorder) -> None:
         if self._runs is not None:
             self._runs.recorder = recorder
-        return True
 
     def statistics(self) -> dict[str, float]:
         counts: dict[str, float] = {

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, ResponseFlag, concat
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import HandsOver
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandedOver, HandoffSender
 from mpillm.roles.instance import InstanceRole
@@ -40,6 +41,8 @@ class Context(InstanceRole):
         `warm_up_receivers`: the generation instances that this one warms up.
         """
         super().__init__(core, route, leader, instance)
+        assert isinstance(core, HandsOver)
+        self._started = core.started
         self._moves: Spell | None = None  # whether KV caches are under way
         self._sender = HandoffSender(route, core, receivers)
         self._n_receivers = len(receivers)
@@ -111,7 +114,7 @@ class Context(InstanceRole):
             CANCEL.send(self._route, self._leader, gone)
 
     def _offer(self) -> None:
-        if started := self._core.started():
+        if started := self._started():
             self._sender.offer([self._requests.pop(id_) for id_ in started])
 
     def _on_responses(self, responses: Batch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import FindsServers, HandsOver, TellsCompilations, TellsSteps
 from mpillm.roles.role import Role
 from mpillm.telemetry.recorder import Recorder
 
@@ -18,6 +19,7 @@ class Follower(Role):
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core
+        self._handing = core if isinstance(core, HandsOver) else None
 
     def load(self) -> None:
         self._core.load()
@@ -35,13 +37,16 @@ class Follower(Role):
         self._core.notify_stop()
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
-        self._core.find_servers(urls)
+        if isinstance(self._core, FindsServers):
+            self._core.find_servers(urls)
 
     def lost(self, instance: int) -> None:
-        self._core.lose_peer(instance)
+        if self._handing is not None:
+            self._handing.lose_peer(instance)
 
     def poll(self) -> bool:
-        self._core.poll_kv()
+        if self._handing is not None:
+            self._handing.poll_kv()
         if not self._core.has_work():
             return False
         self._core.poll_responses()
@@ -54,10 +59,11 @@ class Follower(Role):
         return self._core.quiet_s()
 
     def record(self, recorder: Recorder) -> None:
-        self._core.record_steps(recorder)
+        if isinstance(self._core, TellsSteps):
+            self._core.record_steps(recorder)
 
     def report(self) -> dict[str, Any]:
-        compiled = self._core.compiled_in_test()
+        compiled = self._core.compiled_in_test() if isinstance(self._core, TellsCompilations) else []
         for name in compiled:
             _log.warning("compiled in the test: %s", name)
         return {"compiled": compiled}

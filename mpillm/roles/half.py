@@ -23,12 +23,12 @@ import numpy as np
 from mpillm.comms.kv_socket import Cache, KvStore
 from mpillm.comms.messages import DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import Credits, LLMCore
+from mpillm.cores.capabilities import HandsOverToRuns, OwnMemory
 from mpillm.phases import Phase
 from mpillm.roles.instance import InstanceRole
 
 if TYPE_CHECKING:
     from mpillm.comms.transport import Transport
-    from mpillm.engine.handoff.host_end import HostEnd
 
 _log = logging.getLogger(__name__)
 _SLOTS = 256  # most KV caches that move inside this run at once
@@ -39,15 +39,17 @@ _PARTNER = 0  # the instance that stands for this rank's memory
 class _Half(InstanceRole):
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         super().__init__(core, route, leader, instance)
-        self._end: HostEnd | None = None
+        assert isinstance(core, HandsOverToRuns)
+        self._kv = core
+        self._end: OwnMemory | None = None
         self._slots = list(range(_SLOTS))
 
     def load(self) -> None:
         super().load()
-        self._end = self._core.host_end()
+        self._end = self._kv.host_end()
 
     @property
-    def _memory(self) -> HostEnd:
+    def _memory(self) -> OwnMemory:
         assert self._end is not None
         return self._end
 
@@ -111,7 +113,7 @@ class ContextServer(_Half):
         worked = super().poll()
         if not self._contexts:
             return worked
-        changed = self._core.poll_kv()
+        changed = self._kv.poll_kv()
         for id_ in changed:
             self._contexts[id_].left = True
         for slot, cache in self._memory.poll().items():
@@ -160,14 +162,14 @@ class ContextServer(_Half):
 
     def _start(self) -> None:
         """Send the caches of contexts that have memory, as they are computed."""
-        for id_ in self._core.started():
+        for id_ in self._kv.started():
             self._contexts[id_] = _Context(self._asked.pop(id_))
             self._to_send.append(id_)
         while self._to_send and self._slots:
             id_, slot = self._to_send.popleft(), self._slots.pop()
             self._id_of[slot] = id_
             self._memory.take(slot, self._contexts[id_].n_tokens)
-            self._core.send_kv(id_, _PARTNER, slot)
+            self._kv.send_kv(id_, _PARTNER, slot)
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
         self._start()  # from then on the core does not cancel a request
@@ -208,7 +210,7 @@ class ContextServer(_Half):
             if context.cache is None or not context.left or context.first is None:
                 return
             context.released = True
-            self._core.release_kv(id_)
+            self._kv.release_kv(id_)
             if not (context.ended or context.dropped or context.over):
                 self._store.put(id_, context.cache)
                 self._kept[id_] = time.monotonic(), context.n_tokens
@@ -252,10 +254,10 @@ class GenerationServer(_Half):
     def poll(self) -> bool:
         while self._waiting and self._slots and self._take(self._waiting[0]):
             self._waiting.popleft()
-        arrived = self._core.poll_kv()
+        arrived = self._kv.poll_kv()
         for id_ in arrived:
             request, first_token, slot = self._coming.pop(id_)
-            self._core.admit(request, first_token)
+            self._kv.admit(request, first_token)
             self._free(slot)
         if len(self._slots) < _SLOTS:
             for slot in self._memory.poll():
@@ -266,7 +268,7 @@ class GenerationServer(_Half):
         """Move its cache into the engine's blocks; return False while the cache or the room is missing."""
         id_, n_tokens = int(request.rows["id"][0]), int(request.rows["n_tokens"][0])
         arrival, slot = self._arrivals.get(id_), self._slots[-1]
-        if arrival is None or not self._core.receive_kv(request, _PARTNER, slot):
+        if arrival is None or not self._kv.receive_kv(request, _PARTNER, slot):
             return False
         self._slots.pop()
         self._arrivals.pop(id_, None)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Grant, ResponseFlag
 from mpillm.cores.base import LLMCore, Metrics
+from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, TellsSteps
 from mpillm.phases import Phase
 from mpillm.roles.follower import Follower
 from mpillm.telemetry.recorder import Kind, Recorder, Spell
@@ -78,7 +79,8 @@ class InstanceRole(Follower):
         return ", ".join(filter(None, (f"{open_} requests open" if open_ else "", super().doing())))
 
     def record(self, recorder: Recorder) -> None:
-        if not self._core.record_steps(recorder):
+        super().record(recorder)
+        if not isinstance(self._core, TellsSteps):
             self._open = Spell(partial(recorder.busy, self.works_on))
 
     def stop(self) -> None:
@@ -104,7 +106,7 @@ class InstanceRole(Follower):
             "metrics": self._core.metrics(),
             "streamed": self._core.streams,
             **self._core.statistics(),
-            **({"frameworks": self._core.frameworks()} if self._core.is_client else {}),
+            **({"frameworks": self._core.frameworks()} if isinstance(self._core, NamesFrameworks) else {}),
         }
 
     # --- work ---
@@ -118,7 +120,7 @@ class InstanceRole(Follower):
             self._open.see(self._owed > 0, now)
         if now >= self._measure_at:
             self._measure(now)
-            if self._core.waits_for_server:
+            if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
                 self._tell_of([], ResponseFlag.FINAL)  # it is not stuck
         if not self._core.has_work():
             return False

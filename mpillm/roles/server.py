@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.held_port import HeldPort
 from launch.owned_server import OwnedServer
 from launch.servers import HealthCheck
+from mpillm.cores.capabilities import OutlivesServer
 from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
@@ -98,16 +99,6 @@ class ServerPlan:
         return self.kind.command(self.wanted(ports, f"server_{self.index}"))
 
 
-class Dependent(Protocol):
-    """The client of a server that may be started again."""
-
-    def server_lost(self) -> None:
-        """Keep what the server owes, and ask it nothing."""
-
-    def server_back(self, url: str) -> None:
-        """Warm it up, and ask it again."""
-
-
 class ServerRole(Role):
     """Owns a server."""
 
@@ -128,7 +119,7 @@ class ServerRole(Role):
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
         self._startup_s = 0.0
-        self.dependent: Dependent | None = None  # of one that may be started again
+        self.dependent: OutlivesServer | None = None  # of one that may be started again
         self._test_started: float | None = None  # in the test
         self._restarts: list[dict[str, Any]] = []
 

@@ -13,6 +13,7 @@ from mpillm.comms.transport import Transport
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import HandsOverToRuns
 from mpillm.cores.registry import BackendRegistry
 from mpillm.endpoint.disaggregated_params import Half, KvFormat
 from mpillm.endpoint.opaque_state import Seal
@@ -32,7 +33,7 @@ class HalfServer:
         """
         role = config.half
         timeout_s = config.of(HALVES[role]).kv_transfer_timeout_ms / 1000
-        if not BackendRegistry.get(config.core_type).has_host_end:
+        if not issubclass(BackendRegistry.get(config.core_type), HandsOverToRuns):
             raise ConfigError(
                 f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",
                 about=["core_type", "server_role"],

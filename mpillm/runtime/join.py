@@ -20,6 +20,7 @@ from mpillm.config.disagg_yaml import context_servers, disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import HandsOver
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
@@ -141,6 +142,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():
         models = [core_class.check(core) for core in cores]
+    _check_hands_over(config, core_class, plan)
     check_handoff(cores, models)
     _check_speculation(config, core_class)
     _check_tuning(config, core_class, cores)
@@ -152,6 +154,16 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
     return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
+
+
+def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
+    """Raise ConfigError if instances hand KV caches over, and the core can't."""
+    if plan.instances[0].role != "executor" and not issubclass(core_class, HandsOver):
+        raise ConfigError(
+            f"--core_type {config.core_type}: it has no KV cache to hand over, so its instances can't be"
+            " disaggregated; name --mode aggregated",
+            about=["core_type", "mode"],
+        )
 
 
 def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:

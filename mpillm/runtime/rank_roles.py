@@ -24,6 +24,7 @@ from mpillm.config.disagg_values import (
 )
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import HandsOver, OutlivesServer
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
@@ -122,7 +123,7 @@ def make_roles(
         with config.of(SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
         core.wake = wake
-        if server is not None and config.on_instance_loss == "restart":
+        if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
     if route is not None and "leader" in me.roles:
@@ -158,6 +159,7 @@ def _instance_role(
         peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
         # One half of disaggregated serving: the partner is the leader's own memory.
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
+        assert isinstance(core, HandsOver)  # `join` has asked its class
         core.connect(mover, peers or {0: Peer(0, 1, 1)})
     if route is None or rank != instance.leader:
         return Follower(core)

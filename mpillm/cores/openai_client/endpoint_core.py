@@ -161,6 +161,7 @@ class EndpointCore(LLMCore):
             config.server is not None or config.instance < len(self._harness.endpoint_urls)
         )
         self._context_urls: list[str] = []
+        self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
         self._before: list[Reading] = []  # what the servers had counted when the test began

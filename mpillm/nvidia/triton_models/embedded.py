@@ -31,7 +31,7 @@ from mpillm.engine.special import Special
 from mpillm.nvidia.triton.parameters import in_vain, text_parameter
 from mpillm.nvidia.triton_models.engine_metrics import EngineMetrics
 from mpillm.nvidia.triton_models.engine_ranks import join, make_core
-from mpillm.nvidia.triton_models.engine_thread import Answer, EngineThread
+from mpillm.nvidia.triton_models.engine_thread import Answer, EngineThread, TakesSpecial
 from mpillm.nvidia.triton_models.requests import Asked, Refused, Tensors, read
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class TritonPythonModel:
         return read(
             tensors,
             self._exclude_input,
-            takes_special=self._core.takes_special,
+            takes_special=isinstance(self._core, TakesSpecial) and self._core.takes_special,
             max_beam_width=self._max_beam_width,
             find_adapter=self._adapter,
         )
@@ -155,6 +155,7 @@ class TritonPythonModel:
     def _adapter(self, task_id: int, weights: NDArray[Any] | None, config: NDArray[Any] | None) -> Adapter:
         def make() -> Adapter:
             assert weights is not None and config is not None
+            assert isinstance(self._core, TakesSpecial)
             return self._core.make_adapter(weights, config)
 
         try:

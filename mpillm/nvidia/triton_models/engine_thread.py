@@ -14,13 +14,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import LLMCore
 from mpillm.nvidia.triton_models.requests import NO_END, Asked
+
+if TYPE_CHECKING:
+    from mpillm.engine.lora import Adapter
+    from mpillm.engine.special import Special
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.5
@@ -76,6 +82,21 @@ class Answer:
             return
         new, self.n_told = self.tokens[self.n_told :], len(self.tokens)
         self.told(self, new, is_final, error)
+
+
+@runtime_checkable
+class TakesSpecial(Protocol):
+    """A core that can do what few requests ask for."""
+
+    @property
+    def takes_special(self) -> bool:
+        """Whether `enqueue_special` works here; known after `load`."""
+
+    def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
+        """As `enqueue`, with what some of them ask for besides, by id; see there what comes back."""
+
+    def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
+        """Make a LoRA adapter for `Special.adapter`. Raises ValueError if it does not fit the model."""
 
 
 class EngineThread:
@@ -173,6 +194,7 @@ class EngineThread:
                 batch = self._batch(new)
                 specials = {one.id: one.asked.special for one in new if one.asked.special is not None}
                 if specials:
+                    assert isinstance(self.core, TakesSpecial)  # or it would have refused them
                     self.core.enqueue_special(batch, specials)
                 else:
                     self.core.enqueue(batch)

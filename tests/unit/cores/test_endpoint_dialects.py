@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.cores.capabilities import NamesFrameworks
 from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import FINAL, FIRST, Rows, core_of, failure, refuses, requests, started
 from tests.helpers.scripted_server import (
@@ -181,7 +182,7 @@ def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Re
 )
 def test_what_the_server_is(told: dict[str, Callable[[Request], Reply]], frameworks: list[str]) -> None:
     with ScriptedServer(others=told) as server, started(server) as core:
-        assert core.frameworks() == frameworks
+        assert isinstance(core, NamesFrameworks) and core.frameworks() == frameworks
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,14 @@ from disagg.errors import ConfigError
 from mpillm import core_names
 from mpillm.core_names import BUILT_IN, DEFAULT
 from mpillm.cores.base import LLMCore
+from mpillm.cores.capabilities import (
+    FindsServers,
+    HandsOver,
+    HandsOverToRuns,
+    NamesFrameworks,
+    TellsCompilations,
+    TellsSteps,
+)
 from mpillm.cores.dummy import DummyCore
 from mpillm.cores.registry import BackendRegistry, function
 
@@ -44,6 +53,32 @@ def test_what_classes_name_is_there(name: str) -> None:
     for path in filter(None, (core.engine_stages, core.servers)):
         assert callable(function(path))
     assert (core.framework is None) == (not core.packages)
+
+
+CAPABILITIES: dict[Any, set[str]] = {
+    HandsOver: {"dummy", DEFAULT},
+    HandsOverToRuns: {DEFAULT},
+    TellsSteps: {DEFAULT},
+    TellsCompilations: {DEFAULT},
+    FindsServers: {"trtllm_endpoint", "trtllm_disagg", "triton_grpc"},
+    NamesFrameworks: {"trtllm_endpoint", "trtllm_disagg", "triton_grpc"},
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_the_built_in_cores_can_do(capability: Any) -> None:
+    """Of those whose classes can be imported here."""
+    able = {name for name in BUILT_IN if issubclass(BackendRegistry.declared(name), capability)}
+    assert able == CAPABILITIES[capability]
+
+
+def test_what_every_core_must_do() -> None:
+    """And it names no type of an engine: the contract's file imports none."""
+    assert sorted(LLMCore.__abstractmethods__) == [
+        *("credits", "enqueue", "has_work", "load", "poll_responses", "run_health_check"),
+    ]
+    for file in ("base", "capabilities"):
+        assert "mpillm.engine" not in (ROOT / f"mpillm/cores/{file}.py").read_text(encoding="utf-8")
 
 
 def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from mpillm.cli import main
-from mpillm.cores.base import LLMCore
-from mpillm.cores.torch_core import TorchCore
 
 DUMMY = ("-n", "2", "--core_type", "dummy")
 
@@ -56,9 +54,7 @@ def test_it_is_said(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_core_that_does_not_tell_its_steps_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(TorchCore, "record_steps", LLMCore.record_steps)
-    assert main(["advise", "--model_path", "tiny-llama"]) == 2
-    assert "torch (default): it does not tell what its steps hold" in capsys.readouterr().err
+def test_a_core_that_does_not_tell_its_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    core = "tests.helpers.plugin_torch_cores:Silent"
+    assert main(["advise", "--model_path", "tiny-llama", "--core_type", core]) == 2
+    assert f"{core}: it does not tell what its steps hold" in capsys.readouterr().err

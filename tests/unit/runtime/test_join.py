@@ -122,6 +122,16 @@ def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
         assert str(error.value).startswith(why) and "speculative_config" in error.value.about
 
 
+def test_a_core_that_hands_nothing_over_is_not_disaggregated() -> None:
+    core = ["--core_type", "tests.helpers.plugin_cores:Echo"]
+    config = parse_run([*core, "--mode", "disaggregated"])
+    why = r"plugin_cores:Echo: it has no KV cache to hand over, so its instances can't be disaggregated"
+    with pytest.raises(ConfigError, match=why):
+        plan_run(config, joined(config, 3))
+    config = parse_run(core)
+    assert len(plan_run(config, joined(config, 3)).plan.instances) == 2
+
+
 def test_another_number_of_ranks_than_the_options_say_is_an_error() -> None:
     config = parse_run([*DUMMY, "--world_size", "4"])
     assert len(plan_run(config, joined(config, 4)).plan.ranks) == 4
