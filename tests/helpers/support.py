@@ -52,6 +52,16 @@ def wait_until(
     return value
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the processes below one, each before those that it has started."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
 def free_ports(n: int) -> list[int]:
     """Return `n` free ports in a row, below those that the system gives out by itself."""
     while True:
@@ -293,9 +303,10 @@ class Command:
         """Kill whatever is left of it."""
         if self.process.poll() is None:  # programs that name their processes, as vLLM, lose our mark
             os.killpg(self.process.pid, signal.SIGKILL)
+        unmarked = {below for pid in self.pids() for below in descendants(pid)}
         for _ in range(20):
             pids = self.pids()
-            for pid in pids:
+            for pid in unmarked.union(pids):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not pids:

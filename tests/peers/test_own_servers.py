@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.owned_server import _below
-from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, Starter, wait_until
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    Command,
+    Starter,
+    descendants,
+    wait_until,
+)
 from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
@@ -94,7 +101,7 @@ def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int
 
     def find() -> list[int]:
         ids = [pid for pid in command.pids() if _words_of(pid, b"server_guard") and _words_of(pid, word)]
-        return [pid for guard in ids for pid in _below(guard) if _words_of(pid, title)]
+        return [pid for guard in ids for pid in descendants(guard) if _words_of(pid, title)]
 
     return list(wait_until(find, f"vLLM's {title.decode()}", TIMEOUT_S))
 
