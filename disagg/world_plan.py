@@ -14,8 +14,8 @@ tp_rank % ep_size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -42,7 +42,7 @@ class RankPlan:
     pp_rank: int | None
     ep_rank: int | None
     node: str
-    device: int | None  # index among the workers of its node
+    device: int | None  # index among the workers of its node; in a run, of its GPU
     # Of a client, the index of its server: the first one owns it. The owner of a context server is none.
     server: int | None = None
 
@@ -103,6 +103,10 @@ class WorldPlan:
         """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
         return _made_again, (self.config, nodes, self.clients_per_server, self.n_context_servers)
+
+    def on_devices(self, devices: Mapping[int, int]) -> WorldPlan:
+        """Return it with the devices that the ranks really have; those that are not named have none."""
+        return replace(self, ranks=tuple(replace(one, device=devices.get(one.rank)) for one in self.ranks))
 
     @property
     def mode(self) -> str:

@@ -98,7 +98,8 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
     assert [entry["rank"] for entry in ranks] == [0, 1, 2, 3]
     assert len({entry["pid"] for entry in ranks}) == 4
 
-    # The plan is the one that `mpillm plan` shows beforehand (it knows no host), and the YAML gives the same.
+    # The plan is the one that `mpillm plan` shows beforehand (it knows no host, and whether there are GPUs),
+    # and the YAML gives the same.
     shown = json.loads(one.mpillm("plan", "--world_size", 4, *options[:4], "--format", "json").out)
     again = json.loads(
         one.mpillm(
@@ -109,6 +110,9 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
     for rank in plan["ranks"]:
         rank["node"] = "localhost"
     assert shown.pop("notes") == [] and again.pop("notes")  # what of a YAML has no effect
+    assert {rank["device"] for rank in plan["ranks"]} == {None}, "the dummy core takes none"
+    for rank in (*shown["ranks"], *again["ranks"]):
+        rank["device"] = None
     assert plan == shown == again
 
 

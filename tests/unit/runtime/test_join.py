@@ -61,7 +61,7 @@ def test_a_run_is_planned_and_prepared() -> None:
     planned = plan_run(config, joined(config, host="other"))
     assert [rank.node for rank in planned.plan.ranks] == ["node", "other", "node"]
     assert [(core.instance, core.rank) for core in planned.cores] == [(0, 1), (1, 2)]
-    assert planned.gpus == {}
+    assert planned.gpus == {} and {rank.device for rank in planned.plan.ranks} == {None}, "there are none"
     prepared = prepare(planned, nowhere)
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
