@@ -13,7 +13,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page
 from mpillm.experiments.compared_runs import ComparedRun, compare
-from mpillm.experiments.intervals import BLOCKS, LEAST_PER_BLOCK
+from mpillm.experiments.intervals import BLOCKS, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside, table
@@ -79,7 +79,7 @@ def _print(result: dict[str, Any]) -> None:
         rows.append(row)
     print(table(rows))
     if any(cell and cell["half_width"] is None for one in result["figures"] for cell in one["runs"]):
-        print(f"without ±: fewer than {BLOCKS * LEAST_PER_BLOCK} requests, or all in too short a time")
+        print(f"without ±: {WITHOUT_INTERVAL}")
 
 
 def _text(value: Any) -> str:

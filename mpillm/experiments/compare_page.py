@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
+from mpillm.experiments.intervals import WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.charts import MARKED, Chart
@@ -38,13 +39,19 @@ def _head(result: Mapping[str, Any], names: Sequence[str], folder: Path) -> str:
     rows = "".join(
         f'<li><i class="c{i % 8}"></i><strong>{name}</strong> '
         f"{link_to_run(Path(run['directory']), folder, Path(run['directory']).absolute().name)}:"
-        f" {escape(run['status'])}, {run['samples']:,} samples, {run['errors']} errors</li>"
+        f" {escape(run['status'])}, {run['samples']:,} samples, {run['errors']} errors{_notes(run)}</li>"
         for i, (name, run) in enumerate(zip(names, result["runs"], strict=True))
     )
     return (
         f"<header><h1>Runs compared, {escape(result['runs'][0]['scenario'])}</h1>"
         f'<p><strong>{escape(headline(result, names))}</strong></p><ul class="runs">{rows}</ul></header>'
     )
+
+
+def _notes(run: Mapping[str, Any]) -> str:
+    """Return what the terminal says of a run, too: what is doubtful, and what else than options differs."""
+    lines = [*(f"doubtful: {one}" for one in run["doubts"]), *run["environment"]]
+    return "".join(f'<br><span class="note">{escape(line)}</span>' for line in lines)
 
 
 def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -57,7 +64,11 @@ def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
             if one["figure"] in _HEADLINES and cell is not None and cell.get("differs"):
                 judged = "better" if is_better(one["figure"], cell["change"]) else "worse"
                 found.append(f"{one['figure']} {100 * cell['change']:+,.3g} % ({judged})")
-        rest = "no difference that one run can tell" if not found else ", ".join(found)
+        cells = [one["runs"][i] for one in result["figures"] if one["figure"] in _HEADLINES]
+        none = (
+            "no difference that one run can tell" if any(map(_known, cells)) else "too few requests to tell"
+        )
+        rest = ", ".join(found) or none
         said.append(f"{name} against {names[0]}: {rest}")
     return "; ".join(said) + "."
 
@@ -97,7 +108,7 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> str:
         '<p class="note">± and the bars: 95 % confidence intervals, from blocks of neighbouring requests of'
         " each run. * and a colour: the interval of the change leaves out 0; green is better, red is worse."
         " How much two runs of the same options differ, one run can't tell: <code>ab</code> measures"
-        " that.</p>"
+        f" that. Without ±: {WITHOUT_INTERVAL}.</p>"
     )
     return section("Figures", columns, rows, note)
 

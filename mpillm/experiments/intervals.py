@@ -17,6 +17,7 @@ SPANS = 10
 """Spans of time of a run, for rates: batches, which end together, should be shorter than a span."""
 
 LEAST_PER_BLOCK = 5
+WITHOUT_INTERVAL = f"fewer than {BLOCKS * LEAST_PER_BLOCK} requests, or all in too short a time"
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,9 @@ def rates(result: Mapping[str, Any]) -> str:
 def queue(result: Mapping[str, Any]) -> str:
     """Return whether the queue of a Server test grew, in words."""
     grew = result.get("queue_grew")
-    return "too few requests to tell" if grew is None else "grew" if grew else "did not grow"
+    if grew is None:
+        return "too few requests to tell whether the queue grew"
+    return "the queue grew" if grew else "the queue did not grow"
 
 
 def without_limits(result: Mapping[str, Any]) -> bool:

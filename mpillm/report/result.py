@@ -152,7 +152,7 @@ def summary_rows(
             rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
     if said := rates(result):
-        rows.append(("rate", f"{said}; the queue {queue(result)}"))
+        rows.append(("rate", f"{said}; {queue(result)}"))
     rows += _measured_rows(result, "samples", facts)
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
@@ -190,7 +190,7 @@ def other_harness_rows(
         *_lost_rows(result, "requests"),
     ]
     if said := rates(result):
-        rows.append(("rate", f"{said}; the queue {queue(result)}"))
+        rows.append(("rate", f"{said}; {queue(result)}"))
     rows += _measured_rows(result, "requests", facts)[1:]
     if own := result.get("endpoint"):
         counted = f"{own['samples']:,} requests, {own['tokens']:,} tokens, {own['errors']:,} errors"

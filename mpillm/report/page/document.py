@@ -27,6 +27,7 @@ CDF = "What share of the samples took at most so long. Log scale of time."
 _QUANTITY = re.compile(r"^([\d.,]+) (\S{1,3})$")
 _LONG = re.compile(r"[^\s\N{NO-BREAK SPACE}]{13,}")
 _MARK = re.compile(r"([/_=,.:-]+)(?=\w)")
+_SENTENCES = ("remarks",)  # columns that keep a width where the table is wider than the window
 _TOGETHER = "\\1\N{NO-BREAK SPACE}\\2"
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -110,7 +111,9 @@ def section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], mor
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table with a row of names above; a number stays beside its unit."""
-    head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
+    head_cells = "".join(
+        f"<th{' class=said' if name in _SENTENCES else ''}>{escape(name)}</th>" for name in names
+    )
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -131,7 +131,7 @@ class Facts:
         """Return what else to know of LoadGen's verdict, a line each."""
         result = self.run.result
         notes = [said] if (said := _of_client(result)) else []
-        notes += [f"{said}; the queue {queue(result)}."] if (said := rates(result)) else []
+        notes += [f"{said}; {queue(result)}."] if (said := rates(result)) else []
         if without_limits(result):
             notes.append("No latency limit was set: LoadGen accepts every rate.")
         if ended_by := result.get("ended_by"):

@@ -129,10 +129,19 @@ def test_another_environment_and_doubts_are_said(tmp_path: Path, capsys: pytest.
         (folder / "environment.json").write_text(json.dumps(environment))
     result = json.loads((b / "result.json").read_text())
     (b / "result.json").write_text(json.dumps(result | {"doubts": ["the queue grew"]}))
-    assert main(["compare", str(a), str(b)]) == 0
+    assert main(["compare", str(a), str(b), "--log_dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "commit: 1111 in A, 2222 here" in out and "torch: 2.12 in A, 2.13 here" in out
     assert "numpy" not in out and "host" not in out and out.count("doubtful: the queue grew") == 1
+    page = (tmp_path / "compare.html").read_text()
+    assert "torch: 2.12 in A, 2.13 here" in page and page.count("doubtful: the queue grew") == 1
+
+
+def test_few_requests_are_no_sameness(tmp_path: Path) -> None:
+    """A headline said that there is no difference where figures differed by 14,188 %."""
+    runs = [run(tmp_path / name, ttft, n=n) for name, ttft, n in (("a", 0.1, 48), ("b", 0.2, 48))]
+    assert main(["compare", *map(str, runs), "--log_dir", str(tmp_path)]) == 0
+    assert "B against A: too few requests to tell." in (tmp_path / "compare.html").read_text()
 
 
 def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:

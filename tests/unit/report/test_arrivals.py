@@ -85,7 +85,7 @@ def test_a_system_whose_answers_take_a_part_of_the_test_keeps_up() -> None:
 
 def test_too_few_requests_tell_nothing() -> None:
     found = kept_up(behind(3.0, 60, SERVICES["equal"], 0))
-    assert found["queue_grew"] is None and queue(found) == "too few requests to tell"
+    assert found["queue_grew"] is None and queue(found).startswith("too few requests to tell whether")
     one = kept_up(np.zeros(1, RECORD))
     assert one == {"offered_per_second": None, "answered_per_second": None, "queue_grew": None}
     assert rates(one) == "" and not doubts(one)
