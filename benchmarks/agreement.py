@@ -13,6 +13,7 @@ from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
 from mpillm.fields import Field, positive
+from mpillm.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class Options(RankOptions):
     """Options of ``benchmarks agreement``."""
 
-    model_path = Field(
-        "model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"
+    model_path = ModelFields.model_path.but(
+        "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"
     )
     num_prompts = Field("num_prompts", "how many random prompts", positive, default=32, group="benchmark")
     prompt_len = Field(

@@ -21,6 +21,7 @@ from disagg.errors import ConfigError
 from mpillm import workloads
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
+from mpillm.fields.data import DataFields
 
 _DEADLINE_S = 600.0
 
@@ -28,7 +29,7 @@ _DEADLINE_S = 600.0
 class Options(Values):
     """Options of ``benchmarks dataset``."""
 
-    num_samples = Field("num_samples", "samples of the data set", positive, default=24576, group="benchmark")
+    num_samples = DataFields.num_samples.but("samples of the data set", default=24576, group="benchmark")
     repeats = Field("repeats", "loads; the median is printed", positive, default=3, group="benchmark")
     dataset_path = Field(
         "dataset_path",

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.on_ranks import RankOptions
 from mpillm.fields import Field, integers, positive
+from mpillm.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,8 +37,8 @@ class Options(RankOptions):
         default=(128, 1024, 8192),
         group="benchmark",
     )
-    tokens_per_block = Field(
-        "tokens_per_block", "tokens of one KV cache block", positive, default=32, group="benchmark"
+    tokens_per_block = ModelFields.tokens_per_block.but(
+        "tokens of one KV cache block", default=32, group="benchmark"
     )
     mebibytes = Field(
         "mebibytes",

@@ -13,6 +13,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm.bench.bench_endpoint import null_server
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
+from mpillm.fields.model import ModelFields
 from mpillm.runs.whole_runs import load_test, run_once, served
 
 # Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
@@ -51,8 +52,8 @@ class Options(Values):
         "an environment with openai, vllm and aiperf, as make test-peers makes it: their rates, too",
         group="benchmark",
     )
-    model_path = Field(
-        "model_path", "a folder with a tokenizer, which vllm and aiperf want", group="benchmark"
+    model_path = ModelFields.model_path.but(
+        "a folder with a tokenizer, which vllm and aiperf want", group="benchmark"
     )
 
 

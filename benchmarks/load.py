@@ -16,12 +16,13 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.engine.model.model_info import check_model, model_info
 from mpillm.fields import Field, integers, positive
+from mpillm.fields.model import ModelFields
 
 
 class Options(Values):
     """Options of ``benchmarks load``."""
 
-    model_path = Field("model_path", "folder of a Hugging Face checkpoint", group="benchmark")
+    model_path = ModelFields.model_path.but("folder of a Hugging Face checkpoint", group="benchmark")
     tensor_parallelism = Field(
         "tensor_parallelism",
         "tensor parallel sizes, separated by commas; the first rank of each loads",
@@ -29,15 +30,8 @@ class Options(Values):
         default=(1,),
         group="benchmark",
     )
-    dtype = Field(
-        "dtype",
-        "type of the engine's weights",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        group="benchmark",
-    )
-    quantization = Field(
-        "quantization",
+    dtype = ModelFields.dtype.but("type of the engine's weights", default="auto", group="benchmark")
+    quantization = ModelFields.quantization.but(
         "type of the engine's layers' weights",
         default="auto",
         choices=("auto", "none", "int8", "fp8"),

@@ -21,6 +21,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import share_out
 from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import DEADLINES, Field, seconds
+from mpillm.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class RankOptions(Values):
     """Options of each of these benchmarks."""
 
-    device = Field(
-        "device", "where the ranks compute", default="cuda", choices=("cpu", "cuda"), group="benchmark"
+    device = ModelFields.device.but(
+        "where the ranks compute", default="cuda", choices=("cpu", "cuda"), group="benchmark"
     )
     deadline = Field(
         "deadline", "longest time for the benchmark, seconds", seconds, default=900.0, group="benchmark"

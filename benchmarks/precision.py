@@ -22,6 +22,7 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import check_model
 from mpillm.fields import Field, positive
+from mpillm.fields.model import ModelFields
 
 Tokens = list[list[int]]
 
@@ -34,8 +35,10 @@ _VARIANTS = (
 class Options(Values):
     """Options of ``benchmarks precision``."""
 
-    device = Field("device", "where to compute", default="cpu", choices=("cpu", "cuda"), group="benchmark")
-    model_path = Field("model_path", "a Hugging Face folder, with its tokenizer", group="benchmark")
+    device = ModelFields.device.but(
+        "where to compute", default="cpu", choices=("cpu", "cuda"), group="benchmark"
+    )
+    model_path = ModelFields.model_path.but("a Hugging Face folder, with its tokenizer", group="benchmark")
     dataset_path = Field(
         "dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"
     )
@@ -67,8 +70,8 @@ class Options(Values):
         group="benchmark",
     )
     n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
-    max_batch_size = Field(
-        "max_batch_size", "requests of the engine at once", positive, default=128, group="benchmark"
+    max_batch_size = ModelFields.max_batch_size.but(
+        "requests of the engine at once", default=128, group="benchmark"
     )
 
 

@@ -15,6 +15,8 @@ from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive, seconds
+from mpillm.fields.results import OutputFields
+from mpillm.fields.topology import TopologyFields
 from mpillm.runs.whole_runs import run_in
 
 _SETTLED = 0.1  # of the test: by then every rank has had all kinds of work
@@ -34,14 +36,10 @@ class Options(Values):
     )
     qps = Field("qps", "queries per second of a Server test", positive, default=300, group="benchmark")
     samples = Field("samples", "samples of an Offline test", positive, default=10_000_000, group="benchmark")
-    mode = Field(
-        "mode",
-        "kind of instances",
-        default="aggregated",
-        choices=("aggregated", "disaggregated"),
-        group="benchmark",
+    mode = TopologyFields.mode.but("kind of instances", default="aggregated", group="benchmark")
+    log_dir = OutputFields.log_dir.but(
+        "run directory, which stays", default=f"{RUNS}/soak", group="benchmark"
     )
-    log_dir = Field("log_dir", "run directory, which stays", default=f"{RUNS}/soak", group="benchmark")
 
 
 DESCRIPTION = (

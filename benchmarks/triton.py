@@ -36,6 +36,7 @@ from launch.servers import Servers, check_ports
 from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
+from mpillm.fields.server_stage import ServerFields
 from mpillm.runs.whole_runs import run_once
 
 _DEADLINE_S = 300.0
@@ -54,7 +55,9 @@ class Options(Values):
     frontends = Field("frontends", "most frontends of triton_grpc", positive, default=2, group="benchmark")
     instances = Field("instances", "of the model", positive, default=2, group="benchmark")
     repeats = Field("repeats", "of all; the median is printed", positive, default=3, group="benchmark")
-    tritonserver = Field("tritonserver", "the program [default: as of run-llm-server]", group="benchmark")
+    tritonserver = ServerFields.tritonserver.but(
+        "the program [default: as of run-llm-server]", group="benchmark"
+    )
     perf_analyzer = Field(
         "perf_analyzer", "Triton's load generator, to measure in the same turns", group="benchmark"
     )

@@ -14,7 +14,6 @@ from mpillm.bench.roofline import Roofline
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.configurator import json_output
-from mpillm.configurator.parsers import flag_dict
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
@@ -22,6 +21,7 @@ from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import Field, integers, not_negative, positive
+from mpillm.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpillm.bench.decode_parts import Rates
@@ -37,15 +37,13 @@ _LEAST_METERED_S = 1.0
 class Options(Values):
     """Options of ``bench engine``, on CPUs and on a GPU."""
 
-    device = Field(
-        "device",
+    device = ModelFields.device.but(
         "cuda: decode steps on one GPU, and their parts",
         default="cpu",
         choices=("cpu", "cuda"),
         group="benchmark",
     )
-    model_path = Field(
-        "model_path",
+    model_path = ModelFields.model_path.but(
         "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]",
         group="benchmark",
     )
@@ -65,11 +63,9 @@ class Options(Values):
         default=".venv-peers/bin/python",
         group="benchmark",
     )
-    speculative_config = Field(
-        "speculative_config",
+    speculative_config = ModelFields.speculative_config.but(
         "CPU: instead of others, the engine with these guesses takes turns with the engine without; GPU: also"
         " time steps that test guesses (docs/explain/speculation.md); as key:value,key:value",
-        flag_dict,
         group="benchmark",
     )
     num_prompts = Field(
@@ -85,26 +81,22 @@ class Options(Values):
         choices=("float32", "bfloat16"),
         group="benchmark",
     )
-    quantization = Field(
-        "quantization",
+    quantization = ModelFields.quantization.but(
         "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
         default="auto",
-        choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         group="benchmark",
     )
-    kv_cache_dtype = Field(
-        "kv_cache_dtype",
+    kv_cache_dtype = ModelFields.kv_cache_dtype.but(
         "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype",
         default="auto",
-        choices=("auto", "bfloat16", "fp8"),
         group="benchmark",
     )
     n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
-    max_batch_size = Field(
-        "max_batch_size", "requests of the engine at once", positive, default=64, group="benchmark"
+    max_batch_size = ModelFields.max_batch_size.but(
+        "requests of the engine at once", default=64, group="benchmark"
     )
-    max_num_tokens = Field(
-        "max_num_tokens", "tokens of one engine step", positive, default=2048, group="benchmark"
+    max_num_tokens = ModelFields.max_num_tokens.but(
+        "tokens of one engine step", default=2048, group="benchmark"
     )
     batches = Field(
         "batches",

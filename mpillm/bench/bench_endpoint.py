@@ -25,7 +25,11 @@ from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
-from mpillm.fields import Field, not_negative, positive, seconds
+from mpillm.fields import Field, positive, seconds
+from mpillm.fields.deadlines import DeadlineFields
+from mpillm.fields.model import ModelFields
+from mpillm.fields.results import OutputFields
+from mpillm.fields.sampling import GenerationFields
 from mpillm.files import write_json, write_text
 from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.loadtest.endpoint_page import endpoint_page
@@ -52,7 +56,9 @@ class Options(Values):
         group="benchmark",
     )
     model = Field("model", "the model's name at the server [default: the only one]", group="benchmark")
-    model_path = Field("model_path", "a folder with the model's tokenizer, for text", group="benchmark")
+    model_path = ModelFields.model_path.but(
+        "a folder with the model's tokenizer, for text", group="benchmark"
+    )
     dataset_path = Field("dataset_path", "JSONL with prompts [default: random tokens]", group="benchmark")
     num_prompts = Field(
         "num_prompts", "requests [default: 1000; with --null 20000]", positive, group="benchmark"
@@ -67,7 +73,7 @@ class Options(Values):
         "output_len", "tokens of an answer [default: 128; with --null 16]", positive, group="benchmark"
     )
     ignore_eos = Field("ignore_eos", "no end token ends an answer", boolean, default=True, group="benchmark")
-    temperature = Field("temperature", "0 is greedy", not_negative, default=0.0, group="benchmark")
+    temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
     request_rate = Field(
         "request_rate", "requests per second [default: all at once]", rate, group="benchmark"
     )
@@ -102,15 +108,13 @@ class Options(Values):
     ready_deadline = Field(
         "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group="benchmark"
     )
-    stall_timeout = Field(
-        "stall_timeout",
-        "longest silence of a server that owes answers",
-        seconds,
-        default=300.0,
-        group="benchmark",
+    stall_timeout = DeadlineFields.stall_timeout.but(
+        "longest silence of a server that owes answers", default=300.0, group="benchmark"
     )
     result_filename = Field("result_filename", "write the result as JSON to this file", group="benchmark")
-    log_dir = Field("log_dir", f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark")
+    log_dir = OutputFields.log_dir.but(
+        f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark"
+    )
     save_detailed = Field(
         "save_detailed",
         "with the latencies and texts of each request",

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpillm.config.values import Values
 from mpillm.configurator import json_output
-from mpillm.fields import Field, integers, one_or_two, positive, seconds
+from mpillm.fields import Field, integers, positive, seconds
 from mpillm.fields.topology import TopologyFields
 from mpillm.runs.whole_runs import run_once
 
@@ -18,10 +18,8 @@ class Options(Values):
     """Options of ``bench routing``."""
 
     n = Field("n", "ranks", positive, default=3, group="benchmark")
-    control_ranks = Field(
-        "control_ranks",
+    control_ranks = TopologyFields.control_ranks.but(
         "how many of them compute nothing: harness and leader on one rank, or on two",
-        one_or_two,
         default=1,
         group="benchmark",
     )
@@ -46,15 +44,8 @@ class Options(Values):
         default=5.0,
         group="benchmark",
     )
-    mode = Field(
-        "mode",
-        "kind of instances",
-        default="aggregated",
-        choices=("aggregated", "disaggregated"),
-        group="benchmark",
-    )
-    traffic_distribution_policy = Field(
-        "traffic_distribution_policy",
+    mode = TopologyFields.mode.but("kind of instances", default="aggregated", group="benchmark")
+    traffic_distribution_policy = TopologyFields.traffic_distribution_policy.but(
         "which instance gets a request",
         default="load_balancing",
         choices=TopologyFields.traffic_distribution_policy.choices,

@@ -13,10 +13,11 @@ from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
 from mpillm.configurator import json_output
-from mpillm.configurator.parsers import flag_dict, fraction, rate
+from mpillm.configurator.parsers import flag_dict, rate
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import Field, positive, seconds
+from mpillm.fields.model import ModelFields
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
 # 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html. Llama 2
@@ -80,32 +81,20 @@ class Options(Values):
         default=2,
         group="benchmark",
     )
-    quantization = Field(
-        "quantization",
-        "type of the layers' weights",
-        default="fp8",
-        choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
-        group="benchmark",
+    quantization = ModelFields.quantization.but(
+        "type of the layers' weights", default="fp8", group="benchmark"
     )
-    kv_cache_dtype = Field(
-        "kv_cache_dtype",
-        "type of the KV cache",
-        default="fp8",
-        choices=("auto", "bfloat16", "fp8"),
-        group="benchmark",
+    kv_cache_dtype = ModelFields.kv_cache_dtype.but("type of the KV cache", default="fp8", group="benchmark")
+    max_batch_size = ModelFields.max_batch_size.but(
+        "requests of an instance at once", default=1024, group="benchmark"
     )
-    max_batch_size = Field(
-        "max_batch_size", "requests of an instance at once", positive, default=1024, group="benchmark"
-    )
-    max_num_tokens = Field(
-        "max_num_tokens",
+    max_num_tokens = ModelFields.max_num_tokens.but(
         "tokens of one engine step; a whole prompt's if they are more and contexts are not chunked",
-        positive,
         default=8192,
         group="benchmark",
     )
-    kv_cache_free_gpu_mem_fraction = Field(
-        "kv_cache_free_gpu_mem_fraction", "as for run", fraction, default=0.9, group="benchmark"
+    kv_cache_free_gpu_mem_fraction = ModelFields.kv_cache_free_gpu_mem_fraction.but(
+        "as for run", default=0.9, group="benchmark"
     )
     # What `bench engine` measures on an H200 for seconds on end.
     bandwidth = Field(

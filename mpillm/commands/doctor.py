@@ -23,6 +23,7 @@ from mpillm.configurator.parsers import boolean
 from mpillm.doctor.findings import Line, Status, World, shown, worst
 from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import Field, seconds
+from mpillm.fields.results import OutputFields
 
 _START_SHARE = 0.5  # of the deadline, for MPI_Init
 _LATE_S = 10.0  # after the deadline; then even rank 0 is stuck
@@ -32,7 +33,9 @@ class Options(Values):
     """Options of ``doctor``."""
 
     json = Field("json", "print JSON", boolean, default=False, group="output")
-    log_dir = Field("log_dir", "the run directory whose disk to examine", default=str(RUNS), group="output")
+    log_dir = OutputFields.log_dir.but(
+        "the run directory whose disk to examine", default=str(RUNS), group="output"
+    )
     deadline = Field(
         "deadline", "longest time for the examination, seconds", seconds, default=30.0, group="deadlines"
     )

@@ -22,6 +22,10 @@ from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
+from mpillm.fields.deadlines import DeadlineFields
+from mpillm.fields.general import GeneralFields
+from mpillm.fields.model import ModelFields
+from mpillm.fields.results import OutputFields
 from mpillm.files import read_object, write_json
 from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.loadtest.load_test import FixedConcurrency
@@ -66,7 +70,7 @@ class _Options(Values):
 
     url = Field("url", "the server: host:port, or a URL of http or https", group=_GROUP)
     model = Field("model", "the model's name at the server [default: the only one]", group=_GROUP)
-    model_path = Field("model_path", "a folder with the model's tokenizer, for text", group=_GROUP)
+    model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=_GROUP)
     benchmarks = Field("benchmarks", "the workload", one_of(*_BENCHMARKS), group=_GROUP)
     model_scale = Field(
         "model_scale", "tiny: a scaled-down data set", one_of("full", "tiny"), default="full", group=_GROUP
@@ -84,8 +88,8 @@ class _Options(Values):
     min_duration = Field(
         "min_duration", "of each point [default: 600 s up to 32 at once, 1200 s above]", seconds, group=_GROUP
     )
-    submitter = Field("submitter", "your organisation, and its folder's name", group=_GROUP)
-    system_name = Field("system_name", "the system's name, and its folder's", group=_GROUP)
+    submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
+    system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
     submission_id = Field("submission_id", "the folder below the submitter's", default="1", group=_GROUP)
     division = Field("division", "the division", one_of(*DIVISIONS), default=DIVISIONS[0], group=_GROUP)
     system_description = Field(
@@ -99,12 +103,12 @@ class _Options(Values):
     docs = Field("docs", "a folder with documents", group=_GROUP)
     seed_set = Field("seed_set", "the published seeds", one_of(*SEED_SETS), default="A", group=_GROUP)
     target_cohort = Field("target_cohort", "YYYY-MM-C0 or C1 [default: next month's C0]", group=_GROUP)
-    output = Field("output", "the folder that the submission is made in", group=_GROUP)
+    output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
     ready_deadline = Field(
         "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group=_GROUP
     )
-    stall_timeout = Field(
-        "stall_timeout", "longest silence of a server that owes answers", seconds, default=300.0, group=_GROUP
+    stall_timeout = DeadlineFields.stall_timeout.but(
+        "longest silence of a server that owes answers", default=300.0, group=_GROUP
     )
 
 

@@ -24,7 +24,8 @@ from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
-from mpillm.fields import DEADLINES, Field, shown
+from mpillm.fields import DEADLINES, shown
+from mpillm.fields.results import OutputFields
 from mpillm.files import write_text
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
@@ -35,10 +36,8 @@ _SHOWN = shown(
 
 def main(argv: Sequence[str]) -> int:
     """Run the command on one rank, or without mpirun."""
-    output = Field(
-        "output",
-        "the file to write [default: --trtllm_disagg_config_path, else standard output]",
-        group="output",
+    output = OutputFields.output.but(
+        "the file to write [default: --trtllm_disagg_config_path, else standard output]", group="output"
     )
     parser = Parser(
         prog="mpillm generate-disagg-config",

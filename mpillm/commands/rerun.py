@@ -9,10 +9,9 @@ from launch.command import wrapped
 from launch.places import RUNS
 from mpillm.commands import mpirun
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
+from mpillm.fields.general import GeneralFields
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.report.columns import beside
@@ -28,8 +27,8 @@ class _Options(Values):
 
     log_dir = OutputFields.log_dir
     mpirun_options = MPIRUN_OPTIONS
-    dry_run = Field(
-        "dry_run", "say what differs, print the command, start nothing", boolean, default=False, group=_GROUP
+    dry_run = GeneralFields.dry_run.but(
+        "say what differs, print the command, start nothing", default=False, group=_GROUP
     )
 
 

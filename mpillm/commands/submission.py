@@ -10,8 +10,8 @@ from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
+from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
 from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
@@ -33,11 +33,11 @@ _GROUP = "submission"
 class _Options(Values):
     """Options of ``submission``."""
 
-    output = Field("output", "the folder that the submission is made in", group=_GROUP)
+    output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
     submitter = OutputFields.submitter
     division = OutputFields.division
-    system_name = Field(
-        "system_name", "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP
+    system_name = GeneralFields.system_name.but(
+        "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP
     )
     system_description = Field(
         "system_description",
@@ -49,12 +49,8 @@ class _Options(Values):
         "a JSON file with an object that is laid over the measurements.json of each result",
         group=_GROUP,
     )
-    force = Field(
-        "force",
-        "replace what this submitter has in this division there",
-        boolean,
-        default=False,
-        group=_GROUP,
+    force = GeneralFields.force.but(
+        "replace what this submitter has in this division there", default=False, group=_GROUP
     )
 
 

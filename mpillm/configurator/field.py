@@ -127,6 +127,26 @@ class Field(Generic[T]):
     def __get__(self, options: object, owner: type) -> Self | T:
         return options[self] if isinstance(options, Options) else self
 
+    if TYPE_CHECKING:
+
+        @overload
+        def but(
+            self: Field[V | None], description: str | None = None, *, default: V, **more: Unpack[_More]
+        ) -> Field[V]: ...
+        @overload
+        def but(self, description: str | None = None, **more: Unpack[_More]) -> Self: ...
+        @overload
+        def but(self, description: str | None = None, *, default: T, **more: Unpack[_More]) -> Self: ...
+
+    def but(self, description: str | None = None, **more: Any) -> Any:
+        """Return a field like this one, with another description, default, group or other parameters.
+
+        For options of a command that has an option of the runs, such as its own default of it.
+        """
+        if description is not None:
+            more["description"] = description
+        return dataclasses.replace(self, **more)
+
     def __copy__(self) -> Self:
         return self
 

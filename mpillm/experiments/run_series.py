@@ -14,6 +14,7 @@ from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import Field, positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
+from mpillm.fields.results import OutputFields
 from mpillm.runs.whole_runs import EndedRun
 from mpillm.runtime.in_turn import ranks_of
 
@@ -24,10 +25,10 @@ class SeriesOptions(Values):
     """Options of each command that starts several runs."""
 
     mpirun_options = MPIRUN_OPTIONS
-    log_dir = Field(
-        "log_dir", f"folder for the runs' directories [default: {RUNS}/TIME-COMMAND]", group=GROUP
+    log_dir = OutputFields.log_dir.but(
+        f"folder for the runs' directories [default: {RUNS}/TIME-COMMAND]", group=GROUP
     )
-    output = Field("output", "write the figures to this JSON file, too", group=GROUP)
+    output = OutputFields.output.but("write the figures to this JSON file, too", group=GROUP)
 
 
 class RankedOptions(SeriesOptions):

@@ -32,6 +32,11 @@ from mpillm.configurator.parsers import boolean, natural
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, positive, seconds
+from mpillm.fields.deadlines import DeadlineFields
+from mpillm.fields.general import GeneralFields
+from mpillm.fields.results import OutputFields
+from mpillm.fields.server_stage import ServerFields
+from mpillm.fields.topology import TopologyFields
 
 _GROUP = "launch-triton-server"
 
@@ -39,20 +44,15 @@ _GROUP = "launch-triton-server"
 class _Options(Values):
     """Options of ``launch-triton-server``: the script's, then ours."""
 
-    world_size = Field(
-        "world_size", "ranks of the engine, each with a tritonserver", positive, default=1, group=_GROUP
+    world_size = TopologyFields.world_size.but(
+        "ranks of the engine, each with a tritonserver", default=1, group=_GROUP
     )
-    tritonserver = Field("tritonserver", "the program [default: as of run-llm-server]", group=_GROUP)
+    tritonserver = ServerFields.tritonserver.but("the program [default: as of run-llm-server]", group=_GROUP)
     grpc_port = Field("grpc_port", "where gRPC listens", positive, default=8001, group=_GROUP)
     http_port = Field("http_port", "where HTTP listens", positive, default=8000, group=_GROUP)
     metrics_port = Field("metrics_port", "where metrics are", positive, default=8002, group=_GROUP)
-    force = Field(
-        "force",
-        "start it also where another tritonserver runs",
-        boolean,
-        default=False,
-        aliases=("f",),
-        group=_GROUP,
+    force = GeneralFields.force.but(
+        "start it also where another tritonserver runs", default=False, aliases=("f",), group=_GROUP
     )
     log = Field("log", "have rank 0 log much, to --log_file", boolean, default=False, group=_GROUP)
     log_file = Field("log_file", "of --log", default="triton_log.txt", group=_GROUP)
@@ -79,15 +79,11 @@ class _Options(Values):
     oversubscribe = Field(
         "oversubscribe", "give mpirun this option of Open MPI's", boolean, default=False, group=_GROUP
     )
-    dry_run = Field("dry_run", "print the command without running it", boolean, default=False, group=_GROUP)
-    log_dir = Field("log_dir", f"for its output [default: {SERVERS}/<time>]", group=_GROUP)
+    dry_run = GeneralFields.dry_run.but("print the command without running it", default=False, group=_GROUP)
+    log_dir = OutputFields.log_dir.but(f"for its output [default: {SERVERS}/<time>]", group=_GROUP)
     load_deadline = Field("load_deadline", "time to get ready", seconds, default=1800.0, group=_GROUP)
-    stall_timeout = Field(
-        "stall_timeout",
-        "longest time without an answer to a health check",
-        seconds,
-        default=300.0,
-        group=_GROUP,
+    stall_timeout = DeadlineFields.stall_timeout.but(
+        "longest time without an answer to a health check", default=300.0, group=_GROUP
     )
 
 

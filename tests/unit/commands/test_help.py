@@ -49,7 +49,8 @@ EXEMPT = {
         field.name for field in FIELDS if field.group in ("data", "test", "output", "server", "other harness")
     }
     | {"dry_run", "world_size"},
-    "plan": {"beam_width", "end_ids", "stop_words"},  # read of the CoreConfig whose memory is looked at
+    # read of the CoreConfig whose memory is looked at
+    "plan": {"beam_width", "end_ids", "on_instance_loss", "stop_words"},
     # It asks a core whether it has `engine_stages`, and does not call them.
     "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }

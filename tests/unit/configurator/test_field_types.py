@@ -52,6 +52,23 @@ def test_a_subclass_declares_more_fields_and_other_ones_of_the_same_names() -> N
     assert collect([], Derived, Parser(prog="mpillm x")).size is None
 
 
+def test_a_field_but_with_another_default() -> None:
+    """It reads the same values, and its type is that of a field with a default."""
+
+    class More(Values):
+        size = Mine.size.but(default=7)
+        max_batch_size = fields.AllFields.max_batch_size.but("requests at once", default=64, group="here")
+
+    field = More.max_batch_size
+    assert (field.name, field.description, field.group) == ("max_batch_size", "requests at once", "here")
+    made = collect(["--size", "2"], More, Parser(prog="mpillm x"))
+    total: int = made.max_batch_size + made.size
+    assert total == 66
+    with pytest.raises(ConfigError, match="--max_batch_size x: expected a whole number"):
+        collect(["--max_batch_size", "x"], More, Parser(prog="mpillm x"))
+    assert AllFields.max_batch_size.default is None, "the option of the runs stays as it is"
+
+
 def test_every_field_is_an_attribute_of_its_name() -> None:
     assert all(getattr(AllFields, field.name) is field is getattr(fields, field.name) for field in FIELDS)
     assert not {field.name for field in FIELDS} & (vars(RunConfig).keys() | vars(Values).keys())
