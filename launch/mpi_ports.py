@@ -54,6 +54,24 @@ def told_apart(beyond: str, ports: Sequence[Port], env: Mapping[str, str] = os.e
     return f"all ranks have started, but {seen}: {FIREWALL} {_ports_needed(env)}"
 
 
+def unmet(
+    here: Sequence[int], n_here: int | None, size: int | None, env: Mapping[str, str] = os.environ
+) -> str:
+    """Say who may be missing where no launcher tells who has started.
+
+    `here`: the ranks that run on this host, of `n_here` that it should have and `size` in the world (None:
+    not known).
+    """
+    missing = "a rank has not started, or can't be reached"
+    if size is not None and len(here) == n_here:
+        others = sorted(set(range(size)) - {*here})
+        if not others:
+            return missing
+        has = "has" if len(others) == 1 else "have"
+        missing = f"{rank_list(others)}, on other hosts, {has} not started, or can't be reached"
+    return f"{missing}: {FIREWALL} {_ports_needed(env)}; `python -m mpillm mpirun` tells more"
+
+
 def _ports_needed(env: Mapping[str, str]) -> str:
     """Say which ports MPI listens at, and how they are chosen."""
     if _openmpi(env):

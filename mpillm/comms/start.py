@@ -26,9 +26,9 @@ from launch.environment import (
     told_signal,
 )
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.mpi_ports import Port, told_apart
+from launch.mpi_ports import Port, told_apart, unmet
 from launch.roll_call import ROLL_CALL
-from launch.siblings import EndedRanks, ended_here, siblings, stopped_ranks
+from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
 from mpillm.comms import kept_connections, segments
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.node_barrier import wait_for_node
@@ -114,6 +114,11 @@ def _told_apart() -> str:
     """Say why ranks that have all started do not meet; "" if the launcher does not tell where they are."""
     ports, beyond = told_ports()
     return told_apart(beyond, [Port(*one) for one in ports]) if ports else ""
+
+
+def _unmet() -> str:
+    launcher = find_launcher()
+    return unmet([*siblings()], ranks_here(), launcher.size if launcher else None)
 
 
 def _lost_in(world: MPI.Intracomm) -> str:
@@ -302,7 +307,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
         if ROLL_CALL in os.environ:  # the launcher knows the order in which ranks of all hosts have ended
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
-    who = stopped_ranks() or told_absent() or _told_apart() or "a rank has not started, or can't be reached"
+    who = stopped_ranks() or told_absent() or _told_apart() or _unmet()
     if rank == 1:
         patience = end - _SECOND_S + _FINDS_OUT_S - time.monotonic()
         if select.select([pipe], [], [], max(0.0, patience))[0]:

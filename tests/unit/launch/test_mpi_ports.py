@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from launch.callers import unreached
-from launch.mpi_ports import Port, listen_as_mpi, told_apart, unreached_ranks
+from launch.mpi_ports import Port, listen_as_mpi, told_apart, unmet, unreached_ranks
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2"}
 
@@ -63,3 +63,16 @@ def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.M
         assert unreached_ranks(ports, "h1") == said
         said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
         assert told_apart("rank 0 … from head", ports, OPEN_MPI).startswith(said)
+
+
+def test_who_may_be_missing_where_no_launcher_tells() -> None:
+    elsewhere = unmet([0, 1], 2, 4, OPEN_MPI)
+    assert elsewhere.startswith(
+        "ranks 2-3, on other hosts, have not started, or can't be reached: is there a fire"
+    )
+    assert "listens at 1024-65535 " in elsewhere and "`python -m mpillm mpirun` tells more" in elsewhere
+    for here, n_here, size in (([0], 2, 4), ([0, 1], None, 4), ([0, 1], 2, None)):
+        assert unmet(here, n_here, size, OPEN_MPI).startswith(
+            "a rank has not started, or can't be reached: is"
+        )
+    assert unmet([0, 1], 2, 2, OPEN_MPI) == "a rank has not started, or can't be reached"
