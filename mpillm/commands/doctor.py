@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
-from launch.launcher import EveryRankError, find_launcher
+from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.places import RUNS
 from mpillm import __version__
 from mpillm.comms.start import start_mpi
@@ -36,6 +38,20 @@ class Options(Values):
     log_dir = OutputFields.log_dir.but(
         "the run directory whose disk to examine", default=str(RUNS), group="output"
     )
+    cluster_report = Field(
+        "cluster_report",
+        "try hosts, MPI and runs step by step, and write to this file a report that can be sent; typed once,"
+        " without mpirun or srun",
+        str,
+        group="cluster report",
+    )
+    mpirun = Field(
+        "mpirun",
+        'with --cluster_report: how ranks are started, in the words of `mpillm mpirun`, as "-n 4 -H a:2,b:2"'
+        " [default: the tasks of Slurm's allocation, or three here]",
+        shlex.split,
+        group="cluster report",
+    )
     deadline = Field(
         "deadline", "longest time for the examination, seconds", seconds, default=30.0, group="deadlines"
     )
@@ -54,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
         config = collect(argv, Options, parser)
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
+    if config.cluster_report:
+        return _report_cluster(Path(config.cluster_report), config, argv)
     from mpillm.doctor.scarce import is_scarce, keeps_mpi_from_starting
 
     try:
@@ -102,6 +120,39 @@ def main(argv: Sequence[str]) -> int:
         os._exit(code)
     watchdog.cancel()
     return code
+
+
+def _report_cluster(path: Path, config: Options, argv: Sequence[str]) -> int:
+    """Take every step of a cluster report; write it. Return 1 if one failed."""
+    from mpillm.comms.start import mpi_library
+    from mpillm.doctor import cluster_report
+
+    if one_of_several() is not None:
+        raise EveryRankError("--cluster_report starts ranks itself: type it once, without mpirun or srun")
+    words = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
+    cluster_report.ranks_of(words)
+    try:
+        path.write_text("", encoding="utf-8")  # now, not after minutes
+        library = mpi_library()
+    except OSError as error:
+        raise ConfigError(f"--cluster_report {path}: {error.strerror}") from None
+    except EveryRankError:
+        library = ""
+    all_done = []
+    with tempfile.TemporaryDirectory(prefix="cluster-report-", dir=_folder(Path(config.log_dir))) as folder:
+        for step in cluster_report.steps(words, cluster_report.slurm_pmi(library), Path(folder)):
+            print(f"  {step.name} …", flush=True)
+            all_done.append(cluster_report.take(step, Path(folder)))
+            path.write_text(cluster_report.report(argv, library, all_done), encoding="utf-8")
+    print("", *cluster_report.summary(all_done), "", f"report: {path}", sep="\n", flush=True)
+    failed = any(done.status is Status.FAILURE for done in all_done)
+    return int(ExitCode.STAGE_FAILED if failed else ExitCode.DONE)
+
+
+def _folder(log_dir: Path) -> Path:
+    """Return the folder of runs, made if it is not there: all nodes may have to see it."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return log_dir
 
 
 def _alone(config: Options, error: EveryRankError) -> int:

@@ -6,10 +6,11 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpillm.doctor.findings import Line, Status, size
+from mpillm.doctor.findings import Line, Status, World, size
 
 _WRITE = 64 << 20  # bytes at most
 _BLOCK = 1 << 20
@@ -19,6 +20,7 @@ _FREE_GOOD = 1_000_000_000
 _RATE_GOOD = 20_000_000  # bytes per second: logs and answers of a fast run
 
 NAME = "run directory"
+SHARED = "shared folder"
 
 
 class DiskFacts(NamedTuple):
@@ -30,11 +32,17 @@ class DiskFacts(NamedTuple):
     rate: float  # bytes per second that reached the disk
 
 
-def disk_facts(log_dir: Path) -> DiskFacts:
-    """Write a file where the run directory will be, for a second at most, and delete it."""
+def _there(log_dir: Path) -> Path:
+    """Return the run directory, or the folder above it that is there."""
     folder = log_dir.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
+    return folder
+
+
+def disk_facts(log_dir: Path) -> DiskFacts:
+    """Write a file where the run directory will be, for a second at most, and delete it."""
+    folder = _there(log_dir)
     if not folder.is_dir():
         return DiskFacts(str(folder), "it is a file", 0, 0.0)
     written, started = 0, time.monotonic()
@@ -68,3 +76,44 @@ def run_directory(facts: DiskFacts | None) -> Line:
     if facts.free < _FREE_GOOD or facts.rate < _RATE_GOOD:
         return Line(NAME, Status.WARNING, told, f"a long run may stall: {elsewhere}", (), figures)
     return Line(NAME, Status.OK, told, "", (), figures)
+
+
+class Beacon(NamedTuple):
+    """A file by which other nodes know a folder that they share with this one."""
+
+    path: Path
+
+    @classmethod
+    def light(cls, log_dir: Path) -> Beacon | None:
+        """Write it where the run directory will be; None: nothing can be written there."""
+        try:
+            number, name = tempfile.mkstemp(prefix=".mpillm-doctor-", dir=_there(log_dir))
+        except OSError:
+            return None
+        os.close(number)
+        return cls(Path(name))
+
+    def put_out(self) -> None:
+        """Delete it."""
+        self.path.unlink(missing_ok=True)
+
+
+def shared_lines(folder: Path, seen: Mapping[int, bool | None], world: World) -> list[Line]:
+    """Say which nodes share rank 0's folder. `seen`: by the first rank of each other node; None: it did not
+    answer. Not to share it is no fault."""
+    unshared = [rank for rank, sees in seen.items() if sees is False]
+    hung = [rank for rank, sees in seen.items() if sees is None]
+    figures = {"folder": str(folder), "seen_on": sorted(world.nodes[rank] for rank in seen if seen[rank])}
+    lines = []
+    if hung:
+        told = f"to look into {folder} takes for ever: a network file system that hangs?"
+        lines.append(Line(SHARED, Status.FAILURE, told, "name another folder with --log_dir", tuple(hung)))
+    if unshared:
+        told = (
+            f"{folder} is not rank 0's there: ranks write their logs to a folder of that name on their own"
+            " node, and models and configuration files must be on every node"
+        )
+        lines.append(Line(SHARED, Status.OK, told, "", tuple(unshared), figures))
+    if not unshared and not hung:
+        lines.append(Line(SHARED, Status.OK, f"all nodes see rank 0's {folder}", "", (), figures))
+    return lines

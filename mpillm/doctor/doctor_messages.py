@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     LEAD = "measure the link to a partner"
     FOLLOW = "answer the partner that measures"
     GPUS = "ask nvidia-smi"
+    SEES = "look for a file of rank 0's"
     LEAD_NCCL = "measure NCCL to a partner"
     FOLLOW_NCCL = "answer the partner that measures NCCL"
     END = "there is nothing more"
@@ -45,6 +46,7 @@ class Order(NamedTuple):
     number: int = 0  # names it in `Found`
     partner: int = -1
     host: HostFacts | None = None  # REACH
+    path: str = ""  # SEES
     seconds: float = 0.0  # that it may take
     finalize: bool = True  # END: every rank has answered, so MPI can be finalized
 
@@ -53,7 +55,7 @@ class Found(NamedTuple):
     """To rank 0: what an order has found. Who follows tells nothing."""
 
     number: int
-    value: Any  # REACH: Reached; LEAD, LEAD_NCCL: LinkFound; GPUS: GpuFacts
+    value: Any  # REACH: Reached; LEAD, LEAD_NCCL: LinkFound; GPUS: GpuFacts; SEES: bool, None: in vain
 
 
 FACTS: Message[RankFacts] = object_message(Tag.FACTS)

@@ -106,6 +106,8 @@ def carry_out(order: Order, links: MPI.Intracomm, facts: RankFacts) -> Any:
         return network.reach(order.host)
     if order.kind is Kind.GPUS:
         return gpus.node_gpus(facts.gpus)
+    if order.kind is Kind.SEES:
+        return within(_STEP_S, lambda: Path(order.path).exists())
     if order.kind in (Kind.LEAD_NCCL, Kind.FOLLOW_NCCL):
         leads = order.kind is Kind.LEAD_NCCL
         device = 0 if len(facts.gpus.visible) == 1 or leads else 1
@@ -150,7 +152,7 @@ class Rank0Exam:
         lines += self._between_ranks(world)
         lines += self._nccl_lines(world)
         lines.append(disk_line(log_dir))
-        return world, lines
+        return world, lines + self._shared_lines(world, log_dir)
 
     def end(self) -> bool:
         """Let the other ranks go; return whether MPI can be finalized."""
@@ -207,6 +209,20 @@ class Rank0Exam:
         if left_out:
             lines.append(Line("MPI between nodes", Status.SKIPPED, f"{left_out} pairs: the time was up"))
         return lines + network.link_lines("MPI between nodes", found, world)
+
+    def _shared_lines(self, world: World, log_dir: Path) -> list[Line]:
+        """Return whether the other nodes see what rank 0 writes in its run directory."""
+        others = [rank for rank in world.first_ranks().values() if rank and rank not in self.silent]
+        if not others:
+            return []
+        made = within(_DISK_S, lambda: disk.Beacon.light(log_dir))
+        if made is None:
+            return []  # the line of the disk says why
+        try:
+            look = Order(Kind.SEES, path=str(made.path))
+            return disk.shared_lines(made.path.parent, self._ask(dict.fromkeys(others, look), _STEP_S), world)
+        finally:
+            within(_DISK_S, made.put_out)
 
     def _between_ranks(self, world: World) -> list[Line]:
         pairs = [pair for pair in neighbours(world) if not self.silent.intersection(pair)]

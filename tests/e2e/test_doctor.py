@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -98,3 +99,39 @@ def rank_2(pids: list[int]) -> list[int]:
         ):
             found.append(pid)
     return found[:1]
+
+
+def steps(report: str) -> dict[str, str]:
+    """Return the status of each step of a cluster report."""
+    return dict(re.findall(r"^== \d+\. ([^:]+): (\w+), ", report, re.MULTILINE))
+
+
+def test_a_cluster_report(one: Starter) -> None:
+    """Of this machine alone; of hosts in test_hosts.py, under Slurm in test_slurm.py."""
+    file, secret = one.folder / "cluster.txt", "the key of this cluster"
+    words = ["--cluster-report", file, "--log_dir", one.folder / "runs"]
+    line = [one.python, "-m", "mpillm", "doctor", *words]
+    ended = one.command(line, env={"MPILLM_API_KEY": secret}).end(240).must(DONE)
+    report = file.read_text()
+    found = steps(report)
+    names = ["this machine", "hosts, by mpirun", "a test, by mpirun", "a lost rank, by mpirun"]
+    assert [*found] == names and "failure" not in found.values(), ended
+    assert re.search(r"LoadGen +VALID", report) and "rank 2 (executor" in report
+    assert "Every step has worked" in ended.out and secret not in report
+    assert not [*(one.folder / "runs").iterdir()]
+
+
+def test_a_cluster_report_says_which_step_fails_first(one: Starter) -> None:
+    file = one.folder / "cluster.txt"
+    words = ["--cluster_report", file, "--log_dir", one.folder / "runs", "--mpirun", "-n 2 --no-such-option"]
+    ended = one.command([one.python, "-m", "mpillm", "doctor", *words]).end(240).must(FAILED)
+    assert "\nFirst: hosts, by mpirun." in ended.out
+    assert "no-such-option" in file.read_text()
+    assert steps(file.read_text())["a lost rank, by mpirun"] == "failure"
+
+
+@pytest.mark.parametrize("words", ["-H h1:2", "-n 1", ""])
+def test_a_cluster_report_needs_two_ranks(one: Starter, words: str) -> None:
+    report = ["--cluster_report", one.folder / "cluster.txt", "--mpirun", words or "-n x"]
+    ended = one.mpillm("doctor", *report)
+    assert "must have -n N" in ended.must(USAGE).err and not (one.folder / "cluster.txt").exists()

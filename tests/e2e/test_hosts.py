@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.e2e.test_faults import check_failure
-from tests.helpers.clusters import ENDLESS, OnHosts, or_skip, python_on
-from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Samples, wait_until
-from tools.hosts import Hosts
+from tests.helpers.clusters import ENDLESS, ROOT_MAY, SHARED, OnHosts, or_skip, python_on
+from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Samples, Starter, wait_until
+from tools.hosts import HEAD, Hosts, address, hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -59,6 +61,8 @@ def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hos
     assert {tuple(pair["nodes"]) for pair in pairs} == {("h1", "h2"), ("h1", "h3"), ("h2", "h3")}
     (offsets,) = (line["figures"]["offsets_s"] for line in lines if line["check"] == "clocks")
     assert set(offsets) == {"h2", "h3"}
+    (shared,) = (line["figures"]["seen_on"] for line in lines if line["check"] == "shared folder")
+    assert shared == ["h2", "h3"]
     command = on_hosts.start("h1:2,h2:2", "doctor", "--deadline", 20, log_dir=on_hosts.starter.folder)
 
     def rank_1() -> list[int]:
@@ -160,6 +164,56 @@ def test_the_engine_over_hosts_answers_as_on_one(on_hosts: OnHosts, where: str, 
     assert answers[0] == answers[1] and len(answers[0]) == 12
 
 
+ASK = """
+import json, urllib.request
+body = {"model": "tiny-llama", "prompt": [1, 2, 3, 4], "max_tokens": 6, "temperature": 0}
+request = urllib.request.Request("http://mpillm-0.mpillm:8000/v1/completions", json.dumps(body).encode())
+request.add_header("Content-Type", "application/json")
+print(urllib.request.urlopen(request, timeout=60).read().decode())
+"""
+
+
+def test_the_pods_of_the_leaderworkerset_serve(one: Starter) -> None:
+    """Each host is a pod, with the names, the variables and the command that it would have."""
+    template = yaml.safe_load((ROOT / "examples/leaderworkerset.yaml").read_text())["spec"][
+        "leaderWorkerTemplate"
+    ]
+    pods = {"h1": "mpillm-0", "h2": "mpillm-0-1", "h3": "mpillm-0-2"}
+    assert template["size"] == len(pods)
+    names = "".join(f"{address(host)} {pod}.mpillm {pod}.mpillm.default\n" for host, pod in pods.items())
+    given = {
+        "LWS_LEADER_ADDRESS": "mpillm-0.mpillm.default",
+        "MPILLM_KV_SECRET": "a secret of the cluster",
+        "MODEL": "tiny-llama",
+        "PATH": f"{Path(one.python).parent}:{os.environ['PATH']}",
+        **ROOT_MAY,
+    }
+    with or_skip(hosts(len(pods))) as made:
+        started: list[Command] = []
+        for index, (host, pod) in enumerate(pods.items()):
+            known = f"127.0.0.1 localhost\n{address(host)} {pod}\n{names}"  # not the others' short names
+            made.run(host, "sh", "-c", f"hostname {pod}; printf %s '{known}' > /etc/hosts")
+            made.run(host, "mount", "-t", "tmpfs", "none", "/tmp")
+            spec = template["leaderTemplate" if index == 0 else "workerTemplate"]["spec"]
+            (container,) = spec["containers"]
+            # not in our folder, which is below the /tmp that they don't see
+            words = ["env", "-C", "/", *container["command"], *container["args"]]
+            env = given | {"LWS_WORKER_INDEX": str(index), "POD_IP": address(host)}
+            started.append(one.command(made.on(host, words), one.folder, env))
+
+        def ended() -> list[Ended]:
+            return [command.end() for command in started if command.process.poll() is not None]
+
+        wait_until(lambda: "leading 2 servers" in started[0].out or ended(), "the leader", WITHIN_S)
+        assert not ended()
+        ask = one.command(made.on("h2", [one.python, "-c", ASK]), one.folder)
+        assert json.loads(ask.end(WITHIN_S).must(DONE).out)["usage"]["completion_tokens"] == 6, ended()
+        for command in started:
+            command.signal_group(signal.SIGTERM)
+        for command in started:
+            command.end(WITHIN_S, lingers=WITHIN_S)
+
+
 HOLD = """
 import sys, time
 from tools.hosts import hosts
@@ -167,6 +221,22 @@ with hosts(1) as made:
     print(*made.processes("head"), *made.processes("h1"), flush=True)
     time.sleep(600)
 """
+
+
+def test_a_cluster_report_of_hosts(on_hosts: OnHosts) -> None:
+    """One of them does not see the folder of the first one's runs."""
+    one, made = on_hosts.starter, on_hosts.hosts
+    (one.folder / "runs").mkdir()
+    made.run("h3", "mount", "-t", "tmpfs", "none", str(one.folder / "runs"))
+    words = shlex.join(map(str, on_hosts.mpirun_words("h1:2,h2:1,h3:1")))
+    report = ["--cluster_report", one.folder / "cluster.txt", "--log_dir", "runs", "--mpirun", words]
+    line = [one.python, "-m", "mpillm", "doctor", *report]
+    ended = one.command(made.on(HEAD, list(map(str, line))), env={**ROOT_MAY, **SHARED}).end(240)
+    made.run("h3", "umount", str(one.folder / "runs"))
+    text = (one.folder / "cluster.txt").read_text()
+    assert ended.must(DONE).out.count("by mpirun …") == 3
+    assert "nodes: 3" in text and "rank 3 (executor" in text
+    assert re.search(r"ok +shared folder +rank 3 on h3: ", text), text
 
 
 def runs(pid: int) -> bool:

@@ -71,6 +71,18 @@ def test_the_doctor_examines_slurms_nodes(both_under: UnderSlurm) -> None:
     assert list(lines["clocks"]["figures"]["offsets_s"]) == ["h2"]
 
 
+def test_a_cluster_report(both_under: UnderSlurm) -> None:
+    """Typed once in an allocation, it tries both launchers."""
+    folder = both_under.starter.folder
+    words = ["doctor", "--cluster_report", folder / "cluster.txt", "--log_dir", folder / "runs"]
+    line = ["salloc", "-N", 2, "-n", 4, both_under.starter.python, "-m", "mpillm", *words]
+    both_under.on_head(line, folder).end(240).must(DONE)
+    text = (folder / "cluster.txt").read_text()
+    steps = re.findall(r"^== \d+\. ([^:]+): (\w+), ", text, re.MULTILINE)
+    assert len(steps) == 7 and not [step for step, status in steps if status == "failure"], text
+    assert text.count("rank 3 (executor") == 2 and f"srun --mpi={both_under.mpi} " in text
+
+
 @pytest.mark.parametrize("host", ["h1", "h2"])
 def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
     """srun's exit code is the killed task's: the highest of all."""

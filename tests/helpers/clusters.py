@@ -45,6 +45,11 @@ class OnHosts:
         if starter.mpi == "mpich":
             self._remote = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts"]
 
+    def mpirun_words(self, where: str) -> list[object]:
+        """Return the words by which mpirun starts a rank on each slot, as ``h1:2,h2:1``."""
+        slots = sum(int(host.partition(":")[2]) for host in where.split(","))
+        return ["-n", slots, *self._remote, where]
+
     def start(
         self,
         where: str,
@@ -55,9 +60,8 @@ class OnHosts:
     ) -> Command:
         """Start ``mpillm mpirun -H WHERE WORDS``, or plain mpirun; `where` has one rank per slot, as
         ``h1:2,h2:1``. `exports`: variables of all ranks."""
-        slots = sum(int(host.partition(":")[2]) for host in where.split(","))
         mpillm = [self.starter.python, "-m", "mpillm"]
-        options = ["-n", slots, *self._remote, where]
+        options = self.mpirun_words(where)
         if self.starter.mpi == "openmpi":  # Hydra passes on everything
             options += [word for name in exports for word in ("-x", name)]
         path = ["-x", "PYTHONPATH"] if self.starter.mpi == "openmpi" else []  # Hydra passes on everything

@@ -12,7 +12,7 @@ import pytest
 
 from mpillm.doctor import alone, limits
 from mpillm.doctor.alone import explain
-from mpillm.doctor.disk import disk_facts, run_directory
+from mpillm.doctor.disk import Beacon, disk_facts, run_directory, shared_lines
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, shown, size, worst
 from mpillm.doctor.installed import PackageFacts, c_compiler, package_facts, packages, same_packages
 from mpillm.doctor.limits import UNLIMITED, LimitFacts, limit_facts
@@ -206,3 +206,16 @@ def test_the_stack_of_a_killed_rank_does_not_blame_gpus(monkeypatch: pytest.Monk
 def test_what_killed_programs_left_is_named() -> None:
     told = lines(left=LEFT)["left memory"].text
     assert told == "19 MB in /dev/shm that no process here has: mpich_shm_1_0, sm_segment.h1.0.b1.0"
+
+
+def test_a_shared_folder(tmp_path: Path) -> None:
+    """Only a folder that hangs is a fault: the others need none of rank 0's files."""
+    world = World({0: "a", 1: "b", 2: "c", 3: "d"})
+    beacon = Beacon.light(tmp_path / "not" / "yet")
+    assert beacon is not None and beacon.path.parent == tmp_path and beacon.path.exists()
+    beacon.put_out()
+    assert not [*tmp_path.iterdir()] and Beacon.light(Path("/proc/none")) is None
+    lines = shared_lines(tmp_path, {1: True, 2: False, 3: None}, world)
+    assert [(line.status, line.ranks) for line in lines] == [(Status.FAILURE, (3,)), (Status.OK, (2,))]
+    (line,) = shared_lines(tmp_path, {1: True, 2: True}, world)
+    assert line.status is Status.OK and line.figures["seen_on"] == ["b", "c"] and not line.ranks
