@@ -28,6 +28,7 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "m
 NOT_HERE = 77
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 _START_S = 60.0
+_INSTALL_S = 300.0
 
 # CPUs are more than there are: ranks share them. KillWait: how long a job that is cancelled, or has reached
 # its time limit, has after SIGTERM.
@@ -92,7 +93,17 @@ def install() -> None:
         raise NotHere(f"Slurm is not installed ({', '.join(_missing())}), and only root can, with apt")
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(["apt-get", *words], env=env, capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                ["apt-get", *words],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_INSTALL_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise NotHere(f"apt-get {words[0]}: not done within {_INSTALL_S:g} s") from None
         if done.returncode != 0:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             raise NotHere(f"apt-get {words[0]}: {' '.join(last) or f'exit code {done.returncode}'}")

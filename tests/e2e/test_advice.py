@@ -108,6 +108,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* sbatch .*": Elsewhere(
         "tests/unit/launch/test_sbatch.py, and with a real Slurm tests/e2e/test_slurm.py"
     ),
+    r".* doctor --cluster-report .*": Elsewhere("minutes: tests/e2e/test_doctor.py"),
     r"srun .* doctor": Elsewhere("there is no Slurm here: tests/e2e/test_doctor.py, under mpirun"),
     r".*mpirun -n \d doctor( --json)?": Typed(says="launcher"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
