@@ -212,6 +212,7 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
     result = json.loads(where.read_text()) if where.exists() else {}
     if ended.code == DONE:
         assert result["status"] == "VALID", "code 0 of a run that is not VALID"
+        assert one.may_go_on or not was_hit, "it went on as if nothing had happened"
         if result["lost"]:
             assert one.policy == "continue" and {r for lost in result["lost"] for r in lost["ranks"]} <= _hit(
                 one
