@@ -182,6 +182,8 @@ class Supervisor:
         while not _ended_within(process, 0.25):
             if time.monotonic() < look_until:
                 self._note_segments(process)
+            if stop_at is None and self._witness and (who := self._witness.goes_on_without()):
+                self._say(who)
             if stop_at is None and self._signals:
                 self._say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
                 tell(self._signals[0])

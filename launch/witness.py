@@ -27,6 +27,7 @@ _STATUS = re.compile(r"Daemon exit status:\s+(\d+)")
 _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end
 _HYDRA_LOOKS_S = 0.5
 _HYDRA_ENDS_S = 2.0  # after its own end, the ranks on all hosts
+_GOES_ON_S = 2.0  # with a daemon less; when a run ends, all of them end sooner
 _OF_THE_RUN = "mpillm: "  # how rank 0's one message begins
 _STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one that only the launcher knows
 
@@ -51,6 +52,7 @@ class Witness:
         self._proxy: int | None = None  # Hydra's lost daemon
         self._hydra_loses = False
         self._proxies: dict[int, int] = {}  # Hydra's number of a daemon, by a pidfd of its (remote) shell
+        self._gone: dict[int, float] = {}  # when a shell's end was seen; inf: it has been told
         self.told_person = False  # rank 0's message has come through
 
     def note_proxies(self, mpirun: int) -> None:
@@ -60,6 +62,25 @@ class Witness:
                 match = _PROXY.search(" ".join(child.cmdline()))
                 if match and int(match[1]) not in self._proxies.values():
                     self._proxies[os.pidfd_open(child.pid)] = int(match[1])
+
+    def goes_on_without(self) -> str:
+        """Say that Hydra's mpirun has lost a daemon and goes on, once for each; "" if there is none to tell.
+
+        Ranks hold the daemon's connection to mpirun, which so hears nothing of its end.
+        """
+        gone = select.select([*self._proxies], [], [], 0)[0] if self._proxies else []
+        now = time.monotonic()
+        for fd in gone:
+            self._gone.setdefault(fd, now)
+        late = next((fd for fd in gone if now > self._gone[fd] + _GOES_ON_S), None)
+        hosts = self._roll_call.hosts() if self._roll_call is not None else {}
+        names = [*dict.fromkeys(hosts.values())]
+        if late is None or self._proxies[late] >= len(names):
+            return ""
+        self._gone[late] = math.inf
+        host = names[self._proxies[late]]
+        who = rank_list([rank for rank, own in hosts.items() if own == host], hosts)
+        return f"{who}: mpirun has lost its daemon on {host}; its ranks go on, but what they print is lost"
 
     def hear(self, line: str) -> bool:
         """Take a line that the ranks or mpirun have printed; any thread may call.

@@ -213,6 +213,10 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
     if ended.code == DONE:
         assert result["status"] == "VALID", "code 0 of a run that is not VALID"
         assert one.may_go_on or not was_hit, "it went on as if nothing had happened"
+        if was_hit and one.hit == "kill a host's daemon" and one.phase in HELD_PHASES:
+            assert f"mpirun has lost its daemon on {one.host}; its ranks go on" in ended.err, (
+                "nothing is said of it"
+            )
         if result["lost"]:
             assert one.policy == "continue" and {r for lost in result["lost"] for r in lost["ranks"]} <= _hit(
                 one
@@ -259,7 +263,7 @@ def play(one: Round, folder: Path) -> str:
             if was_hit := wait_for_phase(one, command, made):
                 hit(one, made)
             if one.phase in HELD_PHASES and one.may_go_on:
-                time.sleep(2)
+                time.sleep(4)
                 (folder / GO).touch()
             gone = one.hit in ("cut a host's power", "pull a host's cable", "kill a host's daemon")
             ended = command.end(WITHIN_S, lingers=60.0 if gone or one.phase == "join" else 10.0)

@@ -94,6 +94,19 @@ def test_hydras_lost_daemon(roll_call: RollCall) -> None:
     assert made.before_rank_0(255) == expected
 
 
+def test_hydra_goes_on_without_a_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, and not when all of them end with the run."""
+    made = Witness(roll_call)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        made._proxies = {os.pidfd_open(process.pid): 1, os.pidfd_open(os.getpid()): 0}
+    assert made.goes_on_without() == "", "the run may just be ending"
+    monkeypatch.setattr("launch.witness._GOES_ON_S", 0.0)
+    assert made.goes_on_without() == (
+        "host h2 (ranks 2-3): mpirun has lost its daemon on h2; its ranks go on, but what they print is lost"
+    )
+    assert made.goes_on_without() == "" == Witness(roll_call).goes_on_without()
+
+
 @pytest.mark.parametrize("ended", [[0, 1], [0, 1, 3]])
 def test_a_host_of_which_nothing_is_heard(
     roll_call: RollCall, monkeypatch: pytest.MonkeyPatch, ended: list[int]
