@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.command import find_program
 from mpillm import workloads
 from mpillm.config.values import Values, collect
 from mpillm.configurator import Field
@@ -21,26 +22,31 @@ from mpillm.data.dataset import Dataset, Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.errors import ExitCode
+from mpillm.errors import ExitCode, StageError
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.results import OutputFields
 from mpillm.files import read_object, write_json
+from mpillm.harnesses.kind import Load, Sample, Seeds
+from mpillm.harnesses.kinds import kind_of
 from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.loadtest.load_test import FixedConcurrency
 from mpillm.report.run_directory import path_shown
+from mpillm.submission.client_points import measured_point
 from mpillm.submission.endpoint_points import (
     ACCURACY,
     CONFIG,
+    NOTES,
     POWER,
     SUMMARY,
     WARMUP,
     Curve,
     accuracy_results,
-    read_yaml,
+    how_measured,
     request_logs,
     result_summary,
+    system_tps,
     write_shared,
     write_yaml,
 )
@@ -107,6 +113,13 @@ class _Options(Values):
     ready_deadline = Field(
         "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group=_GROUP
     )
+    harness = Field(
+        "harness",
+        "measure points with MLCommons' client as it is, which Standardized entries need; it must be in PATH"
+        " [default: mpillm's own client]",
+        one_of("inference-endpoint"),
+        group=_GROUP,
+    )
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest silence of a server that owes answers", default=300.0, group=_GROUP
     )
@@ -116,6 +129,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure the points that have no result yet, and write the files of all.
 
     NOT_READY if the server is not; TEST_FAILED if requests failed, or an accuracy could not be measured.
+    Raises StageError if MLCommons' client fails: points that were measured by then stay.
     """
     parser = Parser(
         prog="mpillm endpoints-submission",
@@ -132,6 +146,10 @@ def main(argv: Sequence[str]) -> int:
     if missing := [name for name in needed if not options.values[name]]:
         raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
     curve, points, workload = _curve(options)
+    if options.harness:
+        if not options.model_path:
+            raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
+        find_program(options.harness, kind_of(options.harness).install)
     try:
         failed = _measure(options, curve, points, workload)
     except EndpointError as error:
@@ -233,7 +251,10 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
 
 
 # What a point's result depends on, beside the duration.
-_MEASURED = ("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set")
+_MEASURED = (
+    *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set"),
+    "harness",
+)
 
 
 def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None:
@@ -241,7 +262,7 @@ def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None
     results = curve.folder(Path(options.output or ""), 1).parent
     cure = "remove it, or choose another --submission_id"
     for file in sorted(results.glob(f"r[0-9]*/{CONFIG}")):
-        folder, config = file.parent, read_yaml(file)
+        folder, config = file.parent, how_measured(file.parent)
         c = int(folder.name[1:])
         if c not in points:
             raise ConfigError(f"{folder} is no point of this curve (--concurrency): {cure}")
@@ -279,8 +300,9 @@ def _sampling(curve: Curve, workload: Workload) -> Sampling:
 
 def per_user(summary: Mapping[str, Any]) -> str:
     """Return the tokens/s of a user as the end of a line, or why there is none."""
-    if "tps_per_user" in summary:
-        return f"  {summary['tps_per_user']:.4g} per user"
+    p90 = summary["tpot"].get("percentiles", {}).get("90.0")  # as MLCommons' client writes it
+    if rate := summary.get("tps_per_user") or (1e9 / p90 if p90 else None):
+        return f"  {rate:.4g} per user"
     if not summary["n_samples_completed"]:
         return ""
     return "  time per output token 0, which the checker rejects: most answers came in one piece"
@@ -300,10 +322,6 @@ def _point(
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
     write_json(folder / WARMUP, request_logs(warm_up.records))
-    test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
-    started = time.time()
-    duration = client.run(test)
-    summary = result_summary(test.records, duration, started)
     warmed_up = {
         "duration_s": round(took, 3),
         "requests_issued": c,
@@ -314,15 +332,56 @@ def _point(
         "link_logs": WARMUP,
     }
     stated = {name: value for name, value in options.values.items() if value is not None}
-    write_yaml(folder / CONFIG, stated | {"min_duration": lasts, "warmup": warmed_up})
+    notes = stated | {"min_duration": lasts, "warmup": warmed_up}
+    (folder / NOTES).unlink(missing_ok=True)
+    failed: list[str] = []
+    if options.harness:
+        load = _load_of(options, curve, c, client, dataset, sampling)
+        try:
+            summary = measured_point(load, folder, lasts, c / took)
+        except StageError as error:
+            raise StageError(f"{c} at once: {error}") from None
+        write_yaml(folder / NOTES, notes)
+    else:
+        test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
+        started = time.time()
+        duration = client.run(test)
+        summary = result_summary(test.records, duration, started)
+        write_yaml(folder / CONFIG, notes)
+        write_json(folder / SUMMARY, summary)
+        failed = _errors(test, f"{c} at once")
     curve.write_point(folder, c)
-    write_json(folder / SUMMARY, summary)
     print(
-        f"{c:>6} at once  {len(test.records):,} requests in {duration:.1f} s"
-        f"  {summary['system_tps']:.4g} tokens/s{per_user(summary)}",
+        f"{c:>6} at once  {summary['n_samples_issued']:,} requests in {summary['duration_ns'] / 1e9:.1f} s"
+        f"  {system_tps(summary):.4g} tokens/s{per_user(summary)}",
         flush=True,
     )
-    return _errors(test, f"{c} at once")
+    return failed
+
+
+def _load_of(
+    options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, sampling: Sampling
+) -> Load:
+    """Return what MLCommons' client is to do at a point. Its files stay beside the submission."""
+    seeds, tokenizer = SEED_SETS[curve.seed_set], load_tokenizer(Path(options.model_path or ""))
+    return Load(
+        (client.endpoint.url,),
+        client.endpoint.model,
+        str(Path(options.model_path or "").absolute()),
+        (curve.root(Path(options.output or "")).parent / "inference-endpoint" / f"r{c}").absolute(),
+        [Sample(dataset.sample(i).tolist(), "", sampling.max_tokens, False) for i in range(len(dataset))],
+        [sampling.max_tokens] * len(dataset),
+        [False] * len(dataset),
+        range(len(dataset)),
+        None,
+        c,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        0,
+        Seeds(seeds["sample_index_rng_seed"], seeds["scheduler_rng_seed"], sampling.seed),
+        lambda text: len(tokenizer.encode_plain(text)),
+    )
 
 
 def _accuracy(

@@ -28,6 +28,9 @@ from mpillm.servers.kind import KnownFailure
 CONFIG = "inference-endpoint.yaml"
 _PROMPTS = "prompts.jsonl"
 _REPORT = "inference-endpoint"  # the folder
+SUMMARY_LEFT = f"{_REPORT}/performance/result_summary.json"
+"""What it leaves: the summary, and the configuration with all its values."""
+CONFIG_LEFT = f"{_REPORT}/config.yaml"
 _NAME = "performance"
 _NS = 1e-9
 _MOST_WORKERS = 24  # as it has itself
@@ -95,8 +98,7 @@ def _write(load: Load) -> None:
 
 
 def _read(load: Load) -> Measured:
-    folder = load.folder / _REPORT
-    report = report_of(folder / "performance" / "result_summary.json")
+    report = report_of(load.folder / SUMMARY_LEFT)
     problems = []
     if not report.get("complete", True):
         problems.append(f"its report is not complete: it says {report.get('state')}")

@@ -31,6 +31,8 @@ SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (
     "system_power.json",
     "warmup.json",
 )
+NOTES = "measured.yaml"
+"""How a point was measured, where its `config.yaml` is another client's."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
 
@@ -123,7 +125,7 @@ class Curve:
 
     def write_point(self, folder: Path, concurrency: int) -> None:
         """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
-        config = read_yaml(folder / CONFIG)
+        config = how_measured(folder)
         write_yaml(folder / POINT, self.point(concurrency, config["min_duration"], config["warmup"]))
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class Curve:
     def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
         """Write what depends on the whole curve, and what the submitter says of it, beside each point."""
         folders = [self.folder(output, c) for c in concurrencies]
-        rates = [read_json(folder / SUMMARY)["system_tps"] for folder in folders]
+        rates = [system_tps(read_json(folder / SUMMARY)) for folder in folders]
         for c, folder, rate in zip(concurrencies, folders, rates, strict=True):
             self.write_point(folder, c)
             description = dict(self.system_description) | {
@@ -178,6 +180,17 @@ class Curve:
                 "tps_utilization": rate / max(rates) if max(rates) else 0.0,
             }
             write_json(folder / SYSTEM, description)
+
+
+def system_tps(summary: Mapping[str, Any]) -> float:
+    """Return the tokens per second of a summary, ours or of MLCommons' client."""
+    return float(summary.get("system_tps") or summary.get("tps") or 0.0)
+
+
+def how_measured(folder: Path) -> dict[str, Any]:
+    """Return the options that a point was measured with, and its warm-up. Raises ConfigError."""
+    notes = folder / NOTES
+    return read_yaml(notes if notes.exists() else folder / CONFIG)
 
 
 def write_yaml(path: Path, value: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 def make_checkpoint(folder: Path) -> Path:
     """Write a tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes; return the folder."""
-    import tokenizers
     import torch
     import transformers
 
@@ -24,6 +23,15 @@ def make_checkpoint(folder: Path) -> Path:
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes to a folder."""
+    import tokenizers
+
+    folder.mkdir(exist_ok=True)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
@@ -31,4 +39,3 @@ def make_checkpoint(folder: Path) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +18,7 @@ from mpillm.commands import endpoints_submission
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.loadtest.load_test import Record
 from mpillm.submission.endpoint_points import result_summary
+from tests.helpers.make_checkpoint import make_tokenizer
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 
@@ -149,3 +153,88 @@ def test_wrong_curves_are_refused_before_anything_is_sent(
     assert list(tmp_path.iterdir()) == []
     assert main([*base, "--max_supported_concurrency", "64", "--ready_deadline", "0.1"]) == 3
     assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+# As MLCommons' client: it reads its configuration, and leaves what the commands read of its report.
+CLIENT = """#!{python}
+import json, pathlib, sys, time
+import yaml
+config = yaml.safe_load(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+if "{fails}":
+    sys.exit("{fails}")
+n = config["settings"]["runtime"]["n_samples_to_issue"]
+folder = pathlib.Path(config["report_dir"])
+(folder / "performance").mkdir(parents=True)
+(folder / "config.yaml").write_text(yaml.safe_dump(config | {{"resolved": True}}))
+told = {{"avg": 1e6, "total": 1e6 * n, "percentiles": {{"50.0": 1e6, "90.0": 2e6, "99.0": 3e6}}}}
+summary = dict(version="0.1.0", git_sha=None, n_samples_issued=n, n_samples_completed=n)
+summary |= dict(n_samples_failed={failed}, duration_ns=n * {ns}, complete=True, state="complete", tps=8.0)
+summary |= dict(ttft=told, tpot=told, latency=told)
+summary |= dict(output_sequence_lengths={{"total": 8 * n, "percentiles": {{}}}})
+(folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
+"""
+
+
+def install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failed: int = 0, fails: str = ""
+) -> list[str]:
+    """Put a stand-in for MLCommons' client into PATH; return the options that it needs."""
+    program = tmp_path / "bin" / "inference-endpoint"
+    program.parent.mkdir(exist_ok=True)
+    made = CLIENT.format(python=sys.executable, fails=fails, failed=failed, ns=10**6)
+    program.write_text(made)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    model = tmp_path / "model"
+    make_tokenizer(model)
+    return ["--harness", "inference-endpoint", "--model_path", str(model)]
+
+
+def test_points_that_mlcommons_client_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its summary and configuration go into the submission as they are; it sends enough for the duration."""
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--concurrency", "1,48", *install(tmp_path, monkeypatch)]
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--url", url, "--min_duration", "0.2"]
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert "8 tokens/s  500 per user" in out
+        curve = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
+        for c in (1, 48):
+            folder = curve / f"r{c}"
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            assert config["resolved"] and config["settings"]["load_pattern"]["target_concurrency"] == c
+            runtime = config["settings"]["runtime"]
+            assert runtime["dataloader_random_seed"] == 586478644936801402
+            assert runtime["scheduler_random_seed"] == 10487924139932647040
+            summary = json.loads((folder / "result_summary.json").read_text())
+            assert summary["n_samples_issued"] >= 200, "of a millisecond each"
+            point = yaml.safe_load((folder / "point.yaml").read_text())
+            assert point["warmup"]["requests_completed"] == c
+            assert json.loads((folder / "system_desc.json").read_text())["tps_utilization"] == 1.0
+        assert main(command) == 0 and capsys.readouterr().out.count("was there") == 2
+        assert main([word for word in command if word not in ("--harness", "inference-endpoint")]) == 2
+        assert "was measured with --harness inference-endpoint, this is without" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [({"failed": 2}, "2 requests failed"), ({"fails": "Config error: no"}, "ended with exit code 1")],
+)
+def test_a_client_that_fails_has_no_point(
+    how: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--concurrency", "1,48", *install(tmp_path, monkeypatch, **how)]
+    with null_server() as url:
+        assert main(["endpoints-submission", *words, "--url", url, "--min_duration", "0.01"]) == 1
+    error = capsys.readouterr().err
+    assert said in error and "1 at once: harness (inference-endpoint)" in error
+    results = tmp_path / "made" / "Us" / "1" / "results"
+    assert not [*results.rglob("result_summary.json")]

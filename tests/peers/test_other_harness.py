@@ -1,0 +1,84 @@
+"""Clients of other people in LoadGen's place (`run --harness`), against our endpoint and against vLLM."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.support import DONE, Starter
+from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
+from tests.peers.test_own_servers import VLLM
+
+pytestmark = pytest.mark.peers
+
+N, OUTPUT = 64, 32
+DATA: list[object] = ["--dataset", "synthetic", "--num_samples", N, "--input_mean", 32]
+DATA += ["--output_mean", OUTPUT, "--max_output_len", OUTPUT]
+LOADS = {
+    "offline": (),
+    "poisson": ("--scenarios", "Server", "--server_target_qps", 20, "--min_query_count", 100),
+    "concurrency": ("--concurrency", 8),
+}
+CLIENTS = {"inference-endpoint": "inference-endpoint", "aiperf": "aiperf", "guidellm": "guidellm"}
+CLIENTS["vllm-bench"] = "vllm"
+
+
+@pytest.fixture(autouse=True)
+def in_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have other people's programs in PATH, and vLLM's settings for CPUs in the environment."""
+    for name in ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "DO_NOT_TRACK"):
+        monkeypatch.setenv(name, peer_environment()[name])
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture(params=CLIENTS)
+def harness(request: pytest.FixtureRequest, program: Program) -> str:
+    name = str(request.param)
+    if name == "inference-endpoint":  # of no package index: wherever it is
+        if not shutil.which(name):
+            pytest.skip("there is no inference-endpoint in PATH")
+    else:
+        program(CLIENTS[name])
+    return name
+
+
+def shown(result: dict[str, object]) -> str:
+    client, first = result["harness"], result["ttft_ms"]
+    assert isinstance(client, dict) and isinstance(first, dict)
+    return f"{client['name']} {client['version']}: first token p50 {first['p50']:.1f} ms"
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, say: Says) -> None:
+    """All requests are answered, and its figures are those that are made of its records."""
+    options = ("--harness", harness, "--model_path", model, "--core_options", "ttft_ms:20,tpot_ms:5")
+    ended = one.start(2, *DATA, *options, *LOADS[load], core="dummy").end(TIMEOUT_S).must(DONE)
+    result = ended.result
+    n = 100 if load == "poisson" else N
+    assert result["harness"]["completed"] == result["harness"]["asked"] == result["samples"] == n
+    assert result["errors"] == 0 and not [one_ for one_ in result["doubts"] if harness in one_]
+    assert result["endpoint"]["samples"] >= n
+    said, made = result["harness"], result
+    for name in ("ttft_ms", "latency_ms"):
+        assert made[name]["mean"] == pytest.approx(said[name]["mean"], rel=0.02)
+        assert made[name]["mean"] >= result["endpoint"][name]["mean"]
+    assert abs(result["tokens"] - n * OUTPUT) <= (0 if harness != "vllm-bench" else n)
+    say(f"{load}: {shown(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
+
+
+def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Says) -> None:
+    """The ranks start vLLM, and the client asks it itself."""
+    program("vllm")
+    options = ("--harness", harness, "--model_path", model, "--dtype", "float32", "--concurrency", 4)
+    data = ("--num_samples", 16, "--min_query_count", 16)
+    command = one.start(2, *DATA, *data, *options, *VLLM, core="trtllm_endpoint")
+    ended = command.end(TIMEOUT_S).must(DONE)
+    result = ended.result
+    assert "straight to the server" in ended.out and "endpoint" not in result
+    assert (result["harness"]["completed"], result["errors"]) == (16, 0)
+    (served,) = result["per_instance"]
+    assert served["server_generated_tokens"] >= result["tokens"] > 0
+    counted = f"{result['tokens']} tokens, by its own count {served['server_generated_tokens']}"
+    say(f"vLLM: {shown(result)}, {counted}")
