@@ -234,11 +234,9 @@ class RunDirectory:
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
-        if result.get("status") == MEASURED:
-            name = (result.get("harness") or {}).get("name")
-            raise ConfigError(f"{path}: {name} made its load (--harness): there is no verdict of LoadGen")
         with as_written(path / "result.json"):
             failed = result["status"] == "FAILED"
+            other = result["harness"]["name"] if result["status"] == MEASURED else ""
             for key in () if failed else _OF_RESULT:
                 result[key]
             last = (
@@ -246,6 +244,8 @@ class RunDirectory:
                 if failed or result["test_mode"] == "PerformanceOnly"
                 else "effective_test_mode"
             )
+        if other:
+            raise ConfigError(f"{path}: {other} made its load (--harness): there is no verdict of LoadGen")
         if failed:
             causes = "; ".join(str(failure.get("cause")) for failure in failures_in(result))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")

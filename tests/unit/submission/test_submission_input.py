@@ -73,6 +73,10 @@ def test_bad_input(maker: Maker) -> None:
     says("--submitter '': expected a text that is not empty", performance, "--submitter", "")
     says("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
     says(
+        "aiperf made its load (--harness): there is no verdict of LoadGen",
+        make_run(maker.folder / "h", result={"status": "MEASURED", "harness": {"name": "aiperf"}}),
+    )
+    says(
         "failed in phase 'test': x",
         make_run(
             maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}
