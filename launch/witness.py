@@ -120,20 +120,24 @@ class Witness:
             return ""
         hosts = self._roll_call.hosts()
         names = [*dict.fromkeys(hosts.values())]  # as mpirun numbers them
-        if self._proxy is not None and self._proxy < len(names):
-            return self._lost(names[self._proxy], "")
         if self._hydra_loses and (silent := self._only_silent_host()):
             return self._lost(silent, "")
+        if self._proxy is not None and self._proxy < len(names):
+            return self._lost(names[self._proxy], "")
         first = self._roll_call.before_rank_0()
         end = "has ended" if len(first) == 1 else "have ended"
         return f"{rank_list(first, hosts)} {end}; then mpirun, with {status}, and all ranks" if first else ""
 
     def _only_silent_host(self) -> str:
         """Return the host of which nothing is heard though the ranks of all others have ended; "" if there is
-        none: one that loses its power closes no connection."""
+        none: one that loses its power closes no connection.
+
+        This counts more than which shell was seen to end: those of other hosts may, by mpirun's own end,
+        before the lost one's.
+        """
         assert self._roll_call is not None
         end = time.monotonic() + _HYDRA_ENDS_S
-        while len(silent := self._roll_call.silent_hosts()) > 1 and time.monotonic() < end:
+        while (silent := self._roll_call.silent_hosts()) and time.monotonic() < end:
             time.sleep(0.05)
         return silent[0] if len(silent) == 1 else ""
 

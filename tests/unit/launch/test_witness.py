@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -75,8 +76,9 @@ def test_what_others_print_says_nothing(roll_call: RollCall) -> None:
     assert made.lost_by_open_mpi(math.inf) == "" and made.told_person
 
 
-def test_hydras_lost_daemon(roll_call: RollCall) -> None:
+def test_hydras_lost_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shell is the one that has ended; the numbers are those of the hosts, in the ranks' order."""
+    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.1)
     process = subprocess.Popen([sys.executable, "-c", MPIRUN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
@@ -121,6 +123,23 @@ def test_a_host_of_which_nothing_is_heard(
         roll_call._note_end((rank, 7, 0, b"h"))
     expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
     assert made.before_rank_0(255) == (expected if ended == [0, 1] else "")
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_the_shell_of_another_host_may_end_first(
+    roll_call: RollCall, monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    """The host without power is the one of which nothing is heard, at last."""
+    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.5 if is_silent else 30.0)
+    made = Witness(roll_call)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(os.getpid()): 1}
+    hear(made, HYDRA)
+    roll_call._note_end((0, 7, 0, b"h"))
+    if not is_silent:
+        threading.Timer(0.2, roll_call._note_end, [(2, 7, 0, b"h")]).start()
+    lost = "host h2 (ranks 2-3): mpirun has lost" if is_silent else "host h1 (ranks 0-1): mpirun has lost"
+    assert made.before_rank_0(255).startswith(lost)
 
 
 def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
