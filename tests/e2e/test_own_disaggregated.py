@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +113,10 @@ def test_a_server_that_is_killed_or_stopped_in_the_test(one: Starter, whose: str
     role = b"kv_producer" if whose == "context" else b"kv_consumer"
     victim = processes(command, role)[0]
     os.kill(victim, number)
-    killed = time.monotonic()
     ended = command.end(60).must(INSTANCE_LOST)
     assert f"(vllm, {whose}): " in ended.message, repr(ended)
     how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else "(SIGKILL)"
     assert how in ended.message, repr(ended)
-    assert time.monotonic() - killed < 30
     failed = ended.result["failures"][0]
     assert failed["rank"] == 1 if whose == "context" else failed["rank"] in (2, 3)
 

@@ -97,6 +97,17 @@ def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: s
     assert failure["rank"] in (1, 2) and (ended.log_dir / "report.html").exists()
 
 
+def test_a_server_that_is_killed_while_it_streams_to_two_ranks(one: Starter) -> None:
+    """Whoever of the two hears first that its stream has ended: what is said is how the server has."""
+    more = ("--scenarios", "Server", "--server_target_qps", 20, "--clients_per_server", 2)
+    command, _ = start(one, 3, *server("--token_s", 0.5), *more)
+    wait_for_answers(command, 2)
+    os.kill(processes(command)[0], signal.SIGKILL)
+    ended = command.end(60).must(INSTANCE_LOST)
+    first, *_ = ended.message.splitlines()[1:]
+    assert "rank 1 (" in first and "was ended by signal 9 (SIGKILL)" in first, repr(ended)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

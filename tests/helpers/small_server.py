@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good
 
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="")
     parser.add_argument("--pause_s", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--token_s", type=float, default=0.0, help="between the pieces of a stream")
     parser.add_argument("--ready_after_s", type=float, default=0.0)
     parser.add_argument("--says", default="", help="a line of its log, once it has started")
     parser.add_argument("--fails_once", default="", help="a file: it makes it and fails, if it is not there")
@@ -39,7 +41,13 @@ def main() -> None:
 
     def answer(request: Request) -> Reply:
         time.sleep(options.pause_s)
-        return good(request)
+        reply = good(request)
+        return Reply(slowly(reply.pieces)) if options.token_s else reply
+
+    def slowly(pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            time.sleep(options.token_s)
+            yield piece
 
     with ScriptedServer(answer, port=options.port):
         time.sleep(options.exits_after_s or 600)
