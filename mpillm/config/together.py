@@ -66,6 +66,8 @@ def _check_restart(config: RunConfig) -> None:
         why = "the run starts no servers (--server)"
     elif kind_of(config.server).client_port:
         why = f"a {config.server} server is not started again"
+    elif config.harness:
+        why = f"the client of {config.named('harness')} may ask a server itself, and would not hear of it"
     elif config.clients_of_a_server > 1:
         why = f"with {config.named('clients_per_server')} other ranks would not hear of it"
     if why:

@@ -290,7 +290,8 @@ def _summary(seconds: Sequence[float]) -> dict[str, float] | None:
 def _servers_of(planned: Planned) -> int:
     """Return how many servers the client could ask itself; 0: only the run's own endpoint."""
     config = planned.config
-    if config.core_type not in TRTLLM_ENDPOINT:
+    # A request of a disaggregated run goes to two servers, which the run's own clients know.
+    if config.core_type not in TRTLLM_ENDPOINT or planned.plan.n_context_servers:
         return 0
     return len(planned.plan.servers) or len(config.trtllm_server_urls or ())
 
@@ -322,7 +323,7 @@ def _open(
     ]
     return session, [
         f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {len({rank.node for rank in plan.ranks})},"
-        f" {planned.yaml.mode}, core {config.core_type}, {planned.reports[0].versions['MPI']}",
+        f" {plan.mode}, core {config.core_type}, {planned.reports[0].versions['MPI']}",
         "",
         disagg.table(plan),
         *(f"  {line}" for line in lines),

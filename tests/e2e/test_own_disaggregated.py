@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_instance_loss import wait_for_answers
+from tests.e2e.test_other_harness import DATA, client
 from tests.e2e.test_own_servers import TEST, processes
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.small_vllm import ENDS_AT_ONCE
@@ -130,6 +131,15 @@ def test_a_generation_server_that_the_run_can_do_without(one: Starter) -> None:
     assert dict(ended.accuracy_log()) == expected(prompts) and len(ended.accuracy_log()) == N
     (lost,) = ended.result["lost"]
     assert "(vllm, generation): was ended by signal 9 (SIGKILL)" in lost["cause"]
+
+
+def test_another_client_goes_through_the_run(one: Starter) -> None:
+    """It knows nothing of halves: the stand-in refuses what it would ask them."""
+    command = one.start(3, *DATA, "--model_path", "small", *DISAGG, *client(), core="trtllm_endpoint")
+    ended = command.end(120).must(DONE)
+    assert "through the run's own endpoint" in ended.out
+    assert ended.result["harness"]["completed"] == ended.result["samples"] > 0
+    assert sum(instance["handed_over"] for instance in ended.result["per_instance"]) > 0
 
 
 def test_own_serve(one: Starter) -> None:

@@ -151,6 +151,7 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
     ("options", "why"),
     [
         ({"clients_per_server": "2"}, "with --clients_per_server 2 other ranks would not hear of it"),
+        ({"harness": "aiperf"}, "the client of --harness aiperf may ask a server itself"),
         ({"server": "tritonserver"}, "a tritonserver server is not started again"),
         ({"server": ""}, "the run starts no servers"),
     ],
