@@ -51,9 +51,13 @@ def _rank_rows(ranks: Iterable[RankPlan]) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = [("rank", "node", "device", "roles", "inst", "tp", "pp", "ep")]
     for r in ranks:
         rows.append(
-            (r.rank, r.node, r.device, "+".join(r.roles), r.instance, r.tp_rank, r.pp_rank, r.ep_rank)
+            (r.rank, r.node, _devices(r), "+".join(r.roles), r.instance, r.tp_rank, r.pp_rank, r.ep_rank)
         )
     return rows
+
+
+def _devices(rank: RankPlan) -> object:
+    return ranges(rank.server_devices) if rank.server_devices else rank.device
 
 
 def _control_rows(plan: WorldPlan) -> list[Sequence[object]]:

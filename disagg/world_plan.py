@@ -24,6 +24,8 @@ from .errors import ConfigError
 from .placement import place
 from .schema import SECTIONS
 
+CONTROL = frozenset(("harness", "leader"))
+"""The roles of control ranks."""
 ROLES = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
 _MAX_RANKS = 1 << 20  # a larger slot count is a typing error
 _CONTEXT_OWNER = ("server", "ctx")  # the roles of a rank that owns a server of contexts
@@ -45,6 +47,7 @@ class RankPlan:
     device: int | None  # index among the workers of its node; in a run, of its GPU
     # Of a client, the index of its server: the first one owns it. The owner of a context server is none.
     server: int | None = None
+    server_devices: tuple[int, ...] = ()  # in a run, the GPUs of the server that it owns
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,13 @@ class WorldPlan:
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
         return _made_again, (self.config, nodes, self.clients_per_server, self.n_context_servers)
 
-    def on_devices(self, devices: Mapping[int, int]) -> WorldPlan:
-        """Return it with the devices that the ranks really have; those that are not named have none."""
-        return replace(self, ranks=tuple(replace(one, device=devices.get(one.rank)) for one in self.ranks))
+    def on_devices(self, own: Mapping[int, int], of_servers: Mapping[int, tuple[int, ...]]) -> WorldPlan:
+        """Return it with the GPUs that the ranks, and servers by owner, really have; others have none."""
+        ranks = (
+            replace(one, device=own.get(one.rank), server_devices=of_servers.get(one.rank, ()))
+            for one in self.ranks
+        )
+        return replace(self, ranks=tuple(ranks))
 
     @property
     def mode(self) -> str:

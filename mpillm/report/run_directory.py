@@ -235,6 +235,9 @@ class RunDirectory:
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
         with as_written(path / "result.json"):
+            if result["status"] == MEASURED:
+                name = (result.get("harness") or {}).get("name")
+                raise ConfigError(f"{path}: {name} made its load (--harness): there is no verdict of LoadGen")
             failed = result["status"] == "FAILED"
             other = result["harness"]["name"] if result["status"] == MEASURED else ""
             for key in () if failed else _OF_RESULT:

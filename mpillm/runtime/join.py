@@ -153,7 +153,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
             raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
-    plan = plan.on_devices({rank: gpu.device for rank, gpu in gpus.items()})
+    plan = plan.on_devices({rank: gpu.device for rank, gpu in gpus.items()}, server_gpus)
     return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from disagg.world_plan import CONTROL
 from mpillm import fields
 from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.model_config import PRESETS
@@ -80,12 +81,12 @@ class Run:
 
     @cached_property
     def workers(self) -> list[dict[str, Any]]:
-        """The plan's ranks that have a device."""
+        """The plan's ranks that compute answers, or start who does."""
         file = self.path / "plan.json"
         with as_written(file):
-            workers = [rank for rank in read_json(file)["ranks"] if rank["device"] is not None]
+            workers = [rank for rank in read_json(file)["ranks"] if {*rank["roles"]} - CONTROL]
         if not workers:
-            raise ConfigError(f"{file}: damaged, or not written by a run: no rank has a device")
+            raise ConfigError(f"{file}: damaged, or not written by a run: no rank is a worker")
         return workers
 
     @cached_property

@@ -43,7 +43,7 @@ def system_description(run: Run, submitter: str, division: str, system_name: str
     """
     machine = _one_kind(run)
     cpu, gpus = machine["cpu"], machine["gpus"]
-    n_gpus = max(Counter(worker["node"] for worker in run.workers).values()) if gpus else 0
+    n_gpus = max(_used_gpus(run.workers).values()) if gpus else 0
     cards = Counter(card["type"] for card in machine["network"])
     description: dict[str, Any] = {
         "division": division,
@@ -199,6 +199,14 @@ def _algorithm(quantization: Mapping[str, Any] | None) -> str:
             weights.get("num_bits", "")
         )
     return str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
+
+
+def _used_gpus(workers: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Return how many GPUs of each node a run used: its ranks, and the servers that they owned."""
+    used = Counter[str]()
+    for worker in workers:
+        used[worker["node"]] += len(worker.get("server_devices", ())) or worker["device"] is not None
+    return used
 
 
 def _one_kind(run: Run) -> dict[str, Any]:

@@ -29,7 +29,12 @@ def plan(workers: int, nodes: list[str] | None = None, tensor_parallelism: int =
 def test_no_gpu_is_the_cpu_and_none_is_asked_for() -> None:
     assert assign("auto", plan(3), [()] * 5) == {}
     assert assign("cpu", plan(3), [(A, B, C)] * 5) == {}
-    assert [rank.device for rank in plan(3).on_devices({2: 7}).ranks][1:4] == [None, 7, None]
+    ranks = plan(3).on_devices({2: 7}, {3: (4, 5)}).ranks
+    assert [(rank.device, rank.server_devices) for rank in ranks[1:4]] == [
+        (None, ()),
+        (7, ()),
+        (None, (4, 5)),
+    ]
 
 
 def test_an_instance_has_what_its_fullest_gpu_has() -> None:

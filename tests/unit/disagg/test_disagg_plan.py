@@ -60,6 +60,7 @@ def test_one_rank_has_every_role_and_a_device() -> None:
                 "node": "localhost",
                 "device": 0,
                 "server": None,
+                "server_devices": (),
             }
         ],
     }
@@ -78,6 +79,7 @@ def test_json_of_a_control_rank_has_nulls() -> None:
         "node": "a",
         "device": None,
         "server": None,
+        "server_devices": [],
     }
     assert (data["ranks"][1]["node"], data["ranks"][1]["device"], data["ranks"][1]["roles"]) == (
         "b",

@@ -49,6 +49,21 @@ def test_system_description(maker: Maker) -> None:
     }
 
 
+def test_the_gpus_of_servers_that_ranks_own_are_counted(maker: Maker) -> None:
+    """Two servers of four on one node, each with two clients, which have none."""
+    result = {"per_instance": [{"instance": i, "frameworks": ["vLLM 0.33.0"]} for i in range(4)]}
+    runs = maker.runs(core_type="trtllm_endpoint", result=result)
+    ranks = [{"rank": 0, "roles": ["harness", "leader"], "node": "n0", "device": None}]
+    for rank in range(1, 5):
+        roles, devices = (["server", "executor"], [0, 1, 2, 3]) if rank % 2 else (["executor"], [])
+        ranks += [{"rank": rank, "roles": roles, "node": "n0", "device": None, "server_devices": devices}]
+    for run in runs:
+        (run / "plan.json").write_text(json.dumps({"world_size": 5, "ranks": ranks}))
+    maker.submit(*runs, code=4)
+    system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
+    assert (system["accelerators_per_node"], system["accelerator_model_name"]) == ("8", "NVIDIA H200")
+
+
 @pytest.mark.parametrize(
     ("told", "framework"),
     [
