@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,10 +186,10 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises OSError, ValueError."""
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file. Raises OSError, ValueError."""
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+        yield from (json.loads(line) for line in file if line.strip())
 
 
 def report_of(path: Path) -> dict[str, Any]:

@@ -183,9 +183,10 @@ def other_harness_rows(
 ) -> list[tuple[str, Any]]:
     """Do as `summary_rows`, for a test whose load another client made."""
     client = result["harness"]
+    name = f"{client['name']} {client['version']}".strip()
     said = f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s"
     rows: list[tuple[str, Any]] = [
-        ("harness", f"{client['name']} {client['version']}: {said}, {client['failed']:,} failed"),
+        ("harness", f"{name}: {said}, {client['failed']:,} failed"),
         *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
         *_lost_rows(result, "requests"),
     ]

@@ -39,6 +39,7 @@ MEASURED = "MEASURED"
 HAS_FIGURES = ("VALID", "INVALID", MEASURED)
 """The status of a test that has ended well."""
 CERTIFICATE = "certificate.json"
+HARNESS_LOG = "harness.log"  # what another client printed (--harness)
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
@@ -49,6 +50,7 @@ OF_AN_EARLIER_RUN = (
     PAGE,
     TRACE,
     CERTIFICATE,
+    HARNESS_LOG,
     DETAIL,
     SUMMARY,
     ACCURACY,

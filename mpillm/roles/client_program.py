@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ class ClientProgram(Role):
         """Write what the client reads."""
         self._endpoint.warmup()
         self._load = self._prepare(self._urls)
-        self._load.folder.mkdir(parents=True, exist_ok=True)
+        if self._load.folder.exists():  # with reports of an earlier run
+            shutil.rmtree(self._load.folder)
+        self._load.folder.mkdir(parents=True)
         self._command = command_of(self._kind, self._load)
         self._kind.write(self._load)
 

@@ -40,7 +40,7 @@ from mpillm.report.goodput import goodput
 from mpillm.report.page.facts import facts_of
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import add_costs, other_harness_rows, other_loads
-from mpillm.report.run_directory import MEASURED, RunRecord, path_shown, unwritable
+from mpillm.report.run_directory import HARNESS_LOG, MEASURED, RunRecord, path_shown, unwritable
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.client_program import Bounds, ClientProgram, command_of
 from mpillm.runtime.join import Planned, Prepared, prepare
@@ -49,7 +49,7 @@ from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_guesses
 
-LOG, FOLDER = "harness.log", "harness"
+FOLDER = "harness"
 _ASK_S = 30.0
 # What the run's own endpoint has counted, beside the client's figures.
 _OF_ENDPOINT = (
@@ -88,8 +88,7 @@ class HarnessSession(ServeSession):
         frontend = self._frontend
         assert frontend is not None
         bounds = Bounds(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
-        log = self._record.path / LOG
-        log.unlink(missing_ok=True)  # an earlier run's
+        log = self._record.path / HARNESS_LOG
         self._client = ClientProgram(
             self.kind, self._load, frontend, frontend.end_early, log, bounds, loop.wake
         )

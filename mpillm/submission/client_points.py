@@ -38,7 +38,8 @@ def measured_point(load: Load, folder: Path, lasts_s: float, rate: float) -> dic
     """
     n = max(len(load.order), math.ceil(_MORE * rate * lasts_s))
     for _ in range(_TRIES):
-        shutil.rmtree(load.folder, ignore_errors=True)
+        if load.folder.exists():  # with the report of an earlier try
+            shutil.rmtree(load.folder)
         asked = replace(load, order=range(n))
         run_client(asked, load.folder.with_suffix(".log"))
         summary = read_object(load.folder / SUMMARY_LEFT)

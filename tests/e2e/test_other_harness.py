@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from mpillm.commands.compare import main as compare
 from mpillm.report.request_log import read_requests
 from tests.e2e.test_own_servers import server
+from tests.helpers.scripted_server import ScriptedServer
 from tests.helpers.support import DONE, INSTANCE_LOST, TEST_FAILED, USAGE, Command, Starter, wait_until
 
 N, OUTPUT = 40, 16
@@ -37,9 +39,11 @@ def of_client(command: Command) -> int:
 
     def found() -> int | None:
         for pid in command.pids():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"tests.helpers.small_client\0" in words and b"server_guard" not in words:
-                return None if b"mpillm\0" in words else pid
+            with contextlib.suppress(OSError):  # another one that has ended meanwhile
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                of_ours = b"server_guard" in words or b"mpillm\0" in words
+                if b"tests.helpers.small_client\0" in words and not of_ours:
+                    return pid
         return None
 
     return int(wait_until(found, "the client"))
@@ -94,6 +98,18 @@ def test_foreign_servers(one: Starter, ranks: int) -> None:
     assert logs.splitlines()[0].count("http://127.0.0.1:") == ranks - 1
 
 
+def test_servers_that_are_there(one: Starter) -> None:
+    """The client asks the servers of --trtllm_server_urls, by the name that they have for their model."""
+    with ScriptedServer() as first, ScriptedServer() as second:
+        urls = f"{first.address},{second.address}"
+        ended = (
+            start(one, 2, "--trtllm_server_urls", urls, *client(), core="trtllm_endpoint").end(60).must(DONE)
+        )
+        assert "straight to 2 servers" in ended.out and ended.result["samples"] == N
+        asked = [server.requests for server in (first, second)]
+    assert min(map(len, asked)) >= N // 2
+
+
 def test_one_url_and_two_servers(one: Starter) -> None:
     """A client that takes one server goes through the run's endpoint, which spreads its requests."""
     places = ("--urls", "{url}", *PLACES[2:])
@@ -121,6 +137,12 @@ def test_a_client_that_fails(one: Starter, options: tuple[object, ...], said: st
     assert said in "\n".join(lines), repr(ended)
     assert lines[0] == "mpillm: failed in phase 'test'" and lines[1].startswith("rank 0 (")
     assert ended.result["status"] == "FAILED" and (ended.log_dir / "report.html").exists()
+
+
+def test_a_report_of_an_earlier_run_is_not_read(one: Starter) -> None:
+    start(one, 2, *client()).end(60).must(DONE)
+    ended = start(one, 2, *client("--silent"), "--force").end(60).must(TEST_FAILED)
+    assert "its report can't be read: it has left no report (report.json)" in ended.message, repr(ended)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

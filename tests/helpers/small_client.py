@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--breaks", type=int, default=0, help="so many of them ask for what nobody has")
     parser.add_argument("--sums", action="store_true", help="report no single requests")
     parser.add_argument("--report_text", default="", help="what the report is instead")
+    parser.add_argument("--silent", action="store_true", help="leave no report")
     parser.add_argument("--hangs", action="store_true", help="before the first request")
     parser.add_argument("--worker", action="store_true", help="have a process that does nothing")
     parser.add_argument("--code", type=int, default=0, help="exit code, after it has printed 'enough'")
@@ -60,7 +61,8 @@ def main() -> int:
     }
     if not options.sums:
         report["requests"] = rows
-    options.report.write_text(options.report_text or json.dumps(report))
+    if not options.silent:
+        options.report.write_text(options.report_text or json.dumps(report))
     print("enough", flush=True)
     return int(options.code)
 
