@@ -65,9 +65,10 @@ class RunFiles:
             [rank for rank in ranks if isinstance(rank, dict)],
             # Written when all ranks have reported, with the figures of each instance's test.
             reader.read("machines.json", "the machines", dict) if result.get("compiled") is not None else {},
-            # A server writes none, nor does a run that was killed early.
+            # A server, which has a URL, writes none, nor does a run that was killed early.
             reader.rows(TIMELINE)
-            if result.get("status") not in (None, "SERVED") or (path / TIMELINE).exists()
+            if (result.get("status") not in (None, "SERVED") and "url" not in result)
+            or (path / TIMELINE).exists()
             else [],
             reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
             read_detail(path),

@@ -1,4 +1,4 @@
-"""What a test leaves of where it ran: `environment.json` and `machines.json`."""
+"""What a test or a server leaves of where it ran: `environment.json` and `machines.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpillm.runtime.join import Planned
 def leave_environment(
     directory: Path, planned: Planned, reports: Mapping[int, DrainReport], result: Mapping[str, Any]
 ) -> None:
-    """Write the software and machines that a test had, and its servers by name. Raises OSError."""
+    """Write software and machines, and by name the servers of a test. Raises OSError."""
     machines = {
         planned.plan.ranks[rank].node: report.machine
         for rank, report in sorted(reports.items())

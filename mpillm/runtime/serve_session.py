@@ -35,6 +35,7 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of
 from mpillm.runtime.join import Planned
+from mpillm.runtime.leave_environment import leave_environment
 from mpillm.runtime.rank0 import Purpose
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class ServeSession:
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
         config, plan = planned.config, planned.plan
-        self._plan = plan
+        self._planned, self._plan = planned, plan
         self._console = console
         self._control = control
         self._config = config
@@ -139,6 +140,7 @@ class ServeSession:
         totals.started = self._frontend.started
         so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
         so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
+        so_far["compiled"] = None  # only the ranks know, when they end
         try:
             self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
         except OSError as error:  # a full disk ends no server
@@ -178,6 +180,7 @@ class ServeSession:
         aborted = self._metrics.aborted
         self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
         self._record.result |= {"status": "SERVED", "aborted": aborted}
+        leave_environment(self._record.path, self._planned, reports, self._record.result)
         self._timeline.close()
         self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         return (

@@ -156,6 +156,7 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     assert len(tokens_of(first + last.read())) == 400
     ended = command.end(TIMEOUT_S).must(DONE)
     assert ended.result["status"] == "SERVED" and ended.result["samples"] >= 4 and ended.result["errors"] == 0
+    assert "What is missing here" not in (ended.log_dir / "report.html").read_text()
     assert ended.result["samples"] + ended.result["aborted"] == 16
 
 

@@ -55,4 +55,9 @@ def test_a_killed_rank_0_leaves_what_was_answered(one: Starter) -> None:
     assert instance["instance"] == 0 and instance["metrics"]["generated_tokens"] >= 60
     assert (one.folder / "s" / "telemetry.json").stat().st_size
     page = (one.folder / "s" / "report.html").read_text()
-    assert "tokens" in page and "killed" in page
+    assert (
+        "tokens" in page
+        and "killed" in page
+        and ".json is missing" not in page
+        and ".jsonl is missing" not in page
+    )
