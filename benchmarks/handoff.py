@@ -77,7 +77,7 @@ class _Figures(NamedTuple):
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     """Call this on both ranks of an mpirun with two; rank 0 prints."""
-    from mpillm.engine.model.model_config import load_model_config
+    from mpillm.engine.model.read_config import load_model_config
 
     what = "MPI" if device is None else "NCCL"
     if world.rank == 0:

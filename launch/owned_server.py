@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import select
 import signal
 import socket
@@ -30,6 +29,7 @@ from pathlib import Path
 
 from launch.children import tail
 from launch.command import Command
+from launch.shared_files import mapped
 
 _LOOK_S = 0.2
 _STOPPED_S = 1.0  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
@@ -142,12 +142,10 @@ class OwnedServer:
 
     def _note_shared_memory(self) -> None:
         for pid in self.pids:
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-                for path in map(Path, re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE)):
-                    with contextlib.suppress(OSError):
-                        if (found := path.stat()).st_uid == os.geteuid() and found.st_ctime >= self._started:
-                            self._shared.add(path)
+            for path in mapped(pid):
+                with contextlib.suppress(OSError):
+                    if (found := path.stat()).st_uid == os.geteuid() and found.st_ctime >= self._started:
+                        self._shared.add(path)
 
     # --- the watcher's thread, until `stop` ---
 

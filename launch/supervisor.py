@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import psutil
 
 from launch.live_lines import LiveLines
 from launch.prctl import adopt_orphans, die_with_parent
+from launch.shared_files import mapped
 from launch.signals import Echoes, stop_signals, title
 from launch.witness import Witness
 
@@ -83,7 +83,7 @@ class Supervisor:
         self._asked_grace_s = math.inf if drains else stop_grace_s
         self._signals: list[int] = []
         self._echoes = Echoes()
-        self._segments: set[str] = set()
+        self._segments: set[Path] = set()
         self._lines = LiveLines(sys.stdout, sys.stderr)
         self._witness = witness
         self._pumps = draws or witness is not None
@@ -128,7 +128,7 @@ class Supervisor:
                     pump.join(KILL_GRACE_S)
                 self._lines.end()
                 for segment in self._segments:
-                    Path(segment).unlink(missing_ok=True)
+                    segment.unlink(missing_ok=True)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -163,9 +163,7 @@ class Supervisor:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             for rank in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(OSError):
-                    maps = Path(f"/proc/{rank.pid}/maps").read_text(encoding="utf-8", errors="replace")
-                    self._segments |= set(re.findall(r"(/dev/shm/mpich_shm_\S+)$", maps, re.MULTILINE))
+                self._segments |= {path for path in mapped(rank.pid) if path.name.startswith("mpich_shm_")}
 
     def _wait(
         self,

@@ -14,7 +14,7 @@ from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
 from mpillm.configurator import json_output
 from mpillm.configurator.parsers import flag_dict, rate
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import Field, positive, seconds
 from mpillm.fields.model import ModelFields

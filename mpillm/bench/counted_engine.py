@@ -12,9 +12,9 @@ import torch
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.model.feed_forward import Mlp
 from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.model.transformer import Mlp
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence

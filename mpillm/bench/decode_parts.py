@@ -143,7 +143,7 @@ def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part
 
 def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
     """Return the products with weights: those of the layers, by name, and the head."""
-    from mpillm.engine.model.transformer import Mixture
+    from mpillm.engine.model.feed_forward import Mixture
 
     model = part.model
     assert model.lm_head is not None

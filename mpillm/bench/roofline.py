@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.engine.dtypes import N_BYTES
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
@@ -91,7 +92,7 @@ def sample_work(
     weights; `in_floats`: whether their products are.
     """
     n_in, n_out = lengths
-    shapes = model.tensors()
+    shapes = tensor_shapes(model)
     layers = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name)
     experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
     of_row = layers - experts * (1 - model.n_experts_per_token / model.n_experts) if experts else layers

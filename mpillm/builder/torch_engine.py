@@ -15,7 +15,7 @@ from mpillm.builder.operation import Operation, identity
 from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
-from mpillm.engine.model.model_config import PRESETS
+from mpillm.engine.model.read_config import PRESETS
 from mpillm.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS
 from mpillm.files import read_object
 

@@ -56,7 +56,7 @@ def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> An
     from mpillm.data.dataset import Limits, load_dataset
     from mpillm.data.tokenizer import load_tokenizer
     from mpillm.engine.calibrate import kv_scales
-    from mpillm.engine.model.model_config import load_model_config
+    from mpillm.engine.model.read_config import load_model_config
 
     config = load_model_config(str(model))
     limits = Limits(config.vocab_size, max_seq_len=config.max_position_embeddings)

@@ -14,9 +14,10 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from launch.shared_files import SHM, mapped
 from mpillm.comms.lifeline import visible_pids
 
-_SHM = Path("/dev/shm")
+_SHM = SHM
 _NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
 
 
@@ -35,7 +36,7 @@ def _folder() -> Path:
 def note() -> None:
     """Record which segments this rank has, once MPI has started; forget them when Python ends."""
     here, started = visible_pids(), _started(os.getpid())
-    own = _mapped(Path("/proc/self/maps"))
+    own = _mapped("self")
     if not own or not here or not started:
         return
     folder = _folder()
@@ -87,25 +88,18 @@ def left_over() -> dict[str, int]:
         return {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and found:
-            for segment in _mapped(folder / "maps"):
+            for segment in _mapped(folder.name):
                 found.pop(segment, None)
     return {segment.name: size for segment, size in sorted(found.items())}
 
 
-def _mapped(maps: Path) -> set[Segment]:
-    """Return the segments that a process has; none if it is no more, or another user's."""
-    try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    found = set()
-    for line in lines:
-        words = line.split(maxsplit=5)
-        if len(words) == 6 and words[5].startswith(f"{_SHM}/"):
-            name = words[5].removeprefix(f"{_SHM}/")
-            if _NAMES.fullmatch(name):
-                found.add(Segment(name, int(words[4])))
-    return found
+def _mapped(pid: int | str) -> set[Segment]:
+    """Return the segments that a process has."""
+    return {
+        Segment(path.name, number)
+        for path, number in mapped(pid, _SHM).items()
+        if _NAMES.fullmatch(path.name)
+    }
 
 
 def _remove(segment: Segment) -> None:

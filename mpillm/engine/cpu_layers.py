@@ -12,8 +12,8 @@ from torch import Tensor
 from mpillm.engine.kernels.c_library import address
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.attention import ByRow
+from mpillm.engine.model.feed_forward import Mlp
 from mpillm.engine.model.linear import Linear
-from mpillm.engine.model.transformer import Mlp
 from mpillm.engine.model_part import ModelPart
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p

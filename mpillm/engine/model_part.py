@@ -10,7 +10,8 @@ from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model import ops
 from mpillm.engine.model.features import Features
 from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.model.transformer import Llama, Ops
+from mpillm.engine.model.step_parts import Ops
+from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.weights.rank_weights import open_weights
 

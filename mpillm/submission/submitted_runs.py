@@ -12,7 +12,7 @@ from disagg.errors import ConfigError
 from disagg.world_plan import CONTROL
 from mpillm import fields
 from mpillm.config.workload_options import defaults_of
-from mpillm.engine.model.model_config import PRESETS
+from mpillm.engine.model.read_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.doubts import cached_prompts, restarts

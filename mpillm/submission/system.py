@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
-from mpillm.engine.model.model_config import PRESETS
+from mpillm.engine.model.read_config import PRESETS
 from mpillm.files import read_object
 from mpillm.models.model_files import EngineConfig
 from mpillm.submission.rules import (

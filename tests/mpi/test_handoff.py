@@ -246,7 +246,7 @@ def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver
     torch = pytest.importorskip("torch")
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-    from mpillm.engine.model.model_config import load_model_config
+    from mpillm.engine.model.read_config import load_model_config
     from mpillm.engine.parallel.layout import Layout
 
     world = MPI.COMM_WORLD

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.engine.model.linear import Linear
-from mpillm.engine.model.transformer import Adapters, Attention, Llama, Ops
+from mpillm.engine.model.step_parts import Adapters, Attention, Ops
+from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import ALL, Layout
 from mpillm.engine.speculation.eagle_config import LAYER, EagleConfig

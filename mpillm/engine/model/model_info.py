@@ -11,7 +11,8 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.dtypes import N_BYTES
-from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle_config
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows

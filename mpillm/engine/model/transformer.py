@@ -13,198 +13,26 @@ Only matrix products are here: attention comes with the step, the rest is in `op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.model import ops
-from mpillm.engine.model.families import CORRECTION, Activation, Experts
 from mpillm.engine.model.features import Features
+from mpillm.engine.model.feed_forward import Mixture, Mlp
 from mpillm.engine.model.latent import LatentQkv
 from mpillm.engine.model.layer_kind import PLAIN, LayerKind
-from mpillm.engine.model.linear import GroupedLinear, Linear
-from mpillm.engine.model.model_config import ModelConfig, RopeScaling
-from mpillm.engine.model.ops import Choice, Partial, Rounded, Unscaled
+from mpillm.engine.model.linear import Linear
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.ops import Partial, Unscaled
+from mpillm.engine.model.rope import rotations
+from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.layout import length
 from mpillm.engine.weights.rank_weights import Weights
-
-
-class Attention(Protocol):
-    """Attention of a step: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
-
-    It rotates queries and keys by their positions, stores keys and values, and attends. On a GPU qkv may be
-    `Unscaled`.
-    """
-
-    def __call__(self, layer: int, qkv: Any) -> Tensor: ...
-
-
-class Adapters(Protocol):
-    """Adds to a product `y` [rows, out] of `x` [rows, in], in place: see `engine.lora`."""
-
-    def add(self, layer: int, name: str, x: Tensor, y: Any) -> None: ...
-
-
-class Ops(Protocol):
-    """See `ops`."""
-
-    def add_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | Unscaled | Partial | None,
-        weight: Tensor,
-        eps: float,
-        rounds: bool = False,
-    ) -> Any: ...
-
-    def gated(
-        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
-    ) -> Any: ...
-
-    def scaled(self, product: Tensor | Unscaled) -> Tensor: ...
-
-    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
-
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
-
-
-class Mlp:
-    """The dense feed-forward, split over the TP group: the result is a part of a sum over it."""
-
-    def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
-        self._ops = ops
-        self.activation = weights.config.family.activation
-        self.gate_up = weights.linear(gate_up)
-        self.down = weights.linear(down)
-        self.biases: tuple[Tensor, Tensor] | None = None  # of one that is not gated
-        if not weights.config.family.is_gated:
-            self.biases = weights.bias(gate_up), weights.bias(down)
-
-    def __call__(
-        self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
-    ) -> Tensor | Unscaled | None:
-        """Compute. With `residual` it may add the result there, and return None."""
-        n_rows = len(x.numbers if isinstance(x, Rounded) else x)
-        few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
-        if self.biases is not None:
-            first, second = self.biases
-            hidden = F.gelu(self._ops.scaled(self.gate_up.unscaled(x)).add_(first), approximate="tanh")
-            return self._ops.scaled(self.down.unscaled(hidden)).add_(second)
-        if adapters is None and few is not None:
-            hidden = few(x, activated=True)
-        else:
-            gate_up = self.gate_up.unscaled(x)
-            if adapters is not None:
-                adapters.add(layer, "gate_up", x, gate_up)
-            hidden = self._ops.gated(gate_up, self.down.rounds(n_rows), self.activation)
-        if residual is not None and (few := self.down.few(n_rows)) is not None:
-            few(hidden, residual=residual)
-            return None
-        down = self.down.unscaled(hidden)
-        if adapters is not None:
-            adapters.add(layer, "down", hidden, down)
-        return down
-
-    def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`, for its input."""
-        return self.gate_up.rounds(n_rows)
-
-
-class Mixture:
-    """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
-
-    def __init__(self, weights: Weights, layer: str, names: Experts, experts: range, ops: Ops) -> None:
-        """`layer`: the prefix of its tensors; `experts`: this rank's."""
-        self._ops = ops
-        self._experts = experts
-        self._n_chosen = weights.config.n_experts_per_token
-        self._normed = weights.config.norms_choice
-        self._activation = weights.config.family.activation
-        # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
-        # for the choice: on a GPU, in steps that are no CUDA graphs.
-        self.one_by_one_above = math.inf
-        router = f"{layer}.{names.prefix}.{names.router}"
-        self._router_bias = weights.bias(router) if names.biases else None
-        self._correction: Tensor | None = None  # of scores in groups
-        self._shared: Mlp | None = None
-        if names.grouped:
-            self.router = Linear(weights.get(router).float())
-            self._correction = weights.get(f"{router}.{CORRECTION}")
-            self._groups, self._factor = weights.config.groups, weights.config.routed_factor
-            shared = f"{layer}.{names.prefix}.shared_experts"
-            self._shared = Mlp(weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}")
-        else:
-            self.router = Linear(weights.get(router))
-        self.gate_up, self.down = (
-            GroupedLinear(
-                [weights.linear(name) for name in each],
-                [weights.bias(name) for name in each] if names.biases else None,
-            )
-            for each in (
-                [f"{layer}.{names.prefix}.experts.{i}.{part}" for i in experts]
-                for part in (names.gate_up, names.down)
-            )
-        )
-
-    def __call__(
-        self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """Compute; no adapter changes experts, and the result is never added to `residual`."""
-        choice = self._chosen(x)
-        if len(x) > self.one_by_one_above and not self.gate_up.is_packed:
-            down = self._one_by_one(x, choice)
-        else:
-            hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
-            down = self.down(hidden, choice)
-        combined = self._ops.combine(down, choice.weights)
-        if self._shared is None:
-            return combined
-        shared = self._shared(x)
-        assert shared is not None  # it is not added to a residual
-        return combined.to(x.dtype).add_(self._ops.scaled(shared))
-
-    def _chosen(self, x: Tensor) -> Choice:
-        if self._correction is not None:
-            how = self._n_chosen, self._experts, self._normed, self._groups, self._factor
-            return ops.route_grouped(self.router(x.float()), self._correction, *how)
-        scores = self.router(x)
-        if self._router_bias is not None:
-            scores = scores + self._router_bias
-        return self._ops.route(scores, self._n_chosen, self._experts, self._normed)
-
-    def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
-        """As `gate_up`, `gated` and `down` on a GPU, with dense products of one expert after the other."""
-        from mpillm.engine.kernels.fp8_kernels import quantize_rows
-
-        numbers = quantize_rows(x) if self.gate_up.rounds else x
-        out, start = x.new_empty(len(choice.order), self.down.out_features), 0
-        for expert, end in enumerate(choice.ends.tolist()):
-            if end > start:
-                pairs = choice.order[start:end].long()
-                gate_up = self.gate_up.of(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
-                gate_up = self._biased(gate_up, self.gate_up.biases, expert)
-                hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
-                out[pairs] = self._biased(self.down.of(expert)(hidden), self.down.biases, expert)
-            start = end
-        return out
-
-    def _biased(self, product: Any, biases: Tensor | None, expert: int) -> Any:
-        return product if biases is None else self._ops.scaled(product).add_(biases[expert])
-
-    def rounds(self, n_rows: int) -> bool:
-        """Always False (see `Linear.rounds`): the router needs floats."""
-        return False
-
-
-def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
-    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
-        numbers = x.numbers.view(torch.uint8)[rows].view(x.numbers.dtype)
-        return Rounded(numbers, x.scales[rows], x.dtype)
-    return x[rows]
 
 
 class Layer:
@@ -270,7 +98,7 @@ class Llama:
         self.config = config
         self._groups = groups
         self._ops = ops
-        self._n_q, self._n_kv = layout.n_heads(config), _length(layout.kv_heads(config))
+        self._n_q, self._n_kv = layout.n_heads(config), length(layout.kv_heads(config))
         self._n_heads = self._n_q + 2 * self._n_kv
         experts = layout.experts(config)
         self.layers = [Layer(weights, i, experts, max_seq_len, ops) for i in layout.layers(config)]
@@ -288,7 +116,7 @@ class Llama:
             self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
         self.features: Features | None = None  # to keep, of each step
         self.vocabulary = layout.vocabulary(config)
-        self.rotations = _rotations(config, max_seq_len).to(weights.device)
+        self.rotations = rotations(config, max_seq_len).to(weights.device)
         self.kinds = [layer.kind for layer in self.layers]
 
     def read_choices_above(self, n_rows: int) -> None:
@@ -475,56 +303,3 @@ class Llama:
         """Return this rank's columns of the logits, in the weights' dtype, from `forward`'s last stage."""
         assert self.lm_head is not None
         return self.lm_head(normed)
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
-    """Return exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2].
-
-    Where layers with a window have a base of their own, theirs come behind: [2 * max_seq_len, head_dim / 2].
-    """
-    if config.family.learned_positions:
-        return torch.ones(max_seq_len, config.head_dim // 2, dtype=torch.complex64)
-    if (latent := config.latent) is not None:  # whose first values are not turned
-        turns = _of_rope(config.rope_theta, config.rope_scaling, latent.qk_rope_head_dim, max_seq_len)
-        return torch.cat([torch.ones(max_seq_len, latent.kv_lora_rank // 2) + 0j, turns], dim=1)
-    plain = _of_rope(config.rope_theta, config.rope_scaling, config.head_dim, max_seq_len)
-    if config.local_rope_theta is None:
-        return plain
-    return torch.cat([plain, _of_rope(config.local_rope_theta, RopeScaling(), config.head_dim, max_seq_len)])
-
-
-def _of_rope(theta: float, scaling: RopeScaling, head_dim: int, n: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
-    frequencies = _scaled(1.0 / theta**exponents, scaling, theta)
-    angles = torch.outer(torch.arange(n).float(), frequencies)
-    return torch.polar(torch.full_like(angles, scaling.attention_factor), angles)
-
-
-def _scaled(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    if scaling.kind == "llama3":
-        # Low frequencies are divided by the factor, high ones kept, those between blended.
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = (
-            (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        ).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / scaling.factor)
-    if scaling.kind == "yarn":
-        # As llama3, with the blend even over the pairs' numbers (Peng et al., YaRN, 2023).
-        n, length = len(frequencies), scaling.original_max_position_embeddings
-
-        def pair(turns: float) -> float:
-            """Return which pair, from 0 to n, turns so often over the original length."""
-            return n * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
-
-        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * n - 1)
-        blend = (torch.arange(n).float() - low) / (high - low if high != low else 0.001)
-        keep = 1 - blend.clamp(0, 1)
-        return frequencies / scaling.factor * (1 - keep) + frequencies * keep
-    return frequencies / scaling.factor

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpillm.engine.model.tensor_shapes import tensor_shapes
+
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
@@ -21,6 +23,11 @@ ALL = slice(None)
 def share(n: int, rank: int, size: int) -> slice:
     """Return the part of `n` items that `rank` of `size` holds; sizes differ by at most one."""
     return slice(n * rank // size, n * (rank + 1) // size)
+
+
+def length(part: slice) -> int:
+    """Return how many items a part has."""
+    return int(part.stop - part.start)
 
 
 @dataclass(frozen=True)
@@ -126,11 +133,11 @@ class Layout:
             expert = re.search(r"experts\.(\d+)", name)
             return int(name.split(".")[2]) in layers and (expert is None or int(expert[1]) in experts)
 
-        return [name for name in config.tensors() if mine(name)]
+        return [name for name in tensor_shapes(config) if mine(name)]
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the shape of this rank's part of each of its parameters (`tensors`)."""
-        whole, shapes = config.tensors(), {}
+        whole, shapes = tensor_shapes(config), {}
         for name in self.tensors(config):
             parts = zip(whole[name], self.part(name, config), strict=False)  # a vector has rows only
             shapes[name] = tuple(len(range(n)[part]) for n, part in parts)

@@ -15,7 +15,9 @@ from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
-from mpillm.engine.model.model_config import ModelConfig, architecture_of, parse_model
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import architecture_of, parse_model
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig
 from mpillm.engine.weights.checkpoint_folder import read_header, weight_files
 from mpillm.engine.weights.entries import Entry
@@ -126,7 +128,7 @@ def tensors(model: ModelConfig, n_layers: int, *, mapped: bool) -> dict[str, tup
     h, wide = model.hidden_size, ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     shapes: dict[str, tuple[int, ...]] = {
         name: (shape[0], 2 * h) if name.endswith(wide) else shape
-        for name, shape in model.tensors().items()
+        for name, shape in tensor_shapes(model).items()
         if name.startswith(LAYER)
     }
     shapes |= {

@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CoreConfig
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 
 NGRAM, DRAFT_TARGET, EAGLE = "NGram", "Draft_Target", "Eagle"
 _OF_TYPE = {

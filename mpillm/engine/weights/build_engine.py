@@ -12,8 +12,8 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import torch_dtype
-from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.read_config import PRESETS
 from mpillm.engine.weights.checkpoint_folder import check_room, digests, new_folder, write_safetensors
 from mpillm.engine.weights.engine_folder import engine_json, file_name, layouts, preset_digest
 from mpillm.engine.weights.entries import (

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import CHECKPOINT_DTYPES
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
     ITEM_BYTES,
@@ -256,7 +258,7 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
     form = form_of(model)
     expected: dict[str, Entry] = {} if form is None else form.entries()
-    for name, shape in model.tensors().items():
+    for name, shape in tensor_shapes(model).items():
         if form is None or not form.holds(name):
             expected |= in_checkpoint(name, shape, model)
     for name in expected:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mpillm
 from disagg.errors import ConfigError, about
-from mpillm.engine.model.model_config import architecture_of
+from mpillm.engine.model.read_config import architecture_of
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import digests, read_header, weight_files
 from mpillm.engine.weights.entries import Entry, rank_entries

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpillm.engine.dtypes import STORED
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.entries import Entry
 
@@ -47,7 +48,7 @@ class Gpt2Names:
 
     def entries(self) -> dict[str, Entry]:
         made: dict[str, Entry] = {}
-        for name, shape in self._model.tensors().items():
+        for name, shape in tensor_shapes(self._model).items():
             stored, place = _place(name)
             n_out = shape[0] if place is None else 3 * shape[0]
             turned = (*shape[1:], n_out) if _is_turned(name) else (n_out, *shape[1:])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.engine.dtypes import STORED
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.entries import Entry, blocks_name, int4_group, is_linear, scale_name
 
@@ -36,7 +37,7 @@ class Int4:
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
         self._is_awq = model.stored == "awq"
-        self._shapes = {name: shape for name, shape in model.tensors().items() if is_linear(name)}
+        self._shapes = {name: shape for name, shape in tensor_shapes(model).items() if is_linear(name)}
 
     def holds(self, name: str) -> bool:
         """Return whether a parameter, or a part of it as it is, is stored so."""

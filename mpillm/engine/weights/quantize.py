@@ -19,7 +19,9 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.fp8 import FP8, LARGEST, widen
-from mpillm.engine.model.model_config import ModelConfig, load_model_config
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.checkpoint_folder import (
     INDEX,
     SINGLE,
@@ -141,7 +143,7 @@ def quantize(
 
 
 def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
-    known, entries = model.tensors(), dict[str, Entry]()
+    known, entries = tensor_shapes(model), dict[str, Entry]()
     for name, entry in read_header(file).items():
         is_rounded = algo != "none" and name in known and is_linear(name)
         entries |= stored(name, entry.shape, model.dtype, algo) if is_rounded else {name: entry}
@@ -151,7 +153,7 @@ def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
 def _quantized(
     file: Path, algo: str, model: ModelConfig, errors: dict[str, float]
 ) -> Iterator[tuple[str, Tensor]]:
-    known = model.tensors()
+    known = tensor_shapes(model)
     try:
         with safe_open(file, framework="pt") as stream:
             for name in stream.keys():  # noqa: SIM118 - it is no dict

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import load_model_config, preset_json
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files, stored_name
 from mpillm.engine.weights.checkpoint_forms import form_of
@@ -46,7 +48,7 @@ class Checkpoint:
         self._config = config
         self._form = form_of(config)
         # How many rows share a scale.
-        self._one_scale_of = {scale_name(name): shape[0] for name, shape in config.tensors().items()}
+        self._one_scale_of = {scale_name(name): shape[0] for name, shape in tensor_shapes(config).items()}
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if self._form is not None and self._form.holds(name):
@@ -91,7 +93,7 @@ class DummyWeights:
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         """Make the weights on `device`, where they stay."""
-        self._shapes = config.tensors()
+        self._shapes = tensor_shapes(config)
         self._device = torch.device(device)
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
@@ -144,7 +146,7 @@ def save_preset(name: str, folder: Path) -> None:
     source = DummyWeights(config)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {tensor: source.get(tensor).contiguous() for tensor in config.tensors()},
+        {tensor: source.get(tensor).contiguous() for tensor in tensor_shapes(config)},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

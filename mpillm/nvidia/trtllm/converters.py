@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, about
 from mpillm.builder.preconditions import Layout
-from mpillm.engine.model.model_config import architecture_of
+from mpillm.engine.model.read_config import architecture_of
 from mpillm.nvidia.trtllm.tool_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN_CONVERT, Tool
 
 

@@ -18,7 +18,7 @@ from mpillm.bench.decode_parts import Rate, Rates, decode_parts, measure_rates
 from mpillm.bench.decode_steps import Decoded
 from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.bench.roofline import Energy, Part, Roofline, Work, sample_work
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.model_part import ModelPart
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core

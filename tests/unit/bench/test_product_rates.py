@@ -9,7 +9,7 @@ import torch
 
 from mpillm.bench.product_rates import product_rates
 from mpillm.engine.kernels import cpu_products
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")

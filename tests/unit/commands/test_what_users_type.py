@@ -18,7 +18,7 @@ from mpillm.cores.registry import check_core
 from mpillm.data.dataset import load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.engine.model.model_config import locate
+from mpillm.engine.model.read_config import locate
 from mpillm.errors import ExitCode
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import check_model, model_info
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.engine_folder import layouts, read_engine

@@ -10,8 +10,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.read_config import load_model_config
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 torch = pytest.importorskip("torch")

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.weights.sources import DummyWeights
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import N_OUTPUT

@@ -15,7 +15,8 @@ from mpillm.comms.mover import Peer
 from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-from mpillm.engine.model.model_config import ModelConfig, load_model_config
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.parallel.layout import Layout, cuts
 from tests.helpers.loopback import Wire
 

@@ -13,8 +13,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.model.model_config import load_model_config, preset_json
 from mpillm.engine.model.model_info import check_model
+from mpillm.engine.model.read_config import load_model_config, preset_json
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 
 
 def config(model_path: Path | str | None, **options: Any) -> CoreConfig:
@@ -30,7 +31,7 @@ def write_checkpoint(folder: Path, change: dict[str, Any] | None = None) -> Path
     raw = preset_json("tiny-llama")
     (folder / "config.json").write_text(json.dumps(raw | (change or {})))
     header, end = {}, 0
-    for name, shape in load_model_config("tiny-llama").tensors().items():
+    for name, shape in tensor_shapes(load_model_config("tiny-llama")).items():
         start = end
         n = 4
         for size in shape:

@@ -16,7 +16,7 @@ from mpillm.engine.engine_messages import Notice
 from mpillm.engine.handoff import nccl_mover
 from mpillm.engine.handoff.nccl_mover import NcclMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.staging import Event
 from tests.helpers.loopback import Mark

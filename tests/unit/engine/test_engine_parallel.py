@@ -15,8 +15,9 @@ import torch
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.model import ops
-from mpillm.engine.model.model_config import load_model_config
-from mpillm.engine.model.transformer import Mixture
+from mpillm.engine.model.feed_forward import Mixture
+from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.parallel.layout import Layout, share
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Scheduler
@@ -52,7 +53,9 @@ def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) 
         config = dataclasses.replace(config, vocab_size=509, intermediate_size=251, n_layers=7, n_kv_heads=2)
     if shape[2] > 1 and not config.n_experts:
         pytest.skip("no experts")
-    held: dict[str, np.ndarray] = {name: np.zeros(size, np.int64) for name, size in config.tensors().items()}
+    held: dict[str, np.ndarray] = {
+        name: np.zeros(size, np.int64) for name, size in tensor_shapes(config).items()
+    }
     for layout in ranks(*shape):
         for tensor in layout.tensors(config):
             rows, columns = layout.part(tensor, config)

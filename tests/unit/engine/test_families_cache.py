@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence

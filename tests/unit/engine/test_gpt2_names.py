@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
 from tests.helpers.families import make_family
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 

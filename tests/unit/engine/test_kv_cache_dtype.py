@@ -20,8 +20,8 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded, widened
 from mpillm.engine.calibrate import kv_scales
 from mpillm.engine.fp8 import FP8, to_fp8, widen
-from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.rank_weights import Shards

@@ -17,8 +17,8 @@ from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.calibrate import kv_scales
-from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.model.model_config import load_model_config, preset_json
-from mpillm.engine.model.transformer import _rotations
+from mpillm.engine.model.read_config import load_model_config, preset_json
+from mpillm.engine.model.rope import rotations
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
@@ -95,10 +95,10 @@ def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
         [[p for p in (0, 1, 77, 4095, 8191, 8192, 8193, 20_000, 65_536) if p < last] + [last]]
     )
     cos, sin = LlamaRotaryEmbedding(transformers.LlamaConfig(**raw))(torch.zeros(1), positions)
-    rotations = _rotations(config, last + 1)[positions[0]]
+    turned = rotations(config, last + 1)[positions[0]]
     half = config.head_dim // 2
-    torch.testing.assert_close(rotations.real, cos[0, :, :half], atol=2e-5, rtol=0)
-    torch.testing.assert_close(rotations.imag, sin[0, :, :half], atol=2e-5, rtol=0)
+    torch.testing.assert_close(turned.real, cos[0, :, :half], atol=2e-5, rtol=0)
+    torch.testing.assert_close(turned.imag, sin[0, :, :half], atol=2e-5, rtol=0)
 
 
 def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> None:

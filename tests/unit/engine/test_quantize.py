@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import check_model, model_info
+from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
@@ -181,7 +182,7 @@ def test_quantised_at_load_or_before_is_the_same(
 def test_the_memory_of_weights_is_known(folders: Folders, algorithm: str, dtype: str) -> None:
     info = check_model(config(folders["tiny-llama", algorithm], dtype=dtype))
     width, n_bytes = 4 if dtype == "float32" else 2, {"none": 0, "int8": 0}
-    for name, shape in info.config.tensors().items():
+    for name, shape in tensor_shapes(info.config).items():
         n = math.prod(shape)
         n_bytes["none"] += n * width
         n_bytes["int8"] += n + 4 * shape[0] if "_proj" in name else n * width

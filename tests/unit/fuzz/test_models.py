@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.model_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights import peft_adapter
 from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
@@ -151,7 +152,7 @@ def test_config_of_a_model(folder: Path, config: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(config))
     model = load_model_config(str(folder))
     if model.n_layers * max(1, model.n_experts) < 1000:
-        model.tensors()
+        tensor_shapes(model)
 
 
 def header_of(shapes: dict[str, list[int]]) -> dict[str, Any]:

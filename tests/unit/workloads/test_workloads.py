@@ -20,8 +20,8 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.read_config import PRESETS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.submission.references import read_references
 

@@ -1,0 +1,152 @@
+"""The feed-forward of a layer: dense, or a mixture of experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpillm.engine.model import ops
+from mpillm.engine.model.families import CORRECTION, Experts
+from mpillm.engine.model.linear import GroupedLinear, Linear
+from mpillm.engine.model.ops import Choice, Rounded, Unscaled
+from mpillm.engine.model.step_parts import Adapters, Ops
+from mpillm.engine.weights.rank_weights import Weights
+
+
+class Mlp:
+    """The dense feed-forward, split over the TP group: the result is a part of a sum over it."""
+
+    def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
+        self._ops = ops
+        self.activation = weights.config.family.activation
+        self.gate_up = weights.linear(gate_up)
+        self.down = weights.linear(down)
+        self.biases: tuple[Tensor, Tensor] | None = None  # of one that is not gated
+        if not weights.config.family.is_gated:
+            self.biases = weights.bias(gate_up), weights.bias(down)
+
+    def __call__(
+        self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
+    ) -> Tensor | Unscaled | None:
+        """Compute. With `residual` it may add the result there, and return None."""
+        n_rows = len(x.numbers if isinstance(x, Rounded) else x)
+        few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
+        if self.biases is not None:
+            first, second = self.biases
+            hidden = F.gelu(self._ops.scaled(self.gate_up.unscaled(x)).add_(first), approximate="tanh")
+            return self._ops.scaled(self.down.unscaled(hidden)).add_(second)
+        if adapters is None and few is not None:
+            hidden = few(x, activated=True)
+        else:
+            gate_up = self.gate_up.unscaled(x)
+            if adapters is not None:
+                adapters.add(layer, "gate_up", x, gate_up)
+            hidden = self._ops.gated(gate_up, self.down.rounds(n_rows), self.activation)
+        if residual is not None and (few := self.down.few(n_rows)) is not None:
+            few(hidden, residual=residual)
+            return None
+        down = self.down.unscaled(hidden)
+        if adapters is not None:
+            adapters.add(layer, "down", hidden, down)
+        return down
+
+    def rounds(self, n_rows: int) -> bool:
+        """As `Linear.rounds`, for its input."""
+        return self.gate_up.rounds(n_rows)
+
+
+class Mixture:
+    """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
+
+    def __init__(self, weights: Weights, layer: str, names: Experts, experts: range, ops: Ops) -> None:
+        """`layer`: the prefix of its tensors; `experts`: this rank's."""
+        self._ops = ops
+        self._experts = experts
+        self._n_chosen = weights.config.n_experts_per_token
+        self._normed = weights.config.norms_choice
+        self._activation = weights.config.family.activation
+        # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
+        # for the choice: on a GPU, in steps that are no CUDA graphs.
+        self.one_by_one_above = math.inf
+        router = f"{layer}.{names.prefix}.{names.router}"
+        self._router_bias = weights.bias(router) if names.biases else None
+        self._correction: Tensor | None = None  # of scores in groups
+        self._shared: Mlp | None = None
+        if names.grouped:
+            self.router = Linear(weights.get(router).float())
+            self._correction = weights.get(f"{router}.{CORRECTION}")
+            self._groups, self._factor = weights.config.groups, weights.config.routed_factor
+            shared = f"{layer}.{names.prefix}.shared_experts"
+            self._shared = Mlp(weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}")
+        else:
+            self.router = Linear(weights.get(router))
+        self.gate_up, self.down = (
+            GroupedLinear(
+                [weights.linear(name) for name in each],
+                [weights.bias(name) for name in each] if names.biases else None,
+            )
+            for each in (
+                [f"{layer}.{names.prefix}.experts.{i}.{part}" for i in experts]
+                for part in (names.gate_up, names.down)
+            )
+        )
+
+    def __call__(
+        self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Compute; no adapter changes experts, and the result is never added to `residual`."""
+        choice = self._chosen(x)
+        if len(x) > self.one_by_one_above and not self.gate_up.is_packed:
+            down = self._one_by_one(x, choice)
+        else:
+            hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
+            down = self.down(hidden, choice)
+        combined = self._ops.combine(down, choice.weights)
+        if self._shared is None:
+            return combined
+        shared = self._shared(x)
+        assert shared is not None  # it is not added to a residual
+        return combined.to(x.dtype).add_(self._ops.scaled(shared))
+
+    def _chosen(self, x: Tensor) -> Choice:
+        if self._correction is not None:
+            how = self._n_chosen, self._experts, self._normed, self._groups, self._factor
+            return ops.route_grouped(self.router(x.float()), self._correction, *how)
+        scores = self.router(x)
+        if self._router_bias is not None:
+            scores = scores + self._router_bias
+        return self._ops.route(scores, self._n_chosen, self._experts, self._normed)
+
+    def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
+        """As `gate_up`, `gated` and `down` on a GPU, with dense products of one expert after the other."""
+        from mpillm.engine.kernels.fp8_kernels import quantize_rows
+
+        numbers = quantize_rows(x) if self.gate_up.rounds else x
+        out, start = x.new_empty(len(choice.order), self.down.out_features), 0
+        for expert, end in enumerate(choice.ends.tolist()):
+            if end > start:
+                pairs = choice.order[start:end].long()
+                gate_up = self.gate_up.of(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
+                gate_up = self._biased(gate_up, self.gate_up.biases, expert)
+                hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
+                out[pairs] = self._biased(self.down.of(expert)(hidden), self.down.biases, expert)
+            start = end
+        return out
+
+    def _biased(self, product: Any, biases: Tensor | None, expert: int) -> Any:
+        return product if biases is None else self._ops.scaled(product).add_(biases[expert])
+
+    def rounds(self, n_rows: int) -> bool:
+        """Always False (see `Linear.rounds`): the router needs floats."""
+        return False
+
+
+def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
+    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+        numbers = x.numbers.view(torch.uint8)[rows].view(x.numbers.dtype)
+        return Rounded(numbers, x.scales[rows], x.dtype)
+    return x[rows]

@@ -1,0 +1,49 @@
+"""What a model's step is given besides its weights: attention, adapters, and the operations of its device."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mpillm.engine.model.families import Activation
+from mpillm.engine.model.ops import Choice, Partial, Unscaled
+
+
+class Attention(Protocol):
+    """Attention of a step: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
+
+    It rotates queries and keys by their positions, stores keys and values, and attends. On a GPU qkv may be
+    `Unscaled`.
+    """
+
+    def __call__(self, layer: int, qkv: Any) -> Tensor: ...
+
+
+class Adapters(Protocol):
+    """Adds to a product `y` [rows, out] of `x` [rows, in], in place: see `engine.lora`."""
+
+    def add(self, layer: int, name: str, x: Tensor, y: Any) -> None: ...
+
+
+class Ops(Protocol):
+    """See `ops`."""
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | Unscaled | Partial | None,
+        weight: Tensor,
+        eps: float,
+        rounds: bool = False,
+    ) -> Any: ...
+
+    def gated(
+        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+    ) -> Any: ...
+
+    def scaled(self, product: Tensor | Unscaled) -> Tensor: ...
+
+    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
