@@ -112,7 +112,7 @@ _PLACEMENT = _HOSTS | {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a person wrote after ``mpillm mpirun``."""
+    """What the user wrote after ``mpillm mpirun``."""
 
     ranks: int
     dry_run: bool
@@ -274,7 +274,7 @@ def exit_code(told: int | None, status: int, interrupted: int | None = None, sur
     """Return the launcher's exit code.
 
     `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the
-    signal that a person sent. With the options that let ranks survive (`survive`), `mpirun` ends with 0 after
+    signal that the user sent. With the options that let ranks survive (`survive`), `mpirun` ends with 0 after
     any loss: then 0 without a told code is no success.
     """
     if told is not None:

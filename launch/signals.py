@@ -45,5 +45,5 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def title(number: int) -> str:
-    """Return a signal as a person knows it."""
+    """Return a signal as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -26,7 +26,7 @@ from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
     "run": "run a test on the ranks of this mpirun or srun",
-    "serve": "put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun",
+    "serve": "put an OpenAI-compatible HTTP endpoint in front of the ranks of this mpirun",
     "mpirun": "print and start the right mpirun line for a command: mpirun -n 5 run …",
     "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
     "doctor": "examine machine and launcher before a run, on all ranks",
@@ -37,7 +37,7 @@ COMMANDS = {
     "run-harness": "run a test for each workload and scenario named",
     "find-max-qps": "find the highest rate of Server or Interactive that LoadGen calls VALID",
     "compare": "compare runs: options, then figures with confidence intervals",
-    "ab": "run two sets of options in turns, and say whether the difference is real",
+    "ab": "run two sets of options alternately, and say whether the difference is real",
     "sweep": "run a grid of options, resumable, with a Pareto curve",
     "advise": "propose how to use some GPUs for a test: instances, layouts, contexts to generation",
     "rerun": "repeat the run of a run directory, and say what is different",

@@ -52,7 +52,7 @@ class Options(Values):
     )
     against = Field(
         "against",
-        "CPU: what answers the same prompts in turns with the engine",
+        "CPU: what answers the same prompts alternating with the engine",
         default="transformers",
         choices=("transformers", "vllm"),
         group="benchmark",

@@ -146,7 +146,7 @@ def _take_turns(
     engine: CountedEngine,
     guessing: CountedEngine | None,
 ) -> Rounds:
-    """Let the engine and what it is compared with answer all prompts in turns, warmed up."""
+    """Let the engine and what it is compared with answer all prompts alternately, warmed up."""
     rounds = Rounds({}, {}, [])
     contenders: dict[str, Answer] = {_OURS: lambda: engine.answer(prompts, config.output_len)}
     if guessing is not None:
@@ -179,7 +179,7 @@ def _print_rates(times: dict[str, list[float]], n_output: int) -> None:
 
 @contextlib.contextmanager
 def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Iterator[dict[str, Answer]]:
-    """Yield what answers in turns with the engine, warmed up."""
+    """Yield what answers alternating with the engine, warmed up."""
     assert info.folder is not None
     dtype, n_output = config.dtype or "float32", config.output_len
     if config.against == "vllm":

@@ -19,7 +19,7 @@ _ROUNDS = 5
 def product_rates(
     config: ModelConfig, dtype: torch.dtype, rows: Sequence[int]
 ) -> list[tuple[float, float]] | None:
-    """Return GFLOP/s for each number of rows, compiled and without: medians of rounds in turns.
+    """Return GFLOP/s for each number of rows, compiled and without: medians of alternating rounds.
 
     The products are those of as many dense layers as fit half a GiB, with random weights. None where they are
     not compiled.

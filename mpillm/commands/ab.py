@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         prog="mpillm ab",
         figures=True,
         usage='python -m mpillm ab "OPTIONS A" "OPTIONS B" [options] [options of both]',
-        description="Run two sets of options of run in turns, on the same nodes, and say whether the"
+        description="Run two sets of options of run alternately, on the same nodes, and say whether the"
         f" difference is real: Student's paired t test of log ratios, two-sided, at {100 * ALPHA:g} %, of one"
         " figure.",
         epilog='example:\n  python -m mpillm ab "--max_batch_size 8" "--max_batch_size 16" --pairs 5 -n 3'

@@ -70,7 +70,7 @@ class Options(SeriesOptions):
     )
     repeats = Field(
         "repeats",
-        "short runs of each kind, in turns, and runs that verify a proposal, of which the median counts:"
+        "short runs of each kind, alternating, and runs that verify a proposal, of which the median counts:"
         " more than one where the machine's speed changes",
         positive,
         default=1,
@@ -275,7 +275,7 @@ def _verify(
     just_before: Callable[[Prediction], Prediction | None],
     from_steps_of: Callable[[Prediction, RunFiles], Prediction | None],
 ) -> list[dict[str, Any]]:
-    """Run each `repeats` times, in turns; return the figures of that with the median throughput.
+    """Run each `repeats` times, alternating; return the figures of that with the median throughput.
 
     `just_before` predicts a run anew right before it begins; `from_steps_of` simulates it with its own steps.
     """

@@ -1,4 +1,4 @@
-"""``python -m mpillm serve``: an HTTP endpoint before the ranks, until a signal ends it.
+"""``python -m mpillm serve``: an HTTP endpoint in front of the ranks, until a signal ends it.
 
 With --server_role leader it fronts other servers: that needs no MPI.
 """

@@ -173,7 +173,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     parser = Parser(
         prog="mpillm serve",
         main=_MAIN,
-        description="Put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun.",
+        description="Put an OpenAI-compatible HTTP endpoint in front of the ranks of this mpirun.",
         epilog="examples:\n"
         "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"
         "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",

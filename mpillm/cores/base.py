@@ -124,7 +124,7 @@ class LLMCore(ABC):
     def doing(self) -> str:
         """Return how far `load` or the warm-up has come, or what it waits for, in a few words; "": unknown.
 
-        The console shows it while a person waits. Another thread calls this, twice a second.
+        The console shows it while the user waits. Another thread calls this, twice a second.
         """
         return self.awaits
 

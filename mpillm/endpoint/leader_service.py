@@ -1,4 +1,4 @@
-"""The leader of disaggregated serving: one endpoint before context and generation servers.
+"""The leader of disaggregated serving: one endpoint in front of context and generation servers.
 
 Each request goes to a context server, and with what comes back to a generation server, as in TensorRT-LLM's
 `openai_disagg_service.py` (context first). The servers may be ours or any that speak its

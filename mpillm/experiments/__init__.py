@@ -1,1 +1,1 @@
-"""Several runs: compared, in turns, over a grid, and in search of the best rate."""
+"""Several runs: compared, alternating, over a grid, and in search of the best rate."""

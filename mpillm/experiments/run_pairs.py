@@ -1,4 +1,4 @@
-"""Two sets of options in turns: pairs of runs, in alternating order, and a test of their differences."""
+"""Two sets of options alternately: pairs of runs, in alternating order, and a test of their differences."""
 
 from __future__ import annotations
 

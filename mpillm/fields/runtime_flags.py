@@ -6,6 +6,7 @@ TensorRT-LLM's flags vary with the model, so its cores receive keys that are unk
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,9 @@ from mpillm.core_names import (
     EMBEDDED,
     TRITON,
     TRTLLM,
-    TRTLLM_DISAGG,
-    TRTLLM_ENDPOINT,
     TRTLLM_EXECUTOR,
+    WITH_BACKENDS,
+    brought,
 )
 from mpillm.fields.effects import used_by
 from mpillm.fields.model import ModelFields
@@ -114,60 +115,24 @@ KNOWN_FLAGS: dict[str, Field] = {
 }
 """Runtime flags with an effect of their own, or none; those of TensorRT-LLM that are only passed on lack."""
 
-# The parameters of the `tensorrt_llm` model in TensorRT-LLM 1.x's template, under their names as flags, and
-# the flags that set a field of Triton's.
-_TRITON_KINDS: Mapping[type, str] = {
-    bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
-    " enable_kv_cache_reuse enable_trt_overlap exclude_input_from_output kv_cache_onboard_blocks"
-    " multi_block_mode normalize_log_probs speculative_decoding_fast_logits",
-    int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations"
-    " kv_cache_host_memory_bytes lookahead_ngram_size lookahead_verification_set_size lookahead_window_size"
-    " lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size"
-    " max_batch_size max_beam_width max_queue_delay_microseconds max_queue_size max_tokens_in_paged_kv_cache"
-    " num_nodes recv_poll_period_ms request_stats_max_iterations sink_token_length stats_check_period_ms",
-    float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac"
-    " lora_cache_gpu_memory_fraction",
-    str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path"
-    " guided_decoding_backend lora_prefetch_dir max_attention_window_size medusa_choices participant_ids"
-    " tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
-}
-TRITON_PARAMETERS = {name: kind for kind, names in _TRITON_KINDS.items() for name in names.split()}
-"""The kind of each flag's value. For one of the wrong kind Triton's backend only logs a line and takes its
-default, so it is refused where a repository is written."""
-
-TRITON_OTHERS = (
-    *("context_chunking_policy", "use_inflight_batching", "enable_batch_size_tuning"),
-    *("enable_max_num_tokens_tuning", "dynamic_batch_moving_average_window", "max_batch_size"),
-    *("max_num_tokens", "max_queue_delay_microseconds", "max_queue_size", "decoupled_mode", "triton_backend"),
-)
-"""Flags that are no parameters."""
-
-_TRITON_TEMPLATES = (  # of other places of the templates: `generate-triton-config` uses them, or says why not
-    *("engine_dir", "gpu_device_ids", "encoder_input_features_data_type", "logits_datatype"),
-    *("prompt_embedding_table_data_type", "preprocessing_instance_count", "postprocessing_instance_count"),
-    "bls_instance_count",
-)
 _SIZES = (*BUILD_OPTIONS, "tp_size", "pp_size", "moe_ep_size")
 OUR_BUILD_FLAGS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
 OUR_CHECKPOINT_FLAGS = ("qformat", "kv_cache_dtype", "calib_size")
-_SERVE_FLAGS = (
-    *("trtllm_backend", "batch_scheduler_policy", "context_chunking_policy", "enable_chunked_context"),
-    *("kvcache_free_gpu_mem_frac", "enable_kv_cache_reuse", "max_batch_size", "max_num_tokens"),
-    *("max_seq_len", "max_beam_width", "num_postprocess_workers", "max_concurrency"),
-    *RUNTIME_OPTIONS,
-)
 _NAMES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "trtllm_checkpoint_flags": {(DEFAULT,): (*OUR_CHECKPOINT_FLAGS, *_SIZES)},
     "trtllm_build_flags": {(DEFAULT, *DUMMY): (*OUR_BUILD_FLAGS, *_SIZES)},
-    "trtllm_runtime_flags": {
-        (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG): _SERVE_FLAGS,
-        TRITON: (*TRITON_PARAMETERS, *TRITON_OTHERS, *_TRITON_TEMPLATES, *RUNTIME_OPTIONS),
-    },
 }
 
 
 def names_of(flags: Field, core: str) -> tuple[str, ...] | None:
     """Return the keys of flags that a core, named with its backend, knows; None: it passes on all."""
-    if core.partition(" ")[0] not in TRTLLM and flags.name == "trtllm_runtime_flags":
+    if flags.name != "trtllm_runtime_flags":
+        return next((names for cores, names in _NAMES[flags.name].items() if core in cores), None)
+    name = core.partition(" ")[0]
+    if name not in TRTLLM:
         return (*RUNTIME_FLAGS, *RUNTIME_OPTIONS)
-    return next((names for cores, names in _NAMES[flags.name].items() if core in cores), None)
+    if (path := brought("RUNTIME_FLAGS").get(name)) is None or core not in WITH_BACKENDS:
+        return None
+    module, _, attribute = path.partition(":")
+    names: tuple[str, ...] = getattr(importlib.import_module(module), attribute)
+    return names

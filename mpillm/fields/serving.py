@@ -1,4 +1,4 @@
-"""The endpoint that `serve` puts before the ranks. The names that vLLM has, too, mean the same."""
+"""The endpoint that `serve` puts in front of the ranks. The names that vLLM has, too, mean the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpillm.fields.effects import SERVED
 
 
 class ServingFields(Options):
-    """The endpoint that `serve` puts before the ranks."""
+    """The endpoint that `serve` puts in front of the ranks."""
 
     host = Field(
         "host",

@@ -83,7 +83,7 @@ def _peaks(records: Sequence[Record]) -> tuple[float, int]:
 def table(
     result: Mapping[str, Any], percentiles: Sequence[float], rate: float | None, most_at_once: int | None
 ) -> Iterator[str]:
-    """Yield the lines that a person sees."""
+    """Yield the lines that the user sees."""
 
     def line(name: str, value: float) -> str:
         return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"

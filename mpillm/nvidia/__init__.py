@@ -20,6 +20,13 @@ CORES = {
 EXTRAS = {"triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
 """The extra of this package that a core's class needs, if any."""
 
+RUNTIME_FLAGS = {
+    "trtllm_endpoint": "mpillm.nvidia.flags:SERVE_FLAGS",
+    "trtllm_disagg": "mpillm.nvidia.flags:SERVE_FLAGS",
+    "triton_grpc": "mpillm.nvidia.flags:TRITON_FLAGS",
+}
+"""The runtime flags that a core knows; one of TensorRT-LLM that is not here passes on all."""
+
 COMMANDS = {
     "generate-triton-config": "write Triton model repositories for an engine",
     "fill-template": "fill the placeholders of a Triton model's config.pbtxt",

@@ -1,1 +1,1 @@
-"""What a person sees of a run, and what stays of it: console, logs, result.json, the run directory."""
+"""What the user sees of a run, and what stays of it: console, logs, result.json, the run directory."""

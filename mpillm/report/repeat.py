@@ -22,7 +22,7 @@ _NOT_OF_THE_TEST = ("log_dir", "dry_run", "force", "config_file")
 
 
 def said_options(run: Path) -> list[str]:
-    """Return the options that a person gave a run: on its command line, and by environment variables.
+    """Return the options that the user gave a run: on its command line, and by environment variables.
 
     Raises ConfigError if config.json is damaged.
     """

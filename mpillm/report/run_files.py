@@ -125,7 +125,7 @@ class RunFiles:
 
 
 def stopped_by(result: Mapping[str, Any]) -> str:
-    """Return what a person or a batch system did that ended a run: "Ctrl-C in phase test"; else ""."""
+    """Return what the user or a batch system did that ended a run: "Ctrl-C in phase test"; else ""."""
     causes = [str(one.get("cause")) for one in failures_in(result)]
     if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
         return ""

@@ -1,4 +1,4 @@
-"""What a person reads of a submission that was made: its results, what is missing, how to check it."""
+"""What the user reads of a submission that was made: its results, what is missing, how to check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several runs: compared, in turns, over a grid, and in search of the best rate."""
+"""Several runs: compared, alternating, over a grid, and in search of the best rate."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that a person sees."""
+    """Yield the lines that the user sees."""
     rows = {"Requests/Sec": found["requests_per_second"], "OP tokens/sec": found["tokens_per_second"]}
     if latency := found.get("latency"):
         rows |= {

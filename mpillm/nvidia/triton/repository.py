@@ -15,9 +15,9 @@ from mpillm.builder.operation import Operation, identity, log_of, read_stamp
 from mpillm.builder.preconditions import check_gpus
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
-from mpillm.fields.runtime_flags import TRITON_OTHERS, TRITON_PARAMETERS
 from mpillm.models.model_files import BuildConfig
 from mpillm.nvidia.configs import ENGINE_MODEL, TritonHarnessConfig, model_name
+from mpillm.nvidia.flags import TRITON_OTHERS, TRITON_PARAMETERS
 from mpillm.nvidia.triton.embedded import PYTHON, embedded_parameters, model_program
 from mpillm.nvidia.triton.parameters import in_vain
 from mpillm.nvidia.triton.pbtxt import Name, dump
