@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
-from mpillm.cores.histogram import Histogram
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
 from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_all
+from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -38,79 +37,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FEW = 1024  # latencies that are counted together
 # Answers that arrive closer together than this are passed on together. A message for each would cost the
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
 _READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
 _FRESH_S = 5.0  # how long a reading counts
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
-
-
-@dataclass(frozen=True)
-class EndpointOptions:
-    """--core_options of these cores, as ``key:value,key:value``."""
-
-    model: str | None = None  # its name at the servers; None: what --model_path means there, or the only one
-    retry_s: float = 10.0  # longest time from a request's first failure to its last attempt
-
-    @staticmethod
-    @about("core_options")
-    def from_options(options: dict[str, Any]) -> EndpointOptions:
-        known = [option.name for option in fields(EndpointOptions)]
-        for key, value in options.items():
-            if key not in known:
-                raise ConfigError(
-                    f"--core_options {key}: this core has no such option{nearest(key, known)};"
-                    f" it has: {', '.join(known)}"
-                )
-            if key == "retry_s" and not (isinstance(value, (int, float)) and value >= 0):
-                raise ConfigError(f"--core_options {key}:{value}: expected a number, at least 0")
-        if "model" in options:
-            options = {**options, "model": str(options["model"])}
-        return EndpointOptions(**options)
-
-
-class _Statistics:
-    """Counts and latencies of a test; written on the client's thread."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("retokenized", "other_prompt_length", "other_answer_length", "short_answers"), 0
-        )
-        self.prompt_tokens = 0
-        self._names = ("socket_ttft", "socket_tpot", "socket_itl")
-        self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
-        self._histograms = {name: Histogram() for name in self._names}
-
-    def add(self, call: Call, n_tokens: int) -> None:
-        """Count an answer's latencies, as the socket saw them."""
-        times = call.answer.times
-        self._add("socket_ttft", [times[0] - call.sent_at])
-        if n_tokens > 1 and len(times) > 1:
-            self._add("socket_tpot", [(times[-1] - times[0]) / (n_tokens - 1)])
-            self._add("socket_itl", [after - before for before, after in itertools.pairwise(times)])
-
-    def _add(self, name: str, seconds: list[float]) -> None:
-        waiting = self._waiting[name]
-        waiting += seconds
-        if len(waiting) >= _FEW:
-            self._histograms[name].add(np.array(waiting))
-            waiting.clear()
-
-    def values(self) -> dict[str, float]:
-        """Return the counts, and percentiles in milliseconds."""
-        result: dict[str, float] = dict(self.counts)
-        for name in self._names:
-            self._add_all(name)
-            for key, value in (self._histograms[name].summary_ms() or {}).items():
-                result[f"{name}_{key}_ms"] = value
-        return result
-
-    def _add_all(self, name: str) -> None:
-        if self._waiting[name]:
-            self._histograms[name].add(np.array(self._waiting[name]))
-            self._waiting[name] = []
 
 
 class HarnessValues(Protocol):
@@ -344,7 +276,7 @@ class EndpointCore(LLMCore):
         return grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
 
     def _began(self, cpu_s: float) -> None:
-        self._statistics = _Statistics()
+        self._statistics = Statistics()
         self._started = time.perf_counter(), cpu_s
         if self._thread is not None:
             self._client.retries = self._client.generated_tokens = self._client.handed_over = 0

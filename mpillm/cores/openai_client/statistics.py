@@ -1,0 +1,54 @@
+"""What a client counts of a test's answers, and their latencies as its sockets saw them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from mpillm.cores.histogram import Histogram
+from mpillm.cores.openai_client.client import Call
+
+_FEW = 1024  # latencies that are counted together
+
+
+class Statistics:
+    """Counts and latencies of a test; written on the client's thread."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("retokenized", "other_prompt_length", "other_answer_length", "short_answers"), 0
+        )
+        self.prompt_tokens = 0
+        self._names = ("socket_ttft", "socket_tpot", "socket_itl")
+        self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
+        self._histograms = {name: Histogram() for name in self._names}
+
+    def add(self, call: Call, n_tokens: int) -> None:
+        """Count an answer's latencies, as the socket saw them."""
+        times = call.answer.times
+        self._add("socket_ttft", [times[0] - call.sent_at])
+        if n_tokens > 1 and len(times) > 1:
+            self._add("socket_tpot", [(times[-1] - times[0]) / (n_tokens - 1)])
+            self._add("socket_itl", [after - before for before, after in itertools.pairwise(times)])
+
+    def _add(self, name: str, seconds: list[float]) -> None:
+        waiting = self._waiting[name]
+        waiting += seconds
+        if len(waiting) >= _FEW:
+            self._histograms[name].add(np.array(waiting))
+            waiting.clear()
+
+    def values(self) -> dict[str, float]:
+        """Return the counts, and percentiles in milliseconds."""
+        result: dict[str, float] = dict(self.counts)
+        for name in self._names:
+            self._add_all(name)
+            for key, value in (self._histograms[name].summary_ms() or {}).items():
+                result[f"{name}_{key}_ms"] = value
+        return result
+
+    def _add_all(self, name: str) -> None:
+        if self._waiting[name]:
+            self._histograms[name].add(np.array(self._waiting[name]))
+            self._waiting[name] = []
