@@ -126,3 +126,16 @@ def test_a_firewall_between_hosts(one: Starter, command: str) -> None:
         r"is there a firewall .* listens at \d+-\d+",
         ended.message,
     ), ended
+
+
+def test_a_firewall_under_plain_mpirun(one: Starter) -> None:
+    """Nobody knows whether the ranks of other hosts have started: which they are is said, and MPI's ports."""
+    with or_skip(hosts(N_HOSTS)) as made:
+        made.keep_apart("h1", "h2")
+        ended = OnHosts(made, one).start(WHERE, *RUN, plain=True).end(WITHIN_S, lingers=WITHIN_S)
+    assert ended.code != DONE
+    assert re.search(
+        r"ranks 2-3, on other hosts, have not started, or can't be reached: is there a firewall .* listens at"
+        r" \d+-\d+ .*`python -m mpillm mpirun` tells more",
+        ended.message,
+    ), ended
