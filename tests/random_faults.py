@@ -141,7 +141,13 @@ def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
     else:
         words += ["--core_type", "dummy", "--core_options", TIMES]
     if isinstance(on, UnderSlurm):
-        return on.start(["-N", 3, "-n", SIZE], *words, "--log_dir", on.starter.folder / "run", env=exports)
+        return on.start(
+            ["-N", 3, "-n", SIZE, "--ntasks-per-node", 2],
+            *words,
+            "--log_dir",
+            on.starter.folder / "run",
+            env=exports,
+        )
     where = WHERE if one.spread else f"h1:{SIZE}"
     return on.start(where, *words, exports=exports)
 
