@@ -58,7 +58,8 @@ def test_what_a_rank_sees(nvml: Nvml) -> None:
         use = watch.read()
         worker.communicate()
     assert use is not None and use.seen == {11, *nvml.pids}
-    assert use.own == {OURS, worker.pid}
+    assert {OURS, worker.pid} <= use.own, "with what other tests of this process have started"
+    assert not use.own & {11, *range(100_000, 100_100)}
 
 
 @pytest.mark.parametrize("how", ["an error", "an old driver"])
