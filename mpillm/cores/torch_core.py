@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
 import re
 import secrets
 import time
@@ -107,6 +108,9 @@ class TorchCore(LLMCore):
     # --- life ---
 
     def load(self) -> None:
+        # Read when torch loads OpenMP. Other ranks, clients and servers use a node's cores, too: a thread
+        # that waits for one that has no core gives its own away, and does not spin while the scheduler lets it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import torch
 
         from mpillm.engine.engine import Engine
