@@ -109,7 +109,7 @@ class TorchCore(LLMCore):
 
     def load(self) -> None:
         # Read when torch loads OpenMP. Other ranks, clients and servers use a node's cores, too: a thread
-        # that waits for one that has no core gives its own away, and does not spin while the scheduler lets it.
+        # that waits for one that has no core gives its own away; it does not spin while it may.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import torch
 
