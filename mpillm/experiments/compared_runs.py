@@ -104,6 +104,9 @@ class ComparedRun:
                 f"{path}: requests.bin has {len(rows)} records, result.json counts"
                 f" {files.result.get('samples')}: it is half written, or of another run"
             )
+        if not files.result.get("streamed", True):  # when a first token came, nobody knows
+            rows = rows.copy()
+            rows["ttft"] = math.nan
         return ComparedRun(files, rows)
 
     @property

@@ -41,6 +41,20 @@ def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not cells["TPOT mean"]["differs"]
 
 
+def test_answers_that_came_whole_have_no_first_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request's record then says that it came with the last one: that is no figure."""
+    a, b = run(tmp_path / "a", 0.1), run(tmp_path / "b", 0.1)
+    result = json.loads((b / "result.json").read_text())
+    write(b / "result.json", {**result, "streamed": False})
+    assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
+    said = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    assert cells["TPOT mean"] is None and cells["TTFT p99"] is None
+    assert cells["latency mean"] is not None and cells["tokens/s"] is not None
+
+
 def test_the_page_shows_options_figures_and_distributions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
