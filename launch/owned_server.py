@@ -39,6 +39,7 @@ _FATAL = (
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT),
     *(signal.SIGILL, signal.SIGFPE, signal.SIGSYS),
 )
+_BEFORE_S = 5.0  # what ended so shortly before the whole server is told with its end
 _LARGE = 256 << 20  # bytes in memory of a process that a server which is ready can't do without
 _MOST = 4096  # bytes read from the guard at once
 _GUARD = Path(__file__).parent / "server_guard.py"
@@ -87,6 +88,7 @@ class OwnedServer:
         self._stopping = self._is_ready = False
         self._first: int | None = None  # the server's first process
         self._processes: dict[int, _Process] = {}
+        self._gone: tuple[float, str] = 0.0, ""  # when the first of some others ended, and how
         self._shared: set[Path] = set()  # files in /dev/shm that it has made
         self._started = time.time()
         self._line, theirs = socket.socketpair()
@@ -167,10 +169,16 @@ class OwnedServer:
         line = self._line.fileno()
         ready = select.select([line, *by_fd], [], [], _LOOK_S)[0]
         ended = [self._taken(by_fd[fd]) for fd in ready if fd in by_fd]
+        others = [text for process, text, _ in ended if process.pid != self._first]
+        now = time.monotonic()
+        if others and now - self._gone[0] > _BEFORE_S:
+            self._gone = now, others[0]
         if line in ready and (why := self._told()):
             # What ended first says more than that the server then gave up.
             killed = next((text for process, text, bad in ended if bad and process.pid != self._first), "")
-            return why if self.code == 0 and self._outlives_s else killed or self._told_lost() or why
+            if self.code == 0 and self._outlives_s:
+                return why
+            return killed or self._told_lost() or self._after(why)
         for process, text, bad in ended:
             if process.pid != self._first and (bad or (self._is_ready and process.resident >= _LARGE)):
                 if not self._outlives_s:
@@ -178,6 +186,14 @@ class OwnedServer:
                 self._lost = self._lost or (text, time.monotonic())
         late = self._lost is not None and time.monotonic() - self._lost[1] > self._outlives_s
         return (self._told_lost() if late else "") or self._stopped() or self._too_large()
+
+    def _after(self, why: str) -> str:
+        """Return how the server ended, after what else of it had just ended.
+
+        Its parent may have asked how that did, so that nobody else learns it, and it may be small.
+        """
+        at, text = self._gone
+        return f"{text}, then the server {why}" if text and time.monotonic() - at <= _BEFORE_S else why
 
     def _told_lost(self) -> str:
         return self._lost[0] if self._lost else ""

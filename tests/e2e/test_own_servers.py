@@ -97,6 +97,17 @@ def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: s
     assert failure["rank"] in (1, 2) and (ended.log_dir / "report.html").exists()
 
 
+def test_a_server_that_gives_up_when_its_worker_is_killed(one: Starter) -> None:
+    """As vLLM: its clients hear HTTP 500 first, and it ends with exit code 0. The worker is named."""
+    command, _ = start(one, 3, *server("--worker", "--gives_up", "--pause_s", 0.1))
+    wait_for_answers(command, 4)
+    victim = processes(command, b"time.sleep(600)")[0]
+    os.kill(victim, signal.SIGKILL)
+    ended = command.end(60).must(INSTANCE_LOST)
+    first, *_ = ended.message.splitlines()[1:]
+    assert f"(command): process {victim} (" in first and "HTTP 500" not in ended.message, repr(ended)
+
+
 def test_a_server_that_is_killed_while_it_streams_to_two_ranks(one: Starter) -> None:
     """Whoever of the two hears first that its stream has ended: what is said is how the server has."""
     more = ("--scenarios", "Server", "--server_target_qps", 20, "--clients_per_server", 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
 _MEGABYTES = 300  # of a worker: as much as a process has that a server can't do without
 
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--fails_once", default="", help="a file: it makes it and fails, if it is not there")
     parser.add_argument("--exits_after_s", type=float, default=0.0)
     parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
     options = parser.parse_args()
     if options.says:
         print(options.says, flush=True)
@@ -35,12 +38,19 @@ def main() -> None:
         except FileExistsError:
             print("again", flush=True)
     if options.worker:
-        code = f"import time; x = b'x' * ({_MEGABYTES} << 20); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        size = 1 if options.gives_up else _MEGABYTES
+        code = f"import time; x = b'x' * ({size} << 20); time.sleep(600)"
+        worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        threading.Thread(target=worker.wait, daemon=True).start()  # so that nobody else learns how it ended
     time.sleep(options.ready_after_s)
 
     def answer(request: Request) -> Reply:
         time.sleep(options.pause_s)
+        if options.gives_up and worker.returncode is not None:
+            threading.Timer(1.0, os._exit, [0]).start()
+            return plain(
+                {"error": {"message": "EngineCore encountered an issue"}}, "500 Internal Server Error"
+            )
         reply = good(request)
         return Reply(slowly(reply.pieces)) if options.token_s else reply
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter
-from tests.peers.conftest import FOLDER, TIMEOUT_S, Program, Says
-from tests.peers.test_own_servers import VLLM, options, processes, titled
+from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
+from tests.peers.test_own_servers import LENGTH, VLLM, options, processes, titled
 from tests.peers.test_own_servers import in_path as in_path
 from tests.peers.test_servers import offline
 from tests.peers.test_servers import prompts as prompts
@@ -57,21 +57,15 @@ def test_one_context_server_and_two_that_generate(
 
 
 def test_contexts_that_are_computed_again(
-    model: Path,
-    prompts: Callable[[int], Path],
-    one: Starter,
-    say: Says,
-    program: Program,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
 ) -> None:
-    """No transfer can succeed, and vLLM makes the best of it: LoadGen says VALID, the run DOUBTFUL."""
-    (wrapper := tmp_path / "vllm").write_text(f'#!/bin/sh\nUCX_TLS=self exec {program("vllm")} "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    """No KV cache can be taken, and vLLM makes the best of it: LoadGen says VALID, the run DOUBTFUL."""
+    halves = "context_servers: {dtype: bfloat16}\ngeneration_servers: {dtype: float32}\n"
+    (one.folder / "halves.yaml").write_text(halves)
+    data = ("--dataset_path", prompts(8), "--model_path", model, "--max_output_len", LENGTH)
     kv = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
-    words = (*DISAGG, "--min_duration", 0, f"--server_args=--enforce-eager --kv-transfer-config '{kv}'")
-    command = one.start(3, *options(model, prompts(8)), *words, core="trtllm_endpoint")
+    words = (*VLLM, "--min_duration", 0, f"--server_args=--enforce-eager --kv-transfer-config '{kv}'")
+    command = one.start(3, *data, *words, "--disagg_config", "halves.yaml", core="trtllm_endpoint")
     ended = command.end(TIMEOUT_S).must(DONE)
     say(f"no transfer succeeds: LoadGen {ended.result['loadgen_result']}; {ended.result['doubts']}")
     assert ended.result["loadgen_result"] == "VALID"

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 1e-3
 _READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
 _FRESH_S = 5.0  # how long a reading counts
+# A request that fails since a server of the run's own ends: its owner knows why a moment later.
+_OWNER_S = 1.5
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
@@ -101,6 +103,7 @@ class EndpointCore(LLMCore):
         self._reader: asyncio.Task[None] | None = None
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._failed: EndpointError | None = None
+        self._fails_at = 0.0  # time.perf_counter(): when that is told
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._first: dict[int, int] = {}  # the first token reported, by id, of open calls
@@ -350,15 +353,18 @@ class EndpointCore(LLMCore):
     def has_work(self) -> bool:
         return (
             (bool(self._rows) and time.perf_counter() - self._handed_on >= _GATHER_S)
-            or self._failed is not None
+            or (self._failed is not None and time.perf_counter() >= self._fails_at)
             or (self._thread is not None and self._thread.error is not None)
         )
 
     def quiet_s(self) -> float:
-        return self._handed_on + _GATHER_S - time.perf_counter() if self._rows else math.inf
+        at = self._handed_on + _GATHER_S if self._rows else math.inf
+        if self._failed is not None:
+            at = min(at, self._fails_at)
+        return at - time.perf_counter()
 
     def poll_responses(self) -> Batch | None:
-        if self._failed is not None:
+        if self._failed is not None and time.perf_counter() >= self._fails_at:
             raise RunError(Failure(str(self._failed), self.config.rank))
         if self._thread is not None and self._thread.error is not None:
             raise RuntimeError("the HTTP client failed") from self._thread.error
@@ -436,7 +442,9 @@ class EndpointCore(LLMCore):
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        self._failed = self._failed or error
+        if self._failed is None:
+            self._fails_at = time.perf_counter() + (0.0 if self.config.server is None else _OWNER_S)
+            self._failed = error
         self.wake()
 
     def on_cancelled(self, call: Call) -> None:
