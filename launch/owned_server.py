@@ -216,7 +216,7 @@ class OwnedServer:
         for pid in _below(self._guard.pid):
             if pid not in self._processes:
                 with contextlib.suppress(ProcessLookupError):
-                    self._processes[pid] = _Process(pid, os.pidfd_open(pid), _name(pid), 0)
+                    self._processes[pid] = _Process(pid, os.pidfd_open(pid), _name(pid) or "starting", 0)
 
     def _taken(self, process: _Process) -> tuple[_Process, str, bool]:
         """Forget a process that has ended; return how it did, and whether that is bad for any server."""
@@ -234,7 +234,7 @@ class OwnedServer:
                 fields = _stat(process.pid)
                 ticks += int(fields[11]) + int(fields[12])
                 process.resident = int(fields[21]) * _PAGE
-                process.name = _name(process.pid)  # a server may give itself another one
+                process.name = _name(process.pid) or process.name  # a server may give itself another one
                 if fields[0] not in ("T", "t"):
                     process.stopped_at = None
                 elif process.stopped_at is None:
@@ -279,12 +279,12 @@ def _exit_status(pid: int) -> int | None:
 
 
 def _name(pid: int) -> str:
-    """Return how a process calls itself, shortened."""
+    """Return how a process calls itself, shortened; "" before it does, and after its end."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return " ".join(filter(None, [Path(words[0]).name, *words[1:3]]))[:40] or "starting"
+        return " ".join(filter(None, [Path(words[0]).name, *words[1:3]]))[:40]
     except OSError:
-        return "?"
+        return ""
 
 
 def _below(pid: int) -> Iterator[int]:
