@@ -193,8 +193,9 @@ def test_the_pods_of_the_leaderworkerset_serve(one: Starter) -> None:
         for index, (host, pod) in enumerate(pods.items()):
             known = f"127.0.0.1 localhost\n{address(host)} {pod}\n{names}"  # not the others' short names
             made.run(host, "sh", "-c", f"hostname {pod}; printf %s '{known}' > /etc/hosts")
-            if not Path(one.python).is_relative_to("/tmp"):  # as in a clone made there
-                made.run(host, "mount", "-t", "tmpfs", "none", "/tmp")
+            # A pod has a /tmp of its own, in which is only our folder, if it is below /tmp.
+            own = f"mount --bind {ROOT} /mnt; mount -t tmpfs none /tmp; mkdir -p {ROOT}; mount --bind /mnt {ROOT}"
+            made.run(host, "sh", "-ec", own)
             spec = template["leaderTemplate" if index == 0 else "workerTemplate"]["spec"]
             (container,) = spec["containers"]
             # not in our folder, which is below the /tmp that they don't see
