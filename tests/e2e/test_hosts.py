@@ -194,8 +194,8 @@ def test_the_pods_of_the_leaderworkerset_serve(one: Starter) -> None:
             known = f"127.0.0.1 localhost\n{address(host)} {pod}\n{names}"  # not the others' short names
             made.run(host, "sh", "-c", f"hostname {pod}; printf %s '{known}' > /etc/hosts")
             # A pod has a /tmp of its own, in which is only our folder, if it is below /tmp.
-            own = f"mount --bind {ROOT} /mnt; mount -t tmpfs none /tmp; mkdir -p {ROOT}; mount --bind /mnt {ROOT}"
-            made.run(host, "sh", "-ec", own)
+            again = f"mkdir -p {ROOT}; mount --bind /mnt {ROOT}"
+            made.run(host, "sh", "-ec", f"mount --bind {ROOT} /mnt; mount -t tmpfs none /tmp; {again}")
             spec = template["leaderTemplate" if index == 0 else "workerTemplate"]["spec"]
             (container,) = spec["containers"]
             # not in our folder, which is below the /tmp that they don't see
