@@ -18,10 +18,11 @@ N_SAMPLES = 200_000
 LOADGEN_BYTES = {"harness": 8, "leader": 0, "instance": 0}
 
 # What each request left behind would show between any two looks; what an allocator takes or gives back (where
-# LoadGen's list doubles, it may keep the old one: 1.2 MB) shows between two. So most looks decide, and
-# the whole is held to a wider limit, for what grows in steps only: 32 bytes for each of the 130,000 requests.
+# LoadGen's list doubles, it may keep the old one: 1.2 MB; a leader for which many answers waited at once: 4.8 MB)
+# shows between two. So most looks decide. What grows in steps only does so in both halves of the test: each is
+# held to 32 bytes for each of its 65,000 requests.
 NOISE_BYTES = 4
-STEPS_KB = 4096
+STEPS_KB = 2048
 
 
 def rss_kb(pid: int) -> int:
@@ -70,5 +71,6 @@ def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Pa
         what = f"rank {rank} ({role}); done and RSS in kB: {[(d, r[rank]) for d, r in seen]}"
         slope = statistics.median(1024 * (r[rank] - q[rank]) / (d - c) for (c, q), (d, r) in pairwise(seen))
         assert slope < LOADGEN_BYTES[role] + NOISE_BYTES, f"{slope:.1f} bytes for a request, {what}"
-        grown = after[rank] - before[rank]
-        assert grown < STEPS_KB + LOADGEN_BYTES[role] * (last - first) // 1024, f"{grown} kB, {what}"
+        middle = seen[len(seen) // 2][1]
+        grown = min(middle[rank] - before[rank], after[rank] - middle[rank])
+        assert grown < STEPS_KB + LOADGEN_BYTES[role] * (last - first) // 2048, f"{grown} kB, {what}"
