@@ -18,9 +18,9 @@ N_SAMPLES = 200_000
 LOADGEN_BYTES = {"harness": 8, "leader": 0, "instance": 0}
 
 # What each request left behind would show between any two looks; what an allocator takes or gives back (where
-# LoadGen's list doubles, it may keep the old one: 1.2 MB; a leader for which many answers waited at once: 4.8 MB)
-# shows between two. So most looks decide. What grows in steps only does so in both halves of the test: each is
-# held to 32 bytes for each of its 65,000 requests.
+# LoadGen's list doubles, it may keep the old one: 1.2 MB; a leader for which many answers waited: 4.8 MB)
+# shows between two. So most looks decide. What grows in steps only does so in both halves of the test:
+# each is held to 32 bytes for each of its 65,000 requests.
 NOISE_BYTES = 4
 STEPS_KB = 2048
 
