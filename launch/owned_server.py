@@ -40,6 +40,7 @@ _FATAL = (
     *(signal.SIGILL, signal.SIGFPE, signal.SIGSYS),
 )
 _BEFORE_S = 5.0  # what ended so shortly before the whole server is told with its end
+SEARCHED = 4000  # lines of a log, for a known failure
 _LARGE = 256 << 20  # bytes in memory of a process that a server which is ready can't do without
 _MOST = 4096  # bytes read from the guard at once
 _GUARD = Path(__file__).parent / "server_guard.py"
@@ -123,6 +124,15 @@ class OwnedServer:
     def tail(self, lines: int = 15) -> str:
         """Return the last lines of its log, indented."""
         return tail(self.log, lines)
+
+    def cause(self, who: str, what: str, explain: Callable[[str], str]) -> str:
+        """Return a failure's cause: what has happened to it, what that means, and the end of its log.
+
+        `explain`: what a line of a log means; "" if none is known.
+        """
+        known = explain(self.tail(SEARCHED))
+        lines = [f"{who}: {what}", *([known] if known else []), f"the end of {self.log}:", self.tail()]
+        return "\n".join(lines)
 
     def stop(self, grace_s: float) -> None:
         """End it and all that it has started: by SIGTERM, after `grace_s` by force. Return when it has."""

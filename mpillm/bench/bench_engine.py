@@ -23,6 +23,7 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.configurator import json_output
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.load_torch import load_torch
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.telemetry.other_load import OtherLoad
@@ -80,6 +81,7 @@ def main(config: Options) -> int:
     with_guesses = replace(core, speculative_config=config.speculative_config)
     check_speculation(with_guesses, info)
 
+    load_torch()
     import torch
 
     from mpillm.bench.counted_engine import CountedEngine

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import os
 import re
 import secrets
 import time
@@ -28,6 +27,7 @@ from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
+from mpillm.engine.load_torch import load_torch
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
 from mpillm.telemetry.recorder import Recorder
@@ -108,9 +108,7 @@ class TorchCore(LLMCore):
     # --- life ---
 
     def load(self) -> None:
-        # Read when torch loads OpenMP. Other ranks, clients and servers use a node's cores, too: a thread
-        # that waits for one that has no core gives its own away; it does not spin while it may.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        load_torch()
         import torch
 
         from mpillm.engine.engine import Engine

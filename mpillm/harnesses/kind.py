@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.files import read_object
-from mpillm.servers.kind import KnownFailure
+from mpillm.servers.kind import KnownFailure, explained
 
 
 class Sample(NamedTuple):
@@ -159,8 +159,7 @@ class HarnessKind:
 
     def explain(self, log: str) -> str:
         """Return what a line of its log means, and what to do; "" if none is known."""
-        known = next((known for known in (*self.failures, *OF_ALL) if known.is_in(log)), None)
-        return f"{known.cause}: {known.remedy}" if known else ""
+        return explained(log, (*self.failures, *OF_ALL))
 
 
 OF_ALL = (

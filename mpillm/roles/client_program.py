@@ -21,7 +21,6 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _GRACE_S = 2.0  # to end by itself, if the run ends before it
 _OUTLIVES_S = 10.0  # a process of its own that was killed: then it ends, or never will
-_LINES = 4000  # of its log that are searched for a known failure
 _SHOWN = 100  # characters of its last line
 _IDLE = 0.003  # of a core: less than that is what a program uses that only waits
 
@@ -183,7 +182,5 @@ class ClientProgram(Role):
 
     def _failure(self, what: str) -> RunError:
         assert self._program is not None
-        known = self._kind.explain(self._program.tail(_LINES))
-        lines = [f"{self._kind.title}: {what}", *([known] if known else [])]
-        cause = "\n".join([*lines, f"the end of {self._program.log}:", self._program.tail()])
+        cause = self._program.cause(self._kind.title, what, self._kind.explain)
         return RunError(Failure(cause, 0, code=ExitCode.TEST_FAILED))

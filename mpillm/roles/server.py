@@ -14,7 +14,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.held_port import HeldPort
-from launch.owned_server import OwnedServer
+from launch.owned_server import SEARCHED, OwnedServer
 from launch.servers import HealthCheck
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.devices import as_visible
@@ -30,7 +30,6 @@ MOST_RESTARTS = 3
 """How often a server is started again in a test, with --on_instance_loss restart."""
 _GRACE_S = 10.0  # to end by itself, after a run that ended well
 _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
-_LINES = 4000  # of a log that are searched for a known failure
 _SHOWN = 60  # characters of its last line
 # What loggers put before a message: a process, a level, a time, a file.
 _PREFIX = re.compile(
@@ -169,7 +168,7 @@ class ServerRole(Role):
         try:
             address = socket.gethostbyname(plan.reached_at)  # not everything listens at a name
         except OSError as error:
-            raise self._failure(f"{plan.reached_at} has no address: {error}") from None
+            raise ConfigError(f"{plan.name}: {plan.reached_at} has no address: {error}") from None
         self._wanted = plan.wanted([port.number for port in self._ports], base, address)
         try:
             command = plan.kind.command(self._wanted)
@@ -216,7 +215,7 @@ class ServerRole(Role):
 
     def _on_end(self, why: str) -> None:
         assert self._server is not None
-        if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(_LINES)):
+        if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(SEARCHED)):
             _log.warning("%s %s: another process took its port; it gets another one", self._plan.name, why)
             self._start_again()
             return
@@ -242,12 +241,8 @@ class ServerRole(Role):
 
     def _failure(self, what: str) -> RunError:
         assert self._server is not None
-        log = self._server.tail(_LINES)
-        known = self._plan.kind.explain(log)
-        lines = [f"{self._plan.name}: {what}", *([known] if known else [])]
-        tail = self._server.tail()
+        cause = self._server.cause(self._plan.name, what, self._plan.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
-        cause = "\n".join([*lines, f"the end of {self._server.log}:", tail])
         return RunError(
             Failure(cause, self._rank, code=ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,6 +44,12 @@ class KnownFailure:
     def is_in(self, log: str) -> bool:
         """Return whether a line of the log says so."""
         return re.search(self.pattern, log) is not None
+
+
+def explained(log: str, failures: Iterable[KnownFailure]) -> str:
+    """Return what the first of these failures that is in a log means, and what to do; "" if none is."""
+    known = next((known for known in failures if known.is_in(log)), None)
+    return f"{known.cause}: {known.remedy}" if known else ""
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,7 @@ class ServerKind:
 
     def explain(self, log: str) -> str:
         """Return what a line of its log means, and what to do; "" if none is known."""
-        known = next((known for known in (*self.failures, *OF_ALL) if known.is_in(log)), None)
-        return f"{known.cause}: {known.remedy}" if known else ""
+        return explained(log, (*self.failures, *OF_ALL))
 
 
 OF_ALL = (
