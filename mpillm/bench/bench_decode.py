@@ -13,14 +13,14 @@ from disagg.errors import ConfigError
 from mpillm.bench.roofline import Roofline
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.weights.entries import layer_bytes
-from mpillm.fields import Field, integers, not_negative, positive
+from mpillm.fields import integers, not_negative, positive
 from mpillm.fields.model import ModelFields
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LEAST_METERED_S = 1.0
 
 
-class Options(Values):
+class Options(Values, group="benchmark"):
     """Options of ``bench engine``, on CPUs and on a GPU."""
 
     device = ModelFields.device.but(
@@ -47,39 +47,27 @@ class Options(Values):
         "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]",
         group="benchmark",
     )
-    dataset_path = Field(
-        "dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"
-    )
-    against = Field(
-        "against",
+    dataset_path = option("JSONL with prompts; without it, those that come with the program")
+    against = option(
         "CPU: what answers the same prompts alternating with the engine",
         default="transformers",
         choices=("transformers", "vllm"),
-        group="benchmark",
     )
-    vllm_python = Field(
-        "vllm_python",
+    vllm_python = option(
         "the Python of an environment with vLLM for CPUs; make test-peers makes one",
         default=".venv-peers/bin/python",
-        group="benchmark",
     )
     speculative_config = ModelFields.speculative_config.but(
         "CPU: instead of others, the engine with these guesses takes turns with the engine without; GPU: also"
         " time steps that test guesses (docs/explain/speculation.md); as key:value,key:value",
         group="benchmark",
     )
-    num_prompts = Field(
-        "num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark"
-    )
-    max_prompt_len = Field(
-        "max_prompt_len", "skip longer prompts, tokens", positive, default=96, group="benchmark"
-    )
-    output_len = Field("output_len", "new tokens per prompt", positive, default=32, group="benchmark")
-    dtype = Field(
-        "dtype",
+    num_prompts = option("how many of the data set's prompts", positive, default=40)
+    max_prompt_len = option("skip longer prompts, tokens", positive, default=96)
+    output_len = option("new tokens per prompt", positive, default=32)
+    dtype = option(
         "type of weights and activations [default: float32; on a GPU the checkpoint's]",
         choices=("float32", "bfloat16"),
-        group="benchmark",
     )
     quantization = ModelFields.quantization.but(
         "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
@@ -91,34 +79,20 @@ class Options(Values):
         default="auto",
         group="benchmark",
     )
-    n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
+    n_threads = option("CPU threads", positive, default=2)
     max_batch_size = ModelFields.max_batch_size.but(
         "requests of the engine at once", default=64, group="benchmark"
     )
     max_num_tokens = ModelFields.max_num_tokens.but(
         "tokens of one engine step", default=2048, group="benchmark"
     )
-    batches = Field(
-        "batches",
-        "GPU: batch sizes, separated by commas",
-        integers,
-        default=(1, 64, 256, 1024),
-        group="benchmark",
+    batches = option("GPU: batch sizes, separated by commas", integers, default=(1, 64, 256, 1024))
+    context_len = option("GPU: tokens in the cache of each sequence", positive, default=512)
+    pieces = option(
+        "GPU: tokens of a prompt in a step beside a batch, separated by commas", integers, default=(64, 256)
     )
-    context_len = Field(
-        "context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark"
-    )
-    pieces = Field(
-        "pieces",
-        "GPU: tokens of a prompt in a step beside a batch, separated by commas",
-        integers,
-        default=(64, 256),
-        group="benchmark",
-    )
-    bandwidth = Field(
-        "bandwidth", "GPU: memory bandwidth, TB/s", not_negative, default=4.3, group="benchmark"
-    )
-    repeats = Field("repeats", "rounds; the median is printed", positive, default=3, group="benchmark")
+    bandwidth = option("GPU: memory bandwidth, TB/s", not_negative, default=4.3)
+    repeats = option("rounds; the median is printed", positive, default=3)
 
 
 def bench_decode(config: Options) -> int:

@@ -17,7 +17,7 @@ from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
 from launch.places import RUNS
 from mpillm.config.values import Values
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
@@ -25,7 +25,7 @@ from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
-from mpillm.fields import Field, positive, seconds
+from mpillm.fields import positive, seconds
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.results import OutputFields
@@ -44,84 +44,45 @@ _END_S = 10.0  # for the server of --null
 _BUSY = 0.8  # of a core: a client near all of it measures itself
 
 
-class Options(Values):
+class Options(Values, group="benchmark"):
     """Of ``bench endpoint``."""
 
-    url = Field("url", "the server: host:port, or a URL of http or https", group="benchmark")
-    null = Field(
-        "null",
-        "start a server whose answers cost nothing: what is measured is the client",
-        boolean,
-        default=False,
-        group="benchmark",
+    url = option("the server: host:port, or a URL of http or https")
+    null = option(
+        "start a server whose answers cost nothing: what is measured is the client", boolean, default=False
     )
-    model = Field("model", "the model's name at the server [default: the only one]", group="benchmark")
+    model = option("the model's name at the server [default: the only one]")
     model_path = ModelFields.model_path.but(
         "a folder with the model's tokenizer, for text", group="benchmark"
     )
-    dataset_path = Field("dataset_path", "JSONL with prompts [default: random tokens]", group="benchmark")
-    num_prompts = Field(
-        "num_prompts", "requests [default: 1000; with --null 20000]", positive, group="benchmark"
-    )
-    input_len = Field(
-        "input_len",
-        "tokens of a random prompt [default: 1024; with --null 128]",
-        at_least_one,
-        group="benchmark",
-    )
-    output_len = Field(
-        "output_len", "tokens of an answer [default: 128; with --null 16]", positive, group="benchmark"
-    )
-    ignore_eos = Field("ignore_eos", "no end token ends an answer", boolean, default=True, group="benchmark")
+    dataset_path = option("JSONL with prompts [default: random tokens]")
+    num_prompts = option("requests [default: 1000; with --null 20000]", positive)
+    input_len = option("tokens of a random prompt [default: 1024; with --null 128]", at_least_one)
+    output_len = option("tokens of an answer [default: 128; with --null 16]", positive)
+    ignore_eos = option("no end token ends an answer", boolean, default=True)
     temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
-    request_rate = Field(
-        "request_rate", "requests per second [default: all at once]", rate, group="benchmark"
-    )
-    burstiness = Field(
-        "burstiness",
+    request_rate = option("requests per second [default: all at once]", rate)
+    burstiness = option(
         "shape of the gamma distribution of intervals: 1 is a Poisson process, less is more bursty",
         rate,
         default=1.0,
-        group="benchmark",
     )
-    max_concurrency = Field(
-        "max_concurrency",
-        "most requests at once [default: no limit; with --null 64]",
-        positive,
-        group="benchmark",
+    max_concurrency = option("most requests at once [default: no limit; with --null 64]", positive)
+    num_warmups = option("requests before the test", positive, default=8)
+    goodput = option(
+        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000", limits_ms, argparse_opts=WORDS
     )
-    num_warmups = Field("num_warmups", "requests before the test", positive, default=8, group="benchmark")
-    goodput = Field(
-        "goodput",
-        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000",
-        limits_ms,
-        group="benchmark",
-        argparse_opts=WORDS,
-    )
-    metric_percentiles = Field(
-        "metric_percentiles",
-        "percentiles of latencies, with commas between them",
-        default="99",
-        group="benchmark",
-    )
-    seed = Field("seed", "seed of arrivals and random prompts", positive, default=1, group="benchmark")
-    ready_deadline = Field(
-        "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group="benchmark"
-    )
+    metric_percentiles = option("percentiles of latencies, with commas between them", default="99")
+    seed = option("seed of arrivals and random prompts", positive, default=1)
+    ready_deadline = option("longest time until the server is ready", seconds, default=600.0)
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest silence of a server that owes answers", default=300.0, group="benchmark"
     )
-    result_filename = Field("result_filename", "write the result as JSON to this file", group="benchmark")
+    result_filename = option("write the result as JSON to this file")
     log_dir = OutputFields.log_dir.but(
         f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark"
     )
-    save_detailed = Field(
-        "save_detailed",
-        "with the latencies and texts of each request",
-        boolean,
-        default=False,
-        group="benchmark",
-    )
+    save_detailed = option("with the latencies and texts of each request", boolean, default=False)
 
 
 DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."

@@ -8,42 +8,28 @@ import sys
 from typing import Any
 
 from mpillm.config.values import Values
-from mpillm.configurator import json_output
-from mpillm.fields import Field, integers, positive, seconds
+from mpillm.configurator import json_output, option
+from mpillm.fields import integers, positive, seconds
 from mpillm.fields.topology import TopologyFields
 from mpillm.runs.whole_runs import run_once
 
 
-class Options(Values):
+class Options(Values, group="benchmark"):
     """Options of ``bench routing``."""
 
-    n = Field("n", "ranks", positive, default=3, group="benchmark")
+    n = option("ranks", positive, default=3)
     control_ranks = TopologyFields.control_ranks.but(
         "how many of them compute nothing: harness and leader on one rank, or on two",
         default=1,
         group="benchmark",
     )
-    repeats = Field("repeats", "runs; the median is printed", positive, default=3, group="benchmark")
-    offline_samples = Field(
-        "offline_samples", "samples of an Offline run", positive, default=200_000, group="benchmark"
-    )
-    input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
-    output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
-    qps = Field(
-        "qps",
-        "queries per second of the Server runs, separated by commas",
-        integers,
-        default=(200, 2000),
-        group="benchmark",
-    )
-    server_s = Field("server_s", "length of a Server run, seconds", seconds, default=8.0, group="benchmark")
-    idle_s = Field(
-        "idle_s",
-        "how long to watch the idle ranks, seconds",
-        seconds,
-        default=5.0,
-        group="benchmark",
-    )
+    repeats = option("runs; the median is printed", positive, default=3)
+    offline_samples = option("samples of an Offline run", positive, default=200_000)
+    input_len = option("prompt tokens", positive, default=128)
+    output_len = option("answer tokens", positive, default=16)
+    qps = option("queries per second of the Server runs, separated by commas", integers, default=(200, 2000))
+    server_s = option("length of a Server run, seconds", seconds, default=8.0)
+    idle_s = option("how long to watch the idle ranks, seconds", seconds, default=5.0)
     mode = TopologyFields.mode.but("kind of instances", default="aggregated", group="benchmark")
     traffic_distribution_policy = TopologyFields.traffic_distribution_policy.but(
         "which instance gets a request",

@@ -12,11 +12,11 @@ from disagg.errors import ConfigError
 from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.parsers import flag_dict, rate
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.weights.entries import layer_bytes
-from mpillm.fields import Field, positive, seconds
+from mpillm.fields import positive, seconds
 from mpillm.fields.model import ModelFields
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
@@ -49,38 +49,18 @@ _NOTES = {
 }
 
 
-class Options(Values):
+class Options(Values, group="benchmark"):
     """Options of ``bench table``."""
 
-    models = Field(
-        "models", "presets or folders, separated by commas", default="llama3.1-8b", group="benchmark"
-    )
-    pairs = Field(
-        "pairs",
-        "tokens in/out, separated by commas",
-        default=",".join(PUBLISHED["llama3.1-8b"]),
-        group="benchmark",
-    )
-    num_samples = Field(
-        "num_samples",
-        "samples of a run [default: rounds times what runs at once]",
-        positive,
-        group="benchmark",
-    )
-    rounds = Field(
-        "rounds",
+    models = option("presets or folders, separated by commas", default="llama3.1-8b")
+    pairs = option("tokens in/out, separated by commas", default=",".join(PUBLISHED["llama3.1-8b"]))
+    num_samples = option("samples of a run [default: rounds times what runs at once]", positive)
+    rounds = option(
         "without num_samples: how many times as many samples as fit at once; so none are left to run alone",
         positive,
         default=3,
-        group="benchmark",
     )
-    ranks = Field(
-        "ranks",
-        "ranks of the mpirun: one controls, the others have a GPU each",
-        positive,
-        default=2,
-        group="benchmark",
-    )
+    ranks = option("ranks of the mpirun: one controls, the others have a GPU each", positive, default=2)
     quantization = ModelFields.quantization.but(
         "type of the layers' weights", default="fp8", group="benchmark"
     )
@@ -97,35 +77,15 @@ class Options(Values):
         "as for run", default=0.9, group="benchmark"
     )
     # What `bench engine` measures on an H200 for seconds on end.
-    bandwidth = Field(
-        "bandwidth", "roof: memory bandwidth of a GPU, TB/s", rate, default=4.4, group="benchmark"
-    )
-    peak = Field(
-        "peak", "roof: TFLOP/s of products with the layers' weights", rate, default=1260.0, group="benchmark"
-    )
-    peak_in_floats = Field(
-        "peak_in_floats", "roof: TFLOP/s of all else", rate, default=660.0, group="benchmark"
-    )
-    idle_watts = Field(
-        "idle_watts", "energy: what a GPU draws always, W", rate, default=124.0, group="benchmark"
-    )
-    joules_per_tb = Field("joules_per_tb", "energy: of reading, J/TB", rate, default=127.0, group="benchmark")
-    joules_per_tflop = Field(
-        "joules_per_tflop",
-        "energy: of products with the layers' weights, J/TFLOP",
-        rate,
-        default=0.45,
-        group="benchmark",
-    )
-    joules_per_tflop_in_floats = Field(
-        "joules_per_tflop_in_floats", "energy: of all else", rate, default=0.86, group="benchmark"
-    )
-    extra = Field(
-        "extra", "more options of run, name:value,name:value", flag_dict, default={}, group="benchmark"
-    )
-    run_deadline = Field(
-        "run_deadline", "longest time for a run, seconds", seconds, default=1800.0, group="benchmark"
-    )
+    bandwidth = option("roof: memory bandwidth of a GPU, TB/s", rate, default=4.4)
+    peak = option("roof: TFLOP/s of products with the layers' weights", rate, default=1260.0)
+    peak_in_floats = option("roof: TFLOP/s of all else", rate, default=660.0)
+    idle_watts = option("energy: what a GPU draws always, W", rate, default=124.0)
+    joules_per_tb = option("energy: of reading, J/TB", rate, default=127.0)
+    joules_per_tflop = option("energy: of products with the layers' weights, J/TFLOP", rate, default=0.45)
+    joules_per_tflop_in_floats = option("energy: of all else", rate, default=0.86)
+    extra = option("more options of run, name:value,name:value", flag_dict, default={})
+    run_deadline = option("longest time for a run, seconds", seconds, default=1800.0)
 
 
 DESCRIPTION = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
@@ -17,22 +17,19 @@ from mpillm.experiments.ab_page import ab_page
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
-from mpillm.fields import Field
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 
 
-class Options(RankedOptions):
+class Options(RankedOptions, group=GROUP):
     """Options of ``ab``."""
 
-    pairs = Field("pairs", "pairs of runs, three or more", positive, default=5, group=GROUP)
-    metric = Field(
-        "metric",
+    pairs = option("pairs of runs, three or more", positive, default=5)
+    metric = option(
         "the figure that decides [default: latency_mean for Server and SingleStream, tokens_per_second for"
         " Offline]",
         choices=METRICS,
-        group=GROUP,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field, json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.files import read_json
@@ -19,27 +19,15 @@ from mpillm.submission.targets import Check
 _GROUP = "accuracy"
 
 
-class _Options(Values):
+class _Options(Values, group=_GROUP):
     """Options of ``accuracy``."""
 
-    dataset_path = Field(
-        "dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP
+    dataset_path = option("the data set, with its reference answers [default: the run's]")
+    tokenizer = option(
+        "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]"
     )
-    tokenizer = Field(
-        "tokenizer",
-        "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]",
-        group=_GROUP,
-    )
-    mbxp = Field(
-        "mbxp",
-        "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)",
-        group=_GROUP,
-    )
-    evaluated = Field(
-        "evaluated",
-        "deepseek-r1: a file with what the reference's eval_accuracy.py printed",
-        group=_GROUP,
-    )
+    mbxp = option("mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)")
+    evaluated = option("deepseek-r1: a file with what the reference's eval_accuracy.py printed")
 
 
 def _parser() -> Parser:

@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from launch.command import wrapped
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
 from mpillm.cores.capabilities import TellsSteps
@@ -26,7 +26,7 @@ from mpillm.experiments.advise.planning import plan_of, prepared, world_size
 from mpillm.experiments.advise_page import advise_page
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
-from mpillm.fields import Field, positive
+from mpillm.fields import positive
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_json, write_text
 from mpillm.loadgen.issue_order import issue_order
@@ -49,32 +49,24 @@ _OURS = (  # options of `run` that a proposal sets
 )
 
 
-class Options(SeriesOptions):
+class Options(SeriesOptions, group=GROUP):
     """Options of ``advise``."""
 
-    total_gpus = Field(
-        "total_gpus",
-        "GPUs to use, or worker ranks where there is no GPU; control ranks come besides",
-        positive,
-        default=2,
-        group=GROUP,
+    total_gpus = option(
+        "GPUs to use, or worker ranks where there is no GPU; control ranks come besides", positive, default=2
     )
     goodput = LoadgenFields.goodput
-    verify = Field(
-        "verify",
+    verify = option(
         "run so many of the best proposals, and print the errors of the predictions"
         f" [without a number: {_PROPOSED}]",
         positive,
-        group=GROUP,
         argparse_opts={"nargs": "?", "const": str(_PROPOSED)},
     )
-    repeats = Field(
-        "repeats",
+    repeats = option(
         "short runs of each kind, alternating, and runs that verify a proposal, of which the median counts:"
         " more than one where the machine's speed changes",
         positive,
         default=1,
-        group=GROUP,
     )
 
 

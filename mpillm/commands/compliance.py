@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field, json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.sampling import GenerationFields
@@ -15,15 +15,11 @@ from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify
 
 
-class _Options(Values):
+class _Options(Values, group="compliance"):
     """Options of ``compliance``."""
 
     end_ids = GenerationFields.end_ids
-    evaluated = Field(
-        "evaluated",
-        "TEST07: a file with what the reference's eval_mlperf_accuracy.py printed",
-        group="compliance",
-    )
+    evaluated = option("TEST07: a file with what the reference's eval_mlperf_accuracy.py printed")
 
 
 def main(argv: Sequence[str]) -> int:

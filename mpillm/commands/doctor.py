@@ -20,41 +20,36 @@ from launch.places import RUNS
 from mpillm import __version__
 from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
+from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
 from mpillm.doctor.findings import Line, Status, World, shown, worst
 from mpillm.errors import STOP_SIGNALS, ExitCode
-from mpillm.fields import Field, seconds
+from mpillm.fields import seconds
 from mpillm.fields.results import OutputFields
 
 _START_SHARE = 0.5  # of the deadline, for MPI_Init
 _LATE_S = 10.0  # after the deadline; then even rank 0 is stuck
 
 
-class Options(Values):
+class Options(Values, group="cluster report"):
     """Options of ``doctor``."""
 
-    json = Field("json", "print JSON", boolean, default=False, group="output")
+    json = option("print JSON", boolean, default=False, group="output")
     log_dir = OutputFields.log_dir.but(
         "the run directory whose disk to examine", default=str(RUNS), group="output"
     )
-    cluster_report = Field(
-        "cluster_report",
+    cluster_report = option(
         "try hosts, MPI and runs step by step, and write to this file a report that can be sent; typed once,"
         " without mpirun or srun",
         str,
-        group="cluster report",
     )
-    mpirun = Field(
-        "mpirun",
+    mpirun = option(
         'with --cluster_report: how ranks are started, in the words of `mpillm mpirun`, as "-n 4 -H a:2,b:2"'
         " [default: the tasks of Slurm's allocation, or three here]",
         shlex.split,
-        group="cluster report",
     )
-    deadline = Field(
-        "deadline", "longest time for the examination, seconds", seconds, default=30.0, group="deadlines"
-    )
+    deadline = option("longest time for the examination, seconds", seconds, default=30.0, group="deadlines")
 
 
 def main(argv: Sequence[str]) -> int:

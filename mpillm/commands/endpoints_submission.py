@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from launch.command import find_program
 from mpillm import workloads
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
+from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import integers, one_of, positive, seconds
 from mpillm.cores.openai_client.dialect import Sampling
@@ -71,54 +71,37 @@ _GROUP = "submission"
 _BENCHMARKS = {name: named for name, workload in WORKLOADS.items() if (named := workload.endpoints)}
 
 
-class _Options(Values):
+class _Options(Values, group=_GROUP):
     """Options of ``endpoints-submission``."""
 
-    url = Field("url", "the server: host:port, or a URL of http or https", group=_GROUP)
-    model = Field("model", "the model's name at the server [default: the only one]", group=_GROUP)
+    url = option("the server: host:port, or a URL of http or https")
+    model = option("the model's name at the server [default: the only one]")
     model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=_GROUP)
-    benchmarks = Field("benchmarks", "the workload", one_of(*_BENCHMARKS), group=_GROUP)
-    model_scale = Field(
-        "model_scale", "tiny: a scaled-down data set", one_of("full", "tiny"), default="full", group=_GROUP
+    benchmarks = option("the workload", one_of(*_BENCHMARKS))
+    model_scale = option("tiny: a scaled-down data set", one_of("full", "tiny"), default="full")
+    dataset_path = option("the data set, with its reference answers")
+    max_supported_concurrency = option("the highest concurrency of the curve", positive)
+    concurrency = option(
+        "the points, with commas between them [default: seven, evenly on a log scale]", integers
     )
-    dataset_path = Field("dataset_path", "the data set, with its reference answers", group=_GROUP)
-    max_supported_concurrency = Field(
-        "max_supported_concurrency", "the highest concurrency of the curve", positive, group=_GROUP
-    )
-    concurrency = Field(
-        "concurrency",
-        "the points, with commas between them [default: seven, evenly on a log scale]",
-        integers,
-        group=_GROUP,
-    )
-    min_duration = Field(
-        "min_duration", "of each point [default: 600 s up to 32 at once, 1200 s above]", seconds, group=_GROUP
-    )
+    min_duration = option("of each point [default: 600 s up to 32 at once, 1200 s above]", seconds)
     submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
     system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
-    submission_id = Field("submission_id", "the folder below the submitter's", default="1", group=_GROUP)
-    division = Field("division", "the division", one_of(*DIVISIONS), default=DIVISIONS[0], group=_GROUP)
-    system_description = Field(
-        "system_description", "a JSON file with what system_desc.json says of the hardware", group=_GROUP
-    )
-    system_power = Field(
-        "system_power", "a JSON file with the system's power, system_power.json", group=_GROUP
-    )
-    disclosure = Field("disclosure", "a JSON file with more fields of each point.yaml", group=_GROUP)
-    src = Field("src", "a folder with the implementation's code and its README.md", group=_GROUP)
-    docs = Field("docs", "a folder with documents", group=_GROUP)
-    seed_set = Field("seed_set", "the published seeds", one_of(*SEED_SETS), default="A", group=_GROUP)
-    target_cohort = Field("target_cohort", "YYYY-MM-C0 or C1 [default: next month's C0]", group=_GROUP)
+    submission_id = option("the folder below the submitter's", default="1")
+    division = option("the division", one_of(*DIVISIONS), default=DIVISIONS[0])
+    system_description = option("a JSON file with what system_desc.json says of the hardware")
+    system_power = option("a JSON file with the system's power, system_power.json")
+    disclosure = option("a JSON file with more fields of each point.yaml")
+    src = option("a folder with the implementation's code and its README.md")
+    docs = option("a folder with documents")
+    seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
+    target_cohort = option("YYYY-MM-C0 or C1 [default: next month's C0]")
     output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
-    ready_deadline = Field(
-        "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group=_GROUP
-    )
-    harness = Field(
-        "harness",
+    ready_deadline = option("longest time until the server is ready", seconds, default=600.0)
+    harness = option(
         "measure points with MLCommons' client as it is, which Standardized entries need; it must be in PATH"
         " [default: mpillm's own client]",
         one_of("inference-endpoint"),
-        group=_GROUP,
     )
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest silence of a server that owes answers", default=300.0, group=_GROUP

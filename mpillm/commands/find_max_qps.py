@@ -10,7 +10,7 @@ from statistics import mean
 
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
@@ -19,7 +19,7 @@ from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.search_page import search_page
 from mpillm.experiments.search_record import SearchRecord
-from mpillm.fields import Field, seconds
+from mpillm.fields import seconds
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside
 from mpillm.report.numbers import duration
@@ -28,21 +28,14 @@ from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 
 
-class Options(RankedOptions):
+class Options(RankedOptions, group=GROUP):
     """Options of ``find-max-qps``."""
 
-    tolerance = Field(
-        "tolerance",
-        "end when a rate is VALID and one at most this share above it is not",
-        fraction,
-        default=0.01,
-        group=GROUP,
+    tolerance = option(
+        "end when a rate is VALID and one at most this share above it is not", fraction, default=0.01
     )
-    probe_duration = Field(
-        "probe_duration",
-        "length of the short tests [default: a tenth of --min_duration, 5 to 60 s]",
-        seconds,
-        group=GROUP,
+    probe_duration = option(
+        "length of the short tests [default: a tenth of --min_duration, 5 to 60 s]", seconds
     )
 
 

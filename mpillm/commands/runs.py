@@ -8,7 +8,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field, json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
@@ -21,10 +21,10 @@ from mpillm.report.run_list import LATEST, find_runs, find_series
 _WIDE = 10_000  # a status is a text of a file: however long, it is a line
 
 
-class _Options(Values):
+class _Options(Values, group="runs"):
     """Options of ``runs``."""
 
-    most = Field("most", "how many to list; the page has all", positive, default=20, group="runs")
+    most = option("how many to list; the page has all", positive, default=20)
 
 
 def _parser() -> Parser:

@@ -8,7 +8,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
+from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.general import GeneralFields
@@ -30,7 +30,7 @@ from mpillm.submission.system import (
 _GROUP = "submission"
 
 
-class _Options(Values):
+class _Options(Values, group=_GROUP):
     """Options of ``submission``."""
 
     output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
@@ -39,16 +39,8 @@ class _Options(Values):
     system_name = GeneralFields.system_name.but(
         "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP
     )
-    system_description = Field(
-        "system_description",
-        "a JSON file with an object that is laid over the description of the system",
-        group=_GROUP,
-    )
-    measurements = Field(
-        "measurements",
-        "a JSON file with an object that is laid over the measurements.json of each result",
-        group=_GROUP,
-    )
+    system_description = option("a JSON file with an object that is laid over the description of the system")
+    measurements = option("a JSON file with an object that is laid over the measurements.json of each result")
     force = GeneralFields.force.but(
         "replace what this submitter has in this division there", default=False, group=_GROUP
     )

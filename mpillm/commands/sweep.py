@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.options import parse_run
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
@@ -27,7 +27,6 @@ from mpillm.experiments.option_grid import (
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
-from mpillm.fields import Field
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside, table
 from mpillm.report.numbers import duration
@@ -36,13 +35,11 @@ from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
 
 
-class Options(RankedOptions):
+class Options(RankedOptions, group=GROUP):
     """Options of ``sweep``."""
 
-    grid = Field(
-        "grid",
-        "a YAML of options, each with a value or a list of values; options typed besides go over it",
-        group=GROUP,
+    grid = option(
+        "a YAML of options, each with a value or a list of values; options typed besides go over it"
     )
 
 

@@ -32,6 +32,7 @@ from mpillm.configurator.field import AutoConfStrategy as AutoConfStrategy
 from mpillm.configurator.field import Field as Field
 from mpillm.configurator.field import Options as Options
 from mpillm.configurator.field import Reason as Reason
+from mpillm.configurator.field import option as option
 from mpillm.configurator.found import COMMAND_LINE, CONFIGURATION, DEFAULT, Found, Level, Origin
 
 T = TypeVar("T", bound=type)

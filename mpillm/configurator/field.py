@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import plain, shown
@@ -233,8 +233,46 @@ class Field(Generic[T]):
         return self.parse(text, source)
 
 
+class Declared(NamedTuple):
+    """What `option` says of a field; the class that it stands in says the rest."""
+
+    arguments: tuple[Any, ...]
+    more: Mapping[str, Any]
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def option(
+        description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_More]
+    ) -> Field[V]: ...
+    @overload
+    def option(
+        description: str, from_string: Callable[[str], V], **more: Unpack[_More]
+    ) -> Field[V | None]: ...
+    @overload
+    def option(description: str, *, default: str, **more: Unpack[_More]) -> Field[str]: ...
+    @overload
+    def option(description: str, **more: Unpack[_More]) -> Field[str | None]: ...
+
+
+def option(*arguments: Any, **more: Any) -> Any:
+    """Declare a field of an `Options` class, which has the name of the attribute; see `Field` for the rest.
+
+    Group and effect are those of the class, unless it has its own.
+    """
+    return Declared(arguments, more)
+
+
 class Options:
     """A class whose attributes are fields; on an instance they are the fields' values."""
+
+    def __init_subclass__(cls, group: str = "general", effect: Effect = EVERYWHERE) -> None:
+        """`group`, `effect`: of each field that `option` declares in this class."""
+        for name, declared in list(vars(cls).items()):
+            if isinstance(declared, Declared):
+                more = {"group": group, "effect": effect, **declared.more}
+                setattr(cls, name, Field(name, *declared.arguments, **more))
 
     def __getitem__(self, field: Field[T]) -> T:
         """Return the value of `field`."""

@@ -9,10 +9,10 @@ from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, complete
-from mpillm.configurator import Configuration
+from mpillm.configurator import Configuration, option
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
-from mpillm.fields import Field, positive
+from mpillm.fields import positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.runs.whole_runs import EndedRun
@@ -31,10 +31,10 @@ class SeriesOptions(Values):
     output = OutputFields.output.but("write the figures to this JSON file, too", group=GROUP)
 
 
-class RankedOptions(SeriesOptions):
+class RankedOptions(SeriesOptions, group=GROUP):
     """Of those whose runs have one number of ranks."""
 
-    n = Field("n", "ranks of each run [default: as many as its options name]", positive, group=GROUP)
+    n = option("ranks of each run [default: as many as its options name]", positive)
 
 
 S = TypeVar("S", bound=SeriesOptions)

@@ -1,7 +1,7 @@
 """The registry of all options: of command lines, --help, docs/reference/options.md and config.json.
 
-A new option is one declaration in the class of its subject: ``name = Field("name", "what it means", parser,
-default=…, group=GROUP)``. It is then an option of the commands that show its group, an attribute of
+A new option is one declaration in the class of its subject: ``name = option("what it means", parser,
+default=…)``. It is then an option of the commands that show its group, an attribute of
 `RunConfig` with the type that its parser returns, and a name of this package (`mpillm.fields.name`).
 """
 

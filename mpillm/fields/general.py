@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from mpillm.configurator import Field, Options
+from mpillm.configurator import Options, option
 from mpillm.configurator.effect import ANY
 from mpillm.configurator.parsers import accuracy, boolean, names
 from mpillm.fields.effects import REPORTED, used_by
@@ -28,75 +28,44 @@ workload_names = names(*WORKLOADS, **_ALIASES)
 benchmark_names = names(*WORKLOADS, **_ALIASES, **_WITH_TARGET)
 
 
-class GeneralFields(Options):
+class GeneralFields(Options, group="workload"):
     """What to run, and where its values come from."""
 
-    benchmarks = Field(
-        "benchmarks",
+    benchmarks = option(
         f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)};"
         " also llama2, moe, llama3_1-405b; the suffix -99 or -99.9 sets accuracy_target",
         benchmark_names,
-        group="workload",
         aliases=("models",),
     )
-    scenarios = Field(
-        "scenarios",
+    scenarios = option(
         f"LoadGen's scenario: {', '.join(SCENARIOS)};"
         f" {INTERACTIVE} is Server with a workload's interactive form",
         names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
         default=("Offline",),
-        group="workload",
     )
-    accuracy_target = Field(
-        "accuracy_target",
-        "the share of the reference accuracy to reach: 0.99, 0.999",
-        accuracy,
-        default=0.99,
-        effect=REPORTED,
-        group="workload",
+    accuracy_target = option(
+        "the share of the reference accuracy to reach: 0.99, 0.999", accuracy, default=0.99, effect=REPORTED
     )
-    harness_type = Field(
-        "harness_type",
-        "triton: through Triton servers",
-        default="custom",
-        choices=_words(HarnessType),
-        group="workload",
-    )
-    use_triton = Field(
-        "use_triton", "the same as --harness_type triton", boolean, default=False, group="workload"
-    )
-    power_setting = Field(
-        "power_setting",
+    harness_type = option("triton: through Triton servers", default="custom", choices=_words(HarnessType))
+    use_triton = option("the same as --harness_type triton", boolean, default=False)
+    power_setting = option(
         "chooses among a file's configurations",
         default="MaxP",
         choices=_words(PowerSetting),
         effect=used_by(needs=("config_file", ANY), measured=False),
-        group="workload",
     )
-    model_scale = Field(
-        "model_scale",
+    model_scale = option(
         "the workload's model, or a tiny one of its architecture",
         default="full",
         choices=("full", "tiny"),
         effect=used_by(needs=("benchmarks", ANY)),
-        group="workload",
     )
-    system_name = Field(
-        "system_name",
-        "the system's name: chooses among a file's configurations, and names results",
-        effect=REPORTED,
-        group="workload",
+    system_name = option(
+        "the system's name: chooses among a file's configurations, and names results", effect=REPORTED
     )
-    config_file = Field(
-        "config_file",
-        "a configuration of your own, Python or YAML (docs/reference/configuration.md)",
-        group="workload",
-    )
-    dry_run = Field(
-        "dry_run", "print the commands without running them", boolean, default=False, group="stages"
-    )
-    force = Field(
-        "force",
+    config_file = option("a configuration of your own, Python or YAML (docs/reference/configuration.md)")
+    dry_run = option("print the commands without running them", boolean, default=False, group="stages")
+    force = option(
         "do it again even if the result is up to date; of a run: replace the results in log_dir",
         boolean,
         default=False,

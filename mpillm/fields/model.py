@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field, Options
+from mpillm.configurator import Options, option
 from mpillm.configurator.effect import Effect, Use
 from mpillm.configurator.parsers import boolean, flag_dict, fraction, one_of, positive
 from mpillm.core_names import (
@@ -24,103 +24,70 @@ SCHEDULER_POLICIES = {
 CHUNKING_POLICIES = {name: name.upper() for name in ("first_come_first_served", "equal_progress")}
 
 
-class ModelFields(Options):
+class ModelFields(Options, group="model"):
     """The model, and how its engine runs."""
 
-    model_path = Field(
-        "model_path",
+    model_path = option(
         "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b,"
         " llama3.1-8b, llama3.1-70b, llama3.1-405b, llama3.2-1b, mixtral-8x7b, gpt-oss-20b, gpt-oss-120b,"
-        " qwen3-0.6b, qwen3-30b-a3b, tiny-llama, tiny-mixtral",
-        group="model",
+        " qwen3-0.6b, qwen3-30b-a3b, tiny-llama, tiny-mixtral"
     )
-    load_format = Field(
-        "load_format",
+    load_format = option(
         "read the weights, or make random ones from config.json",
         default="auto",
         choices=("auto", "dummy"),
         effect=used_by(*EMBEDDED, "trtllm_hlapi", *TRTLLM_DISAGG),
-        group="model",
     )
-    dtype = Field(
-        "dtype",
+    dtype = option(
         "type of the weights, and of the KV cache unless kv_cache_dtype sets it; auto: the checkpoint's",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
         effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
-        group="model",
     )
-    quantization = Field(
-        "quantization",
+    quantization = option(
         "type of the layers' weights; auto: the checkpoint's;"
         " int8 (only on CPUs), fp8, mxfp4 (only experts) and int4 quantise an unquantised checkpoint as it is"
         " loaded; none widens a checkpoint's MXFP4",
         default="auto",
         choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         effect=used_by(*EMBEDDED),
-        group="model",
     )
-    kv_cache_dtype = Field(
-        "kv_cache_dtype",
+    kv_cache_dtype = option(
         "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype;"
         " fp8 without scales has scale 1",
         default="auto",
         choices=("auto", "bfloat16", "fp8"),
         effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
-        group="model",
     )
-    precision = Field(
-        "precision",
+    precision = option(
         "type of the layers' weights, in the words of NVIDIA's configurations: sets qformat among"
         " trtllm_checkpoint_flags and, for mpillm's own engine, quantization",
         choices=("fp4", "nvfp4", "fp8", "fp16", "bf16", "fp32"),
         effect=used_by(*MODELS),
-        group="model",
     )
-    device = Field(
-        "device",
+    device = option(
         "what the engine runs on; auto: GPUs, one per worker rank, where there are any",
         default="auto",
         choices=("auto", "cuda", "cpu"),
         effect=used_by(DEFAULT, *LIBRARY),
-        group="model",
     )
-    max_batch_size = Field(
-        "max_batch_size",
-        "maximum requests of an instance at once [default: the core's]",
-        positive,
-        group="model",
+    max_batch_size = option("maximum requests of an instance at once [default: the core's]", positive)
+    max_num_tokens = option(
+        "maximum tokens of one engine step [default: the core's]", positive, effect=used_by(*MODELS)
     )
-    max_num_tokens = Field(
-        "max_num_tokens",
-        "maximum tokens of one engine step [default: the core's]",
-        positive,
-        effect=used_by(*MODELS),
-        group="model",
-    )
-    max_seq_len = Field(
-        "max_seq_len",
-        "maximum tokens of prompt and answer together [default: the model's]",
-        positive,
-        group="model",
-    )
-    kv_cache_tokens = Field(
-        "kv_cache_tokens",
+    max_seq_len = option("maximum tokens of prompt and answer together [default: the model's]", positive)
+    kv_cache_tokens = option(
         "size of a rank's KV cache, tokens [default: the core's]",
         positive,
         effect=used_by(*COMPUTING, *DUMMY),
-        group="model",
     )
-    kv_cache_free_gpu_mem_fraction = Field(
-        "kv_cache_free_gpu_mem_fraction",
+    kv_cache_free_gpu_mem_fraction = option(
         "without kv_cache_tokens: the KV cache's share of the GPU memory that the model leaves free",
         fraction,
         default=0.80,
         effect=used_by(*MODELS),
-        group="model",
     )
-    tokens_per_block = Field(
-        "tokens_per_block",
+    tokens_per_block = option(
         "tokens of one KV cache block",
         positive,
         default=32,
@@ -130,66 +97,48 @@ class ModelFields(Options):
                 Use(BOTH, needs=("traffic_distribution_policy", "kv_cache_aware")),
             )
         ),
-        group="model",
     )
-    enable_chunked_context = Field(
-        "enable_chunked_context",
-        "allow a prompt to be computed in several steps",
-        boolean,
-        default=False,
-        effect=used_by(*MODELS),
-        group="model",
+    enable_chunked_context = option(
+        "allow a prompt to be computed in several steps", boolean, default=False, effect=used_by(*MODELS)
     )
-    context_chunking_policy = Field(
-        "context_chunking_policy",
+    context_chunking_policy = option(
         "which prompts a step computes: the oldest first, or equal parts of all",
         default="first_come_first_served",
         choices=tuple(CHUNKING_POLICIES),
         effect=used_by(*COMPUTING, *TRTLLM_ENDPOINT, needs=("enable_chunked_context", True)),
-        group="model",
     )
-    enable_max_num_tokens_tuning = Field(
-        "enable_max_num_tokens_tuning",
+    enable_max_num_tokens_tuning = option(
         "with enable_chunked_context: choose how many tokens of prompts a step takes, at most max_num_tokens:"
         " as few as are computed at nearly the best rate, measured before ready (TensorRT-LLM tunes while it"
         " runs)",
         boolean,
         default=False,
         effect=used_by(*EMBEDDED, *TRTLLM_EXECUTOR, *TRTLLM_DISAGG),
-        group="model",
     )
-    batch_scheduler_policy = Field(
-        "batch_scheduler_policy",
+    batch_scheduler_policy = option(
         "when a request starts: once its prompt fits the KV cache (max_util; if the cache is full later,"
         " a request is evicted and computed again), once its longest answer fits, too (no_evict),"
         " or in batches that run to their end (static)",
         one_of(*SCHEDULER_POLICIES, **{theirs.lower(): ours for ours, theirs in SCHEDULER_POLICIES.items()}),
         default="max_util",
         effect=used_by(*MODELS),
-        group="model",
     )
-    enable_kv_cache_reuse = Field(
-        "enable_kv_cache_reuse",
+    enable_kv_cache_reuse = option(
         "compute a prefix that prompts share only once; MLPerf forbids it;"
         " generation instances do not look up prompts handed over to them",
         boolean,
         default=False,
         effect=used_by(*MODELS),
-        group="model",
     )
-    speculative_config = Field(
-        "speculative_config",
+    speculative_config = option(
         "speculative decoding, with the same answers, as key:value,key:value (docs/explain/speculation.md):"
         " decoding_type (NGram, Draft_Target, Eagle), max_draft_len, max_matching_ngram_size,"
         " speculative_model, max_concurrency; MLPerf forbids it for all workloads that this engine runs",
         flag_dict,
         effect=used_by(*EMBEDDED, *TRTLLM_DISAGG),
-        group="model",
     )
-    num_threads = Field(
-        "num_threads",
+    num_threads = option(
         "CPU threads of each instance rank [default: the node's cores, shared evenly]",
         positive,
         effect=used_by(*EMBEDDED),
-        group="model",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field, Options
+from mpillm.configurator import Options, option
 from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, positive
 from mpillm.core_names import BUILT_IN, DEFAULT, TRTLLM_HLAPI, WITH_BACKENDS, names
 from mpillm.fields.effects import COMPUTED, DISAGG, PLAN, used_by
@@ -10,104 +10,57 @@ from mpillm.fields.effects import COMPUTED, DISAGG, PLAN, used_by
 PROMPTS_ALONE = "isl_load_balancing"
 
 
-class TopologyFields(Options):
+class TopologyFields(Options, group="topology"):
     """What runs where."""
 
-    mode = Field(
-        "mode",
+    mode = option(
         "one kind of instance, or separate context and generation instances",
         default="aggregated",
         choices=("aggregated", "disaggregated"),
         effect=COMPUTED,
-        group="topology",
     )
-    core_type = Field(
-        "core_type",
+    core_type = option(
         f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)},"
         " or your own as package.module:Class",
         name_or_class(tuple(BUILT_IN), names),
         default=DEFAULT,
-        group="topology",
     )
-    core_options = Field(
-        "core_options",
+    core_options = option(
         "options of the core, as key:value,key:value",
         flag_dict,
         default={},
         effect=used_by(*(name for name in WITH_BACKENDS if name not in TRTLLM_HLAPI)),
-        group="topology",
     )
-    disagg_config = Field(
-        "disagg_config",
+    disagg_config = option(
         "the disaggregation YAML [default: made from the options below and the number of ranks]",
         effect=COMPUTED,
-        group="topology",
         aliases=("trtllm_disagg_config_path",),
     )
-    num_ctx_servers = Field("num_ctx_servers", "context instances", positive, effect=DISAGG, group="topology")
-    ctx_tp_size = Field(
-        "ctx_tp_size", "tensor parallel size of a context instance", positive, effect=DISAGG, group="topology"
-    )
-    ctx_pp_size = Field(
-        "ctx_pp_size",
-        "pipeline parallel size of a context instance",
-        positive,
-        effect=DISAGG,
-        group="topology",
-    )
-    num_gen_servers = Field(
-        "num_gen_servers", "generation instances", positive, effect=DISAGG, group="topology"
-    )
-    gen_tp_size = Field(
-        "gen_tp_size",
-        "tensor parallel size of a generation instance",
-        positive,
-        effect=DISAGG,
-        group="topology",
-    )
-    gen_pp_size = Field(
-        "gen_pp_size",
-        "pipeline parallel size of a generation instance",
-        positive,
-        effect=DISAGG,
-        group="topology",
-    )
-    tensor_parallelism = Field(
-        "tensor_parallelism", "tensor parallel size of an executor", positive, group="topology"
-    )
-    pipeline_parallelism = Field(
-        "pipeline_parallelism", "pipeline parallel size of an executor", positive, group="topology"
-    )
-    moe_expert_parallelism = Field(
-        "moe_expert_parallelism",
-        "ranks of a TP group that the experts are spread over",
-        positive,
-        group="topology",
-    )
-    control_ranks = Field(
-        "control_ranks",
+    num_ctx_servers = option("context instances", positive, effect=DISAGG)
+    ctx_tp_size = option("tensor parallel size of a context instance", positive, effect=DISAGG)
+    ctx_pp_size = option("pipeline parallel size of a context instance", positive, effect=DISAGG)
+    num_gen_servers = option("generation instances", positive, effect=DISAGG)
+    gen_tp_size = option("tensor parallel size of a generation instance", positive, effect=DISAGG)
+    gen_pp_size = option("pipeline parallel size of a generation instance", positive, effect=DISAGG)
+    tensor_parallelism = option("tensor parallel size of an executor", positive)
+    pipeline_parallelism = option("pipeline parallel size of an executor", positive)
+    moe_expert_parallelism = option("ranks of a TP group that the experts are spread over", positive)
+    control_ranks = option(
         "ranks that compute nothing: 1 (harness and leader together) or 2 (one for each)"
         " [default: 1, unless the instances fit only beside 2]",
         one_or_two,
-        group="topology",
     )
-    traffic_distribution_policy = Field(
-        "traffic_distribution_policy",
+    traffic_distribution_policy = option(
         "which instance gets a request: the one that owes the fewest tokens, the next in turn, or one that"
         " has the beginning of its prompt cached; NVIDIA's isl_load_balancing, which counts prompts alone, is"
         " taken as load_balancing, which counts prompts and longest answers",
         default="load_balancing",
         choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
-        group="topology",
     )
-    world_size = Field(
-        "world_size",
-        "number of ranks, control ranks included, for commands without mpirun",
-        positive,
-        group="plan",
+    world_size = option(
+        "number of ranks, control ranks included, for commands without mpirun", positive, group="plan"
     )
-    nodes = Field(
-        "nodes",
+    nodes = option(
         "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]",
         effect=used_by(commands=[PLAN], measured=False),
         group="plan",

@@ -8,42 +8,30 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.values import Values, collect
+from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode, needs_extra
-from mpillm.fields import Field, positive, seconds
+from mpillm.fields import positive, seconds
 
 
-class _Options(Values):
+class _Options(Values, group="e2e-test"):
     """Options of ``e2e-test``."""
 
-    dataset = Field("dataset", "JSON list of objects with input, instruction and output", group="e2e-test")
-    protocol = Field(
-        "protocol",
+    dataset = option("JSON list of objects with input, instruction and output")
+    protocol = option(
         "how to talk to the server; http only to models that are not decoupled",
         default="grpc",
         choices=("grpc", "http"),
         aliases=("i",),
-        group="e2e-test",
     )
-    url = Field(
-        "url", "address of the server [default: localhost:8001, http 8000]", aliases=("u",), group="e2e-test"
-    )
-    concurrency = Field(
-        "concurrency", "requests at once", positive, default=128, aliases=("c",), group="e2e-test"
-    )
-    max_input_len = Field(
-        "max_input_len", "leave out prompts with more tokens, at 1.3 words each", positive, group="e2e-test"
-    )
-    test_bls = Field("test_bls", "compare tensorrt_llm_bls, too", boolean, default=False, group="e2e-test")
-    model_name = Field("model_name", "the model whose time is taken", default="ensemble", group="e2e-test")
-    stream_timeout = Field(
-        "stream_timeout",
-        "longest time until an answer is complete",
-        seconds,
-        default=600.0,
-        aliases=("t",),
-        group="e2e-test",
+    url = option("address of the server [default: localhost:8001, http 8000]", aliases=("u",))
+    concurrency = option("requests at once", positive, default=128, aliases=("c",))
+    max_input_len = option("leave out prompts with more tokens, at 1.3 words each", positive)
+    test_bls = option("compare tensorrt_llm_bls, too", boolean, default=False)
+    model_name = option("the model whose time is taken", default="ensemble")
+    stream_timeout = option(
+        "longest time until an answer is complete", seconds, default=600.0, aliases=("t",)
     )
 
 

@@ -27,11 +27,12 @@ from launch.tritonserver import (
 )
 from mpillm.commands.run_llm_server import run_servers
 from mpillm.config.values import Values, collect
+from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean, natural
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
-from mpillm.fields import Field, positive, seconds
+from mpillm.fields import positive, seconds
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
@@ -41,47 +42,35 @@ from mpillm.fields.topology import TopologyFields
 _GROUP = "launch-triton-server"
 
 
-class _Options(Values):
+class _Options(Values, group=_GROUP):
     """Options of ``launch-triton-server``: the script's, then ours."""
 
     world_size = TopologyFields.world_size.but(
         "ranks of the engine, each with a tritonserver", default=1, group=_GROUP
     )
     tritonserver = ServerFields.tritonserver.but("the program [default: as of run-llm-server]", group=_GROUP)
-    grpc_port = Field("grpc_port", "where gRPC listens", positive, default=8001, group=_GROUP)
-    http_port = Field("http_port", "where HTTP listens", positive, default=8000, group=_GROUP)
-    metrics_port = Field("metrics_port", "where metrics are", positive, default=8002, group=_GROUP)
+    grpc_port = option("where gRPC listens", positive, default=8001)
+    http_port = option("where HTTP listens", positive, default=8000)
+    metrics_port = option("where metrics are", positive, default=8002)
     force = GeneralFields.force.but(
         "start it also where another tritonserver runs", default=False, aliases=("f",), group=_GROUP
     )
-    log = Field("log", "have rank 0 log much, to --log_file", boolean, default=False, group=_GROUP)
-    log_file = Field("log_file", "of --log", default="triton_log.txt", group=_GROUP)
-    no_mpi = Field("no_mpi", "start one server without mpirun", boolean, default=False, group=_GROUP)
-    model_repo = Field("model_repo", "the model repository", group=_GROUP)
-    tensorrt_llm_model_name = Field(
-        "tensorrt_llm_model_name",
-        "models that ranks above 0 load, separated by commas [default: those with several ranks]",
-        group=_GROUP,
+    log = option("have rank 0 log much, to --log_file", boolean, default=False)
+    log_file = option("of --log", default="triton_log.txt")
+    no_mpi = option("start one server without mpirun", boolean, default=False)
+    model_repo = option("the model repository")
+    tensorrt_llm_model_name = option(
+        "models that ranks above 0 load, separated by commas [default: those with several ranks]"
     )
-    multi_model = Field(
-        "multi_model",
-        "several models, which start their ranks themselves (orchestrator mode)",
-        boolean,
-        default=False,
-        group=_GROUP,
+    multi_model = option(
+        "several models, which start their ranks themselves (orchestrator mode)", boolean, default=False
     )
-    disable_spawn_processes = Field(
-        "disable_spawn_processes", "with --multi_model: they start none", boolean, default=False, group=_GROUP
-    )
-    multimodal_gpu0_cuda_mem_pool_bytes = Field(
-        "multimodal_gpu0_cuda_mem_pool_bytes", "CUDA memory pool of GPU 0", natural, default=0, group=_GROUP
-    )
-    oversubscribe = Field(
-        "oversubscribe", "give mpirun this option of Open MPI's", boolean, default=False, group=_GROUP
-    )
+    disable_spawn_processes = option("with --multi_model: they start none", boolean, default=False)
+    multimodal_gpu0_cuda_mem_pool_bytes = option("CUDA memory pool of GPU 0", natural, default=0)
+    oversubscribe = option("give mpirun this option of Open MPI's", boolean, default=False)
     dry_run = GeneralFields.dry_run.but("print the command without running it", default=False, group=_GROUP)
     log_dir = OutputFields.log_dir.but(f"for its output [default: {SERVERS}/<time>]", group=_GROUP)
-    load_deadline = Field("load_deadline", "time to get ready", seconds, default=1800.0, group=_GROUP)
+    load_deadline = option("time to get ready", seconds, default=1800.0)
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest time without an answer to a health check", default=300.0, group=_GROUP
     )

@@ -15,11 +15,11 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.config.values import Values
-from mpillm.configurator import json_output
+from mpillm.configurator import json_output, option
 from mpillm.configurator.parsers import boolean, shell_words
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode, needs_extra
-from mpillm.fields import Field, not_negative, positive, seconds
+from mpillm.fields import not_negative, positive, seconds
 from mpillm.files import write_json
 from mpillm.nvidia.core_model.report import statistics_of, table
 from mpillm.nvidia.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
@@ -31,89 +31,45 @@ if TYPE_CHECKING:
 WORKLOADS = ("dataset", "token_norm_dist")
 
 
-class Options(Values):
+class Options(Values, group="benchmark"):
     """Declares the options of ``bench core-model``."""
 
-    workload = Field(
-        "workload", "where prompts come from; the word alone does, too", choices=WORKLOADS, group="benchmark"
-    )
-    protocol = Field(
-        "protocol",
-        "how requests go",
-        default="grpc",
-        choices=("grpc", "http", "mpi"),
-        aliases=("i",),
-        group="benchmark",
-    )
-    url = Field(
-        "url", "address of the server [default: localhost:8001, http 8000]", aliases=("u",), group="benchmark"
-    )
-    tensorrt_llm_model_name = Field(
-        "tensorrt_llm_model_name", "the engine's model", default="tensorrt_llm", group="benchmark"
-    )
-    streaming = Field(
-        "streaming",
+    workload = option("where prompts come from; the word alone does, too", choices=WORKLOADS)
+    protocol = option("how requests go", default="grpc", choices=("grpc", "http", "mpi"), aliases=("i",))
+    url = option("address of the server [default: localhost:8001, http 8000]", aliases=("u",))
+    tensorrt_llm_model_name = option("the engine's model", default="tensorrt_llm")
+    streaming = option(
         "over HTTP, tokens as they come (generate_stream); over gRPC a decoupled model always streams",
         boolean,
         default=False,
         aliases=("decoupled",),
-        group="benchmark",
     )
-    request_rate = Field(
-        "request_rate", "requests per second; -1: all at once", float, default=-1.0, group="benchmark"
+    request_rate = option("requests per second; -1: all at once", float, default=-1.0)
+    time_delay_dist = option(
+        "times between requests", default="exponential_dist", choices=("exponential_dist", "constant")
     )
-    time_delay_dist = Field(
-        "time_delay_dist",
-        "times between requests",
-        default="exponential_dist",
-        choices=("exponential_dist", "constant"),
-        group="benchmark",
+    num_requests = option("requests", positive, default=5000)
+    concurrency = option("most requests at once [default: no limit; http 128]", positive, aliases=("c",))
+    max_input_len = option("leave out longer prompts, tokens", positive)
+    dataset = option("JSON list of objects with input, instruction and output")
+    tokenizer_dir = option("folder of the tokenizer, for a data set")
+    tokenizer_type = option("taken and not needed: the folder says it", default="auto")
+    op_tokens_per_word = option(
+        "tokens of an answer for each word of the data set's", float, default=TOKENS_PER_WORD
     )
-    num_requests = Field("num_requests", "requests", positive, default=5000, group="benchmark")
-    concurrency = Field(
-        "concurrency",
-        "most requests at once [default: no limit; http 128]",
-        positive,
-        aliases=("c",),
-        group="benchmark",
+    input_mean = option("prompt tokens", positive, default=128)
+    input_stdev = option("their deviation", not_negative, default=0.0)
+    output_mean = option("answer tokens", positive, default=20)
+    output_stdev = option("their deviation", not_negative, default=0.0)
+    vocab_size = option("random tokens are below this", positive, default=256)
+    stream_timeout = option(
+        "longest silence of a server that owes answers", seconds, default=300.0, aliases=("t",)
     )
-    max_input_len = Field("max_input_len", "leave out longer prompts, tokens", positive, group="benchmark")
-    dataset = Field("dataset", "JSON list of objects with input, instruction and output", group="benchmark")
-    tokenizer_dir = Field("tokenizer_dir", "folder of the tokenizer, for a data set", group="benchmark")
-    tokenizer_type = Field(
-        "tokenizer_type", "taken and not needed: the folder says it", default="auto", group="benchmark"
-    )
-    op_tokens_per_word = Field(
-        "op_tokens_per_word",
-        "tokens of an answer for each word of the data set's",
-        float,
-        default=TOKENS_PER_WORD,
-        group="benchmark",
-    )
-    input_mean = Field("input_mean", "prompt tokens", positive, default=128, group="benchmark")
-    input_stdev = Field("input_stdev", "their deviation", not_negative, default=0.0, group="benchmark")
-    output_mean = Field("output_mean", "answer tokens", positive, default=20, group="benchmark")
-    output_stdev = Field("output_stdev", "their deviation", not_negative, default=0.0, group="benchmark")
-    vocab_size = Field("vocab_size", "random tokens are below this", positive, default=256, group="benchmark")
-    stream_timeout = Field(
-        "stream_timeout",
-        "longest silence of a server that owes answers",
-        seconds,
-        default=300.0,
-        aliases=("t",),
-        group="benchmark",
-    )
-    model_path = Field("model_path", "the model, with -i mpi", group="benchmark")
-    run_options = Field(
-        "run_options",
-        "more options of run, as one text, with -i mpi",
-        shell_words,
-        default=(),
-        group="benchmark",
-    )
-    ranks = Field("ranks", "ranks of the run, with -i mpi", positive, default=3, group="benchmark")
-    seed = Field("seed", "seed of lengths, tokens and arrivals", positive, default=420, group="benchmark")
-    result_filename = Field("result_filename", "write the numbers as JSON to this file", group="benchmark")
+    model_path = option("the model, with -i mpi")
+    run_options = option("more options of run, as one text, with -i mpi", shell_words, default=())
+    ranks = option("ranks of the run, with -i mpi", positive, default=3)
+    seed = option("seed of lengths, tokens and arrivals", positive, default=420)
+    result_filename = option("write the numbers as JSON to this file")
 
 
 DESCRIPTION = "Put load on the engine's model behind Triton, as benchmark_core_model.py does."
