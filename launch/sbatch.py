@@ -5,7 +5,8 @@ The script starts the command with srun, on every task. Of a command of mpillm o
 - gives the run a log folder that no other job, and no requeueing of this one, has, and
 - ends with the exit code that rank 0 told, as `mpillm mpirun` does: srun's is the highest of all tasks'.
 
-`run-harness` gets such a folder, too, and is started once, without srun: it starts an mpirun for each test.
+`run-harness` and others that start several runs get such a folder, too, and are started once, without srun:
+they start an mpirun for each run.
 """
 
 from __future__ import annotations
@@ -19,16 +20,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, nearest
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
 from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
 from launch.mpirun import INSTANCE_LOST
 from launch.places import RUNS
+
+Check = Callable[[Sequence[str], bool], None]
+"""Gets a command of mpillm's, and whether it will find the files that are here: it may run in a container.
+
+Raises ConfigError if it will end before it has begun."""
+
+STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
+"""The commands that run as one process, and start an mpirun for each of several runs."""
 
 _POLL_S = 2.0
 _PIECE = 1 << 20  # bytes of output in one go
@@ -86,14 +95,19 @@ class Job:
     log_root: str = str(RUNS)
 
     @property
-    def is_harness(self) -> bool:
-        """Return whether the command is the one of mpillm's that starts an mpirun for each of its tests."""
-        return bool(self.command) and self.command[0].replace("_", "-") == "run-harness"
+    def starts_runs(self) -> bool:
+        """Return whether the command is one of mpillm's that starts an mpirun for each of several runs."""
+        return self.name in STARTS_RUNS
 
     @property
     def is_run(self) -> bool:
         """Return whether the command is one of mpillm's, which runs on the ranks."""
-        return bool(self.command) and self.command[0].replace("_", "-") in RANK_COMMANDS
+        return self.name in RANK_COMMANDS
+
+    @property
+    def name(self) -> str:
+        """Return the command's name, as mpillm writes its own."""
+        return self.command[0].replace("_", "-") if self.command else ""
 
     def script(self) -> str:
         """Return the job script."""
@@ -117,7 +131,7 @@ class Job:
         lines += [f"#SBATCH {name} {value}".rstrip() for name, value in head if value is not None]
         lines += [f"#SBATCH --{name}={value}" for name, value in counts if value is not None]
         lines += ["", *self.setup, ""] if self.setup else [""]
-        logs = self._logs() if self.is_run or self.is_harness else []
+        logs = self._logs() if self.is_run or self.starts_runs else []
         return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
 
     def _logs(self) -> list[str]:
@@ -138,9 +152,9 @@ class Job:
             ("output", self.task_output),
         ]
         command = shlex.join(self.command)
-        if self.is_run or self.is_harness:
+        if self.is_run or self.starts_runs:
             command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
-        if self.is_harness:  # as one process; its mpiruns use all of the allocation
+        if self.starts_runs:  # as one process; its mpiruns use all of the allocation
             return [f"exec {command}"]
         parts = [
             # After a loss rank 0 has time to say so, whatever the site's default.
@@ -160,13 +174,16 @@ class Job:
         ]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the script; show, submit or follow it. Returns the job's exit code with --wait, otherwise 0."""
+def main(argv: Sequence[str], check: Check | None = None) -> int:
+    """Write the script; show, submit or follow it. Returns the job's exit code with --wait, otherwise 0.
+
+    `check`: of the command behind --.
+    """
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
     given = _parser().parse_args([_with_underscores(word) for word in words[:cut]])
     command = tuple(words[cut + 1 :])
-    job = _job(given, command)
+    job = _job(given, command, check)
     if given.dry_run:
         print(job.script(), end="")
         return 0
@@ -234,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(given: argparse.Namespace, command: tuple[str, ...]) -> Job:
+def _job(given: argparse.Namespace, command: tuple[str, ...], check: Check | None) -> Job:
     if not command:
         raise ConfigError("sbatch: no command to run; it comes after --, as in: sbatch --nodes 2 -- run …")
     if any(word.partition("=")[0].replace("-", "_") == "__log_dir" for word in command):
@@ -246,11 +263,17 @@ def _job(given: argparse.Namespace, command: tuple[str, ...]) -> Job:
         raise ConfigError(
             f"sbatch: the script would show a secret: set {', '.join(secrets)} in its environment"
         )
-    if Job(command).is_harness and (named := given.container_image or given.task_output):
+    named = given.container_image or given.task_output
+    if (job := Job(command)).starts_runs and named:
         raise ConfigError(
-            f"sbatch: {named}: run-harness runs as one process, without srun, and starts mpirun;"
+            f"sbatch: {named}: {job.name} runs as one process, without srun, and starts mpirun;"
             " in a container, or with a file for each task, give it one test at a time: run"
         )
+    ours = (*RANK_COMMANDS, *STARTS_RUNS)
+    if job.name not in ours and shutil.which(job.name) is None and (meant := nearest(job.name, ours)):
+        raise ConfigError(f"sbatch: {command[0]} is no command{meant}")
+    if check is not None and job.name in ours:
+        check(command, not given.container_image)
     values = {
         name: getattr(given, name) for name in Job.__dataclass_fields__ if name not in ("command", "setup")
     }

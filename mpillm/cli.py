@@ -21,7 +21,7 @@ from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse
 from launch.outside import shown
 from launch.signals import stop_signals
 from mpillm import __version__
-from mpillm.core_names import BROUGHT_BY, WINGS, brought, lacks
+from mpillm.core_names import WINGS, brought, lacks
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
@@ -74,8 +74,7 @@ _GROUPED = {name for names in _GROUPS.values() for name in names}
 def module_of(command: str) -> str:
     """Return the module whose `main` takes the command's arguments and returns its exit code."""
     wing = next((wing for wing in WINGS if command in importlib.import_module(wing).COMMANDS), "mpillm")
-    where = "launch" if command == "sbatch" else f"{wing}.commands"
-    return f"{where}.{command.replace('-', '_')}"
+    return f"{wing}.commands.{command.replace('-', '_')}"
 
 
 def usage() -> str:
@@ -138,10 +137,9 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in BROUGHT_BY:
+        if not (said := lacks((error.name or "").partition(".")[0])):
             raise
-        print(f"mpillm: {lacks(name)}", file=sys.stderr)
+        print(f"mpillm: {said}", file=sys.stderr)
         return ExitCode.USAGE
     except StageError as error:
         print(f"mpillm: {error}", file=sys.stderr)

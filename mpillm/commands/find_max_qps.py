@@ -10,6 +10,7 @@ from statistics import mean
 
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
+from mpillm.config.run_config import RunConfig
 from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
@@ -39,8 +40,8 @@ class Options(RankedOptions, group=GROUP):
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Search, print each test and the answer; return 0, or raise if there is none."""
+def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
+    """Return the command's options, those of its tests as typed, and their configuration."""
     parser = Parser(
         prog="mpillm find-max-qps",
         figures=True,
@@ -59,6 +60,12 @@ def main(argv: Sequence[str]) -> int:
     config = parse_run(typed)
     if config.harness:
         raise ConfigError(f"{config.named('harness')}: find-max-qps goes by LoadGen's verdicts")
+    return options, typed, config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Search, print each test and the answer; return 0, or raise if there is none."""
+    options, typed, config = parse(argv)
     tests = RateTests(
         series_folder(options.log_dir, "find-max-qps").absolute(),
         mpirun_words(options, config),
@@ -71,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
     )
     try:
-        return _search(options, tests, record, config.server_target_qps if _has_rate(words) else None)
+        return _search(options, tests, record, config.server_target_qps if _has_rate(typed) else None)
     except SystemExit:  # Ctrl-C, or another signal
         best = record.best()
         if best is not None:

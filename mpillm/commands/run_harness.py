@@ -45,15 +45,19 @@ def _parser() -> Parser:
     )
 
 
+def parse(argv: Sequence[str]) -> list[RunConfig]:
+    """Return the configuration of each test. Raises ConfigError."""
+    configs = parse_each(argv, _parser(), [*RUN_FIELDS, fields.world_size, fields.dry_run])
+    return [config.with_yaml() for config in configs]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the tests; return their highest exit code."""
-    shown = [*RUN_FIELDS, fields.world_size, fields.dry_run]
-    configs = parse_each(argv, _parser(), shown)
+    configs = parse(argv)
     if _spawns_triton(configs[0]):
         argv = [*argv, "--server=tritonserver"]
         print(f"  each test starts its tritonservers, as none listens at {DEFAULT_URL}", flush=True)
-        configs = parse_each(argv, _parser(), shown)
-    configs = [config.with_yaml() for config in configs]
+        configs = parse(argv)
     told(idle_in_all(configs, RUN))  # lines are printed by each run
     for config in configs:
         check_core(config)

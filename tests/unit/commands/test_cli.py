@@ -182,7 +182,7 @@ def test_every_command_has_a_file_of_its_own() -> None:
         for path in (ROOT / where.replace(".", "/") / "commands").glob("*.py")
         if path.stem != "__init__"
     }
-    assert files == {*map(cli.module_of, cli.COMMANDS)} - {"launch.sbatch"}
+    assert files == {*map(cli.module_of, cli.COMMANDS)}
 
 
 HELP = """

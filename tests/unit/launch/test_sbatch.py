@@ -180,3 +180,15 @@ def test_the_exit_code_of_a_job(said: str, code: int) -> None:
 def test_slurm_says_no_state(said: str) -> None:
     with pytest.raises(ConfigError, match=r"scontrol show job: expected JobState=…"):
         sbatch._read_job(said)
+
+
+def test_commands_that_start_several_runs_are_started_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were srun's, as programs of that name."""
+    for command in ("find-max-qps", "sweep", "ab", "advise"):
+        last = written(capsys, "--python=python3", "--", command, "-n", "3").splitlines()[-1]
+        assert last == f'exec python3 -m mpillm {command} -n 3 --log_dir "$logs/run"'
+
+
+def test_a_command_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rnu is no command.*run"):
+        main(["--dry_run", "--", "rnu", "--model_path", "a"])
