@@ -133,7 +133,7 @@ def _requests(load: Load) -> list[Request]:
     first: dict[str, float] = {}
     errors: dict[str, str] = {}
     found = []
-    for event in read_lines(folder / "events.jsonl"):
+    for event in read_lines(folder / "events.jsonl", load):
         what, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
         if one not in samples:
             continue

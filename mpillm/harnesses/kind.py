@@ -6,12 +6,16 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.files import read_object
 from mpillm.servers.kind import KnownFailure, explained
+
+_MOST_LINE = 16 << 20  # bytes: an event holds one answer
+_LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
 
 
 class Sample(NamedTuple):
@@ -185,10 +189,28 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file. Raises OSError, ValueError."""
-    with path.open(encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.strip())
+def read_lines(path: Path, load: Load) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file that a client has left of its requests.
+
+    Raises OSError; ConfigError for what is damaged, a line of more than 16 MiB, or more lines than clients
+    leave of so many requests.
+    """
+    most = _MORE_LINES + _LINES_OF_A_REQUEST * len(load.order)
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), 1):
+            if number > most:
+                raise ConfigError(f"{path}: more than {most:,} lines, for {len(load.order):,} requests")
+            if len(line) > _MOST_LINE:
+                raise ConfigError(f"{path}:{number}: a line of more than {_MOST_LINE:,} bytes")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number}: not a JSON object")
+            yield row
 
 
 def report_of(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from disagg.errors import ConfigError
+from mpillm.harnesses import kind
 from mpillm.harnesses.kind import Load, Request, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
 
@@ -270,3 +273,32 @@ def test_report_of_guidellm(load: Load) -> None:
 def test_without_a_report(load: Load, name: str) -> None:
     with pytest.raises(Exception, match="it has left no report"):
         kind_of(name).read(load)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([b"{}"] * 9, ": more than 8 lines, for 3 requests"),
+        ([b"{}", b'{"data": "' + b"x" * 64 + b'"}'], ":2: a line of more than 32 bytes"),
+        ([b"", b"[" * 20], ":2: not a JSON object"),
+        ([b"[]"], ":1: not a JSON object"),
+        ([b"\xff"], ":1: not a JSON object"),
+    ],
+)
+def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
+    load: Load, lines: list[bytes], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line without end, or lines without end, took all memory."""
+    for name, value in {"_MOST_LINE": 32, "_LINES_OF_A_REQUEST": 1, "_MORE_LINES": 5}.items():
+        monkeypatch.setattr(kind, name, value)
+    path = load.folder / "events.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")):
+        list(kind.read_lines(path, load))
+
+
+def test_a_line_nested_deep_is_named(load: Load) -> None:
+    path = load.folder / "events.jsonl"
+    path.write_bytes(b"[" * 200_000)
+    with pytest.raises(ConfigError, match=r"events\.jsonl:1: not a JSON object"):
+        list(kind.read_lines(path, load))
