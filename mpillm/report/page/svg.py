@@ -14,6 +14,7 @@ _WIDE, _NARROW = (800, 320), (400, 200)  # what fits a page, and what fits a thi
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
 _ROW, _GAP = 22, 6
 _NEAR = 12  # points whose numbers would lie over each other
+_LETTER, _WIDE_LETTER = 7, 11  # their widths; in a wide picture they are larger, for a phone
 _MOST_TICKS = 6
 _ROOM = 0.05  # at the ends of an axis of latencies, as a share of its values
 _FEW = 5  # counts of which each has a tick
@@ -73,7 +74,7 @@ def lines(chart: Chart, wide: bool = False) -> str:
             joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in told)
             parts.append(f'<polyline class="c{colour % 8}" points="{joined}"/>')
     if chart.names is not None:
-        parts += _points(chart, place)
+        parts += _points(chart, place, _WIDE_LETTER if wide else _LETTER)
     keys = "".join(
         f'<li><i class="c{colour % 8}"></i>{html.escape(label)}</li>' for label, _, colour in chart.lines
     )
@@ -158,12 +159,11 @@ def around(low: float, high: float) -> tuple[float, float]:
     return max(0.0, low - room), high + room
 
 
-def _points(chart: Chart, place: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
-    """Yield the points of a chart, with their numbers, the first words of their names.
-
-    Where points lie over each other, one text has all their numbers.
-    """
-    texts: list[tuple[float, float, str]] = []
+def _points(
+    chart: Chart, place: Callable[[float, float], tuple[float, float]], letter: float
+) -> Iterator[str]:
+    """Yield the points of a chart, with their numbers, the first words of their names."""
+    found: list[tuple[float, float, str]] = []
     for _, ys, colour in chart.lines:
         for x, y, name in zip(chart.x, ys, chart.names or (), strict=True):
             if y is None:
@@ -173,15 +173,46 @@ def _points(chart: Chart, place: Callable[[float, float], tuple[float, float]]) 
                 f'<circle class="c{colour % 8}" cx="{across}" cy="{down}" r="4">'
                 f"<title>{html.escape(name)}</title></circle>"
             )
-            number = name.partition(" ")[0]
-            for k, (a, d, text) in enumerate(texts):
-                if abs(a - across) < _NEAR and abs(d - down) < _NEAR:
-                    texts[k] = (a, d, f"{text}, {number}")
-                    break
-            else:
-                texts.append((across, down, number))
-    for across, down, text in texts:
+            found.append((across, down, name.partition(" ")[0]))
+    for across, down, text in labels(found, letter):
         yield f'<text x="{across}" y="{down}" dx="7" dy="-5">{html.escape(text)}</text>'
+
+
+def labels(points: Sequence[tuple[float, float, str]], letter: float) -> list[tuple[float, float, str]]:
+    """Return texts for points, (across, down, number) of each: where some would overlap, one has all numbers.
+
+    `letter`: the width of a letter. page.js does the same for what it draws.
+    """
+    placed: list[tuple[float, float, list[str]]] = []
+    for across, down, number in points:
+        new = (across, down, [number])
+        while (old := next((one for one in placed if _overlap(one, new, letter)), None)) is not None:
+            placed.remove(old)
+            new = (*old[:2], [*old[2], *new[2]])
+        placed.append(new)
+    return [(across, down, numbers_text(numbers)) for across, down, numbers in placed]
+
+
+def _overlap(
+    one: tuple[float, float, list[str]], other: tuple[float, float, list[str]], letter: float
+) -> bool:
+    left, right = sorted((one, other))
+    width = letter * (len(numbers_text(left[2])) + 1)
+    return right[0] - left[0] < max(_NEAR, width) and abs(left[1] - right[1]) < max(_NEAR, 2 * letter)
+
+
+def numbers_text(numbers: Sequence[str]) -> str:
+    """Return numbers in a few letters: 1 to 4, 7."""
+    if not all(number.isdecimal() for number in numbers):
+        return ", ".join(numbers)
+    said: list[str] = []
+    ordered = sorted({*map(int, numbers)})
+    for i, number in enumerate(ordered):
+        if 0 < i < len(ordered) - 1 and ordered[i - 1] + 1 == number == ordered[i + 1] - 1:
+            continue  # inside a row of numbers
+        goes_on = i > 1 and ordered[i - 2] + 2 == number
+        said.append(f"{said.pop()} to {number}" if goes_on else str(number))
+    return ", ".join(said)
 
 
 def lanes(rows: Sequence[dict[str, Any]], start: float, end: float) -> str:

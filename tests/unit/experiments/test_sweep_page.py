@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.sweep_page import sweep_page
+from mpillm.report.page import svg
 from mpillm.report.page.document import document
 from tests.helpers.pages import (
     EVIL,
@@ -76,7 +79,34 @@ def test_without_times_per_token_there_is_no_curve(tmp_path: Path) -> None:
 
 def test_points_over_each_other_share_a_text(tmp_path: Path) -> None:
     found = [point(4, 50.0, 100.0), point(8, 50.01, 100.01), point(16, 90.0, 20.0)]
-    assert ">2, 1</text>" in sweep_page(tmp_path, found, pareto(found))
+    assert ">1, 2</text>" in sweep_page(tmp_path, found, pareto(found))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ("3", "3"),
+        ("2 1", "1, 2"),
+        ("4 1 3 2 7", "1 to 4, 7"),
+        ("1 2 3 5 6 7 9 10", "1 to 3, 5 to 7, 9, 10"),
+        ("a 1", "a, 1"),
+    ],
+)
+def test_many_numbers_take_little_room(numbers: str, text: str) -> None:
+    assert svg.numbers_text(numbers.split()) == text
+
+
+def test_no_texts_of_points_overlap() -> None:
+    """In the pages of find-max-qps they did, where the last tests lie close to each other."""
+    points = [(100 + 9.0 * i, 50 + 7.0 * (i % 3), str(i + 1)) for i in range(12)]
+    points += [(300.0, 50.0, "13"), (330.0, 55.0, "14"), (300.0, 90.0, "15")]
+    texts = svg.labels(points, 7)
+    assert texts[-3:] == [(300.0, 50.0, "13"), (330.0, 55.0, "14"), (300.0, 90.0, "15")]
+    assert 1 < len(texts) < 10
+    boxes = [(x, y, x + 7 * len(text), y + 12) for x, y, text in texts]
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        for other in boxes[i + 1 :]:
+            assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
 
 
 def test_data_can_t_end_the_script_of_a_page() -> None:

@@ -52,15 +52,33 @@
     if (!chart.names) return;
     const c = u.ctx, r = devicePixelRatio;
     c.save(); c.font = 12 * r + "px system-ui, DejaVu Sans, sans-serif"; c.fillStyle = colour("soft"); c.textAlign = "left";
-    const texts = [];  // of points that lie over each other, one text with all their numbers
+    const texts = [];  // where some would overlap, one has all their numbers: as svg.labels
+    const overlap = (a, b) => {
+      const [left, right] = a.at[0] < b.at[0] ? [a, b] : [b, a], wide = c.measureText(numbersText(left.names)).width + 7 * r;
+      return right.at[0] - left.at[0] < Math.max(12 * r, wide) && Math.abs(a.at[1] - b.at[1]) < 14 * r;
+    };
     for (const line of chart.lines) line.y.forEach((y, i) => {
       if (y == null) return;
-      const at = [u.valToPos(chart.x[i], "x", true), u.valToPos(y, "y", true)], name = chart.names[i].split(" ")[0];
-      const near = texts.find(t => Math.abs(t.at[0] - at[0]) < 12 * r && Math.abs(t.at[1] - at[1]) < 12 * r);
-      if (near) near.name += ", " + name; else texts.push({ at, name });
+      let text = { at: [u.valToPos(chart.x[i], "x", true), u.valToPos(y, "y", true)], names: [chart.names[i].split(" ")[0]] }, old;
+      while ((old = texts.findIndex(t => overlap(t, text))) >= 0) { const [t] = texts.splice(old, 1); text = { at: t.at, names: [...t.names, ...text.names] }; }
+      texts.push(text);
     });
-    for (const { at, name } of texts) c.fillText(name, at[0] + 7 * r, at[1] - 6 * r);
+    for (const { at, names } of texts) {
+      const name = numbersText(names), room = u.bbox.left + u.bbox.width - at[0] - 7 * r;
+      c.textAlign = c.measureText(name).width > room ? "right" : "left";
+      c.fillText(name, at[0] + (c.textAlign === "right" ? -7 : 7) * r, at[1] - 6 * r);
+    }
     c.restore();
+  };
+  /** Numbers in a few letters: 1 to 4, 7. */
+  const numbersText = names => {
+    if (!names.every(n => /^\d+$/.test(n))) return names.join(", ");
+    const all = [...new Set(names.map(Number))].sort((a, b) => a - b), said = [];
+    all.forEach((n, i) => {
+      if (all[i - 1] + 1 === n && n === all[i + 1] - 1) return;
+      said.push(i > 1 && all[i - 2] + 2 === n ? said.pop() + " to " + n : String(n));
+    });
+    return said.join(", ");
   };
   /** How a chart's x is written, on its axis and in its legend. */
   const wayOf = chart => chart.names ? { tick: number, said: (v, i) => chart.names[i] ?? "–", label: "point" }
