@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,8 +50,19 @@ BROUGHT_BY = {
 """The extra that brings each package which a plain installation lacks."""
 
 
+NEEDED = ("mlperf_loadgen", "mpi4py", "numpy", "psutil", "yaml")
+"""The packages that every installation has."""
+
+
 def lacks(package: str) -> str:
-    """Return what to say where one of `BROUGHT_BY` is missing."""
+    """Return what to say where a package is missing; "" if mpillm does not know it."""
+    if package in NEEDED:
+        return (
+            f"the package '{package}' is missing: mpillm is not installed for {sys.executable}"
+            " (after `make install` it is for .venv/bin/python)"
+        )
+    if package not in BROUGHT_BY:
+        return ""
     return f"the package '{package}' is missing: pip install 'mpillm[{BROUGHT_BY[package]}]'"
 
 

@@ -64,6 +64,10 @@ class RankState:
         """Return label, host and pid."""
         return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
 
+    def does(self) -> str:
+        """Return what it said last that it does, in a line; "" if nothing."""
+        return self.doing.partition("\n")[0] if self.beat else ""
+
     def last_seen(self) -> str:
         """Return the phase of its last message and, if its main thread was stuck there, the stack."""
         stack = (
@@ -377,7 +381,9 @@ class Rank0Control:
             if state.beat and state.beat.stack and rank not in self._lost
         ]
         head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
-        return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]
+        asked = [self.ranks[rank] for rank in stuck or missing]
+        said = ["; ".join(filter(None, (head, one.does(), one.last_seen()))) for one in asked]
+        return [Failure(why, rank) for why, rank in zip(said, stuck or missing, strict=True)]
 
     def _on_arrived(self, source: int, message: Arrived) -> None:
         phase, report = message

@@ -11,6 +11,14 @@ EARLIER = 0.9
 """Of rank 0's deadline: a rank that gives up earlier names the server in its message."""
 
 
+def until_when(deadline_s: float) -> str:
+    """Return for how long a client waits for a server that somebody else starts, and what to do."""
+    return (
+        f"it waits at most {deadline_s:,.0f} s (--load_deadline) for a server that somebody else starts;"
+        " with --server a run starts its own"
+    )
+
+
 def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
     """Return the servers of one of `n_clients` clients, and how many requests it may have at each at once.
 

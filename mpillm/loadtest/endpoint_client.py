@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from types import TracebackType
 
 from disagg.errors import ConfigError
@@ -11,6 +13,7 @@ from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
 from mpillm.loadtest.load_test import LoadTest
+from mpillm.report.console import Console
 
 _ASK_S = 60.0  # for the model's name, and for the first token
 _DAY_S = 86400.0
@@ -38,8 +41,14 @@ class EndpointClient:
         self._silence_s = stall_timeout
         self._client: Client | None = None
         self._thread = ClientThread("mpillm-http")
+        self._console = Console(sys.stdout, sys.stderr)
+        began = time.monotonic()
+
+        def tell(waiting: str) -> None:
+            self._console.wait("ready", time.monotonic() - began, waiting)
+
         try:
-            self._thread.run(until_ready(self.endpoint, ready_deadline), ready_deadline + _ASK_S)
+            self._thread.run(until_ready(self.endpoint, ready_deadline, tell), ready_deadline + _ASK_S)
             found = find_model(self.endpoint, model, model_path, _ASK_S)
             self.endpoint.model = self._thread.run(found, 2 * _ASK_S)
             has_tokenizer = not isinstance(tokenizer, ByteTokenizer)
@@ -47,10 +56,10 @@ class EndpointClient:
         except BaseException:
             self._thread.stop()
             raise
-        print(f"{self.endpoint.url}, model {self.endpoint.model}: {self.endpoint.dialect.name}", flush=True)
+        self._console.line(f"{self.endpoint.url}, model {self.endpoint.model}: {self.endpoint.dialect.name}")
 
     def run(self, test: LoadTest) -> float:
-        """Put a test's load on the server; return how many seconds it took."""
+        """Put a test's load on the server, and show how far it is; return how many seconds it took."""
         if self._client is None:
             self._client = Client(
                 [self.endpoint],
@@ -60,7 +69,14 @@ class EndpointClient:
                 silence_s=self._silence_s,
                 retry_s=0.0,
             )
-        return self._thread.run(test.run(self._client), _DAY_S)
+
+        def show() -> None:
+            if (now := test.progress()) is not None:
+                self._console.progress(now)
+
+        lasted = self._thread.run(test.run(self._client), _DAY_S, show)
+        self._console.clear()
+        return lasted
 
     def cpu_s(self) -> float:
         """Return the CPU time of the client so far."""

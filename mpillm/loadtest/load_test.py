@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
+from mpillm.report.console import Progress
 
 
 @dataclass
@@ -66,14 +67,15 @@ class LoadTest:
         self._sampling = sampling
         self._most = most_at_once or len(prompts)
         self._waiting: deque[tuple[int, float]] = deque()  # index, arrival
-        self._left = len(prompts)
+        self._started: float | None = None  # time.perf_counter(), as all times here
+        self._issued = self._ended_requests = self._tokens = 0
 
     async def run(self, client: Client) -> float:
         """Send all requests, wait for all answers; the seconds it took."""
         self.client = client
         client.listener = self
         self._ended = asyncio.get_running_loop().create_future()
-        start = time.perf_counter()
+        self._started = start = time.perf_counter()
         for index, due in enumerate(self._due.tolist()):
             if (wait := start + due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
@@ -82,17 +84,26 @@ class LoadTest:
         await self._ended
         return time.perf_counter() - start
 
+    def progress(self) -> Progress | None:
+        """Return how far the test is; None: it has not begun. Any thread may ask."""
+        return None if self._started is None else self._so_far(time.perf_counter() - self._started)
+
+    def _so_far(self, elapsed_s: float) -> Progress:
+        planned, lasts_s = len(self._prompts), float(self._due[-1]) or None
+        return Progress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
+
     def _send(self) -> None:
         assert self.client is not None
         while self._waiting and len(self.client.calls) < self._most:
             index, arrival = self._waiting.popleft()
             self.records[index].queue_time = time.perf_counter() - arrival
+            self._issued += 1
             self.client.submit(index, self._prompts[index].tolist(), self._sampling)
 
     def _end(self) -> None:
         """A request has ended; the client forgets it after this."""
-        self._left -= 1
-        if not self._left:
+        self._ended_requests += 1
+        if self._ended_requests == len(self.records):
             self._ended.set_result(None)
         elif self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
@@ -110,6 +121,7 @@ class LoadTest:
         record.latency = times[-1] - call.sent_at
         record.output_len = call.answer.completion_tokens or call.answer.size
         record.text = call.answer.text
+        self._tokens += record.output_len
         self._end()
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
@@ -146,10 +158,15 @@ class FixedConcurrency(LoadTest):
         self.client = client
         client.listener = self
         self._ended = asyncio.get_running_loop().create_future()
-        self._start = time.perf_counter()
+        self._started = time.perf_counter()
         self._send()
         await self._ended
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self._started
+
+    def _so_far(self, elapsed_s: float) -> Progress:
+        planned = None if self._min_duration_s else self._least
+        lasts_s = self._min_duration_s or None
+        return Progress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
 
     def _send(self) -> None:
         assert self.client is not None
@@ -158,15 +175,18 @@ class FixedConcurrency(LoadTest):
             prompt = self._prompts[index]
             self.indices.append(index)
             self.records.append(Record(len(prompt)))
+            self._issued += 1
             self.client.submit(len(self.records) - 1, prompt.tolist(), self._sampling)
         if not self.client.calls:
             self._ended.set_result(None)
 
     def _over(self) -> bool:
-        sent = len(self.records)
-        return sent >= self._least and time.perf_counter() - self._start >= self._min_duration_s
+        assert self._started is not None
+        lasted = time.perf_counter() - self._started
+        return self._issued >= self._least and lasted >= self._min_duration_s
 
     def _end(self) -> None:
+        self._ended_requests += 1
         asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:

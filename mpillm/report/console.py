@@ -53,7 +53,7 @@ class Progress(NamedTuple):
 
     def left_s(self) -> float | None:
         """Return the seconds that it will take; None if too little is answered to say so."""
-        left = [] if self.lasts_s is None else [max(0.0, self.lasts_s - self.elapsed_s)]
+        left = [self.lasts_s - self.elapsed_s] if self.lasts_s and self.lasts_s > self.elapsed_s else []
         if self.done >= _ENOUGH * self.total and self.done and not (self.planned is None and left):
             left.append((self.total - self.done) * self.elapsed_s / self.done)
         return max(left, default=None)
@@ -72,6 +72,7 @@ class Console:
         self._draws = self._frames or self._terminal
         self._interval_s = 0.25 if self._draws else 5.0
         self._waited_s = 0.0  # into a phase before the test, when `waiting` was last shown
+        self._hints: set[str] = set()  # told already
         self._drawn = time.monotonic()
         self._drawn_before: deque[Progress] = deque()
 
@@ -92,17 +93,39 @@ class Console:
 
         On a terminal soon; elsewhere a line after some seconds, and then less and less often.
         """
-        if elapsed_s < self._waited_s:
-            self._waited_s = 0.0  # another phase
-        seldom = max(_WAIT_TOLD_S, min(3 * self._waited_s, self._waited_s + 60))
-        wait_s = _WAIT_SHOWN_S if self._draws else seldom
-        if elapsed_s < wait_s or not awaited:
+        if not awaited or not self._is_due(elapsed_s):
             return
-        self._waited_s = elapsed_s
-        said = [f"{disagg.rank_list(ranks)}{f': {what}' if what else ''}" for what, ranks in awaited.items()]
+        if elapsed_s >= _WAIT_TOLD_S:
+            for hint in {what.partition("\n")[2] for what in awaited} - {"", *self._hints}:
+                self._hints.add(hint)
+                self.note(hint, " " * 10)
+        doing = {what: what.partition("\n")[0] for what in awaited}
+        said = [
+            f"{disagg.rank_list(ranks)}{f': {doing[what]}' if what else ''}"
+            for what, ranks in awaited.items()
+        ]
         more = len(said) - _MOST_SAID
         text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
         self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
+
+    def wait(self, phase: str, elapsed_s: float, what: str) -> None:
+        """Do as `waiting`, where this process waits alone."""
+        if self._is_due(elapsed_s):
+            self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {what}"])
+
+    def _is_due(self, elapsed_s: float) -> bool:
+        if elapsed_s < self._waited_s:
+            self._waited_s = 0.0  # another phase
+        seldom = max(_WAIT_TOLD_S, min(3 * self._waited_s, self._waited_s + 60))
+        if elapsed_s < (_WAIT_SHOWN_S if self._draws else seldom):
+            return False
+        self._waited_s = elapsed_s
+        return True
+
+    def clear(self) -> None:
+        """Remove the progress bar, if it is shown."""
+        if self._draws:
+            self._lines.write("")
 
     def progress(self, now: Progress, computed: Computed | None = None, steady: bool = False) -> None:
         """Draw the bar, if it is due.

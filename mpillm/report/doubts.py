@@ -165,11 +165,14 @@ def late_answers(goodput: Mapping[str, Any]) -> str:
 
 
 def rates(result: Mapping[str, Any]) -> str:
-    """Return a Server test's rates in words: 300 queries/s offered, 179 answered; "" of other tests."""
+    """Return a Server test's rates in words; "" of other tests.
+
+    A test's samples/s are fewer: they count the time before the first answer and after the last query.
+    """
     offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
     if offered is None or answered is None:
         return ""
-    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered"
+    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered, each from the first to the last"
 
 
 def queue(result: Mapping[str, Any]) -> str:

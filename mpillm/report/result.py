@@ -11,7 +11,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.cores.histogram import Histogram
 from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
-from mpillm.report.page.facts import Facts
+from mpillm.report.page.facts import Facts, busy_share, busy_with
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
 from mpillm.telemetry.gpu_use import other_processes
@@ -36,10 +36,9 @@ def test_result(
         compiled += [f"rank {rank}: {name}" for role in report.roles for name in role.pop("compiled", ())]
         instance = {key: value for role in report.roles for key, value in role.items()}
         if "instance" in instance:
-            lasted = instance.pop("test_s")
-            instance["busy_fraction"] = (
-                round(min(1.0, instance.pop("busy_s") / lasted), 4) if lasted > 0 else 0.0
-            )
+            lasted, noted = instance.pop("test_s"), report.telemetry
+            instance["busy_fraction"] = round(busy_share(noted, elapsed), 4) if elapsed > 0 else 0.0
+            instance["busy_with"] = busy_with(bool(noted.get("knows_steps")))
             if (metrics := instance.pop("metrics")) is not None:
                 timeline.add(instance["instance"], lasted, metrics)
             instance["metrics"] = timeline.summary(instance["instance"])
@@ -214,19 +213,18 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
         elif not result.get("streamed", True):
             rows.append((name, "-  (the answers were not streamed)"))
     if n := result["compiled_in_test"]:
+        when, whose = ("in the test", "the test") if what == "samples" else ("while it served", "requests")
         rows.append(
             (
-                "compiled in the test",
-                f"{n} kernels or graphs ('compiled' in result.json), which took time of the test",
+                f"compiled {when}",
+                f"{n} kernels or graphs ('compiled' in result.json), which took time of {whose}",
             )
         )
     for instance in result["per_instance"]:
         one = facts.instances.get(instance["instance"]) if facts is not None else None
         # A client waits for its servers: that it holds requests says nothing of them.
-        share, doing = instance["busy_fraction"], "holding requests"
-        if one is not None and one.share is not None:
-            share, doing = one.share, one.share_of
-        work = f"{instance['samples']:,} samples, {instance['tokens']:,} tokens, {doing} {100 * share:.0f} %"
+        share, doing = instance["busy_fraction"], instance.get("busy_with", busy_with(False))
+        work = f"{instance['samples']:,} {what}, {instance['tokens']:,} tokens, {doing} {100 * share:.0f} %"
         rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))

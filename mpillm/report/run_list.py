@@ -38,6 +38,15 @@ class ListedRun:
         return "STOPPED" if stopped_by(self.result) else str(self.result.get("status") or "no outcome")
 
     @property
+    def verdict(self) -> str:
+        """The status, and whether there are doubts, which a good one would hide."""
+        return f"{self.status} DOUBTFUL" if self.is_doubtful else self.status
+
+    @property
+    def is_doubtful(self) -> bool:
+        return bool(self.result.get("doubts"))
+
+    @property
     def what(self) -> str:
         """What was run: workload or model, and scenario."""
         result = self.result

@@ -69,7 +69,7 @@ class Context(InstanceRole):
 
     def record(self, recorder: Recorder) -> None:
         super().record(recorder)
-        self._moves = Spell(recorder.handoff)
+        self._moves = recorder.spell(recorder.handoff)
 
     def poll(self) -> bool:
         if self._moves is not None:

@@ -45,9 +45,6 @@ class InstanceRole(Follower):
         self._owed = 0  # requests
         self._samples = 0
         self._tokens = 0
-        self._busy_s = 0.0
-        self._polled = 0.0
-        self._was_busy = False  # at the last poll
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
         self._measured: tuple[float, Metrics] | None = None  # when, and what
@@ -68,7 +65,7 @@ class InstanceRole(Follower):
         GRANT.send(self._route, self._leader, Grant(*self._core.credits()))
 
     def test(self) -> None:
-        self._test_started = self._polled = time.perf_counter()
+        self._test_started = time.perf_counter()
         self._measure_at, self._log_at = self._test_started, self._test_started + _LOG_S
 
     def done(self, phase: Phase) -> bool:
@@ -81,7 +78,7 @@ class InstanceRole(Follower):
     def record(self, recorder: Recorder) -> None:
         super().record(recorder)
         if not isinstance(self._core, TellsSteps):
-            self._open = Spell(partial(recorder.busy, self.works_on))
+            self._open = recorder.spell(partial(recorder.busy, self.works_on))
 
     def stop(self) -> None:
         self._measure_at = math.inf  # a core that has stopped has nothing to measure
@@ -95,14 +92,12 @@ class InstanceRole(Follower):
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
-        lasted = time.perf_counter() - self._test_started
         return {
             **super().report(),
             "instance": self._instance,
             "samples": self._samples,
             "tokens": self._tokens,
-            "busy_s": self._busy_s,
-            "test_s": lasted,
+            "test_s": time.perf_counter() - self._test_started,
             "metrics": self._core.metrics(),
             "streamed": self._core.streams,
             **self._core.statistics(),
@@ -113,9 +108,6 @@ class InstanceRole(Follower):
 
     def poll(self) -> bool:
         now = time.perf_counter()
-        if self._was_busy:  # not before: a rank without work sleeps until a request comes
-            self._busy_s += now - self._polled
-        self._polled, self._was_busy = now, self._owed > 0
         if self._open is not None:
             self._open.see(self._owed > 0, now)
         if now >= self._measure_at:

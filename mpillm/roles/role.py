@@ -48,7 +48,7 @@ class Role:
     def doing(self) -> str:
         """Return how far a phase before the test has come, or what it waits for, in a few words; "": unknown.
 
-        The heartbeat's thread calls this.
+        What stands below the first line is told once. The heartbeat's thread calls this.
         """
         return ""
 

@@ -27,6 +27,7 @@ _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
 _LINES = 8  # of a run's output, in which its last phase or progress is
 _SHOW_S = 1.0
+_WAITS = re.compile(r"\w+ after \d+ s ")
 _BAR = re.compile(r"\[#*\.*\] ")
 _URL = re.compile(r"serving .* at (http://\S+)")
 CONSOLE = "console.txt"  # in the run directory: what the run printed
@@ -93,18 +94,25 @@ def run_in(
 
 @contextlib.contextmanager
 def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
-    """Yield what shows, on a terminal, how far a run is, as its log says, until it is over."""
-    if not sys.stdout.isatty():
-        yield lambda: None
-        return
-    lines, began, due = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0
+    """Yield what shows how far a run is, as its log says, until it is over.
+
+    Elsewhere than on a terminal it only says what the run waits for before its test.
+    """
+    lines, began, due, told = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0, ""
+    draws = sys.stdout.isatty()
 
     def show() -> None:
-        nonlocal due
+        nonlocal due, told
         now = time.monotonic()
-        if now >= due:
-            due = now + _SHOW_S
-            lines.draw([f"  {folder.name}, {duration(now - began)}: {_last_said(log)}"])
+        if now < due:
+            return
+        due, said = now + _SHOW_S, _last_said(log)
+        line = f"  {folder.name}, {duration(now - began)}: {said}"
+        if draws:
+            lines.draw([line])
+        elif said != told and _WAITS.match(said):
+            told = said
+            lines.write(f"{line}\n")
 
     try:
         yield show

@@ -130,8 +130,9 @@ def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]
     except (OSError, ValueError):
         return "no result", "", str(code)
     rate = result.get("samples_per_second")
+    doubtful = " DOUBTFUL" if result.get("doubts") else ""
     return (
-        str(result.get("status", "no result")),
+        f"{result.get('status', 'no result')}{doubtful}",
         f"{rate:.2f}" if isinstance(rate, (int, float)) else "",
         str(code),
     )

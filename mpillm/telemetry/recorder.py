@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -97,6 +98,12 @@ class Spell:
                 self._ended(self._since, now)
             self._since = now if holds else None
 
+    def cut(self, now: float) -> None:
+        """Make a span of the time until now, if it holds."""
+        if self._since is not None:
+            self._ended(self._since, now)
+            self._since = now
+
 
 class Recorder:
     """What one rank did; its memory does not grow with the test. Times are of `time.perf_counter`."""
@@ -107,6 +114,12 @@ class Recorder:
         self.phases: list[tuple[str, float, float]] = []
         self.context_s = self.decode_s = self.busy_s = self.handoff_s = 0.0
         self.knows_steps = False
+        self._spells: list[Spell] = []
+
+    def spell(self, ended: Callable[[float, float], None]) -> Spell:
+        """Return a spell whose last span counts, too, if it goes on when this rank tells what it did."""
+        self._spells.append(Spell(ended))
+        return self._spells[-1]
 
     def step(self, start: float, end: float, contexts: int, generations: int, context_tokens: int) -> None:
         """Note a step of the engine: how many sequences it held, and how many tokens of contexts.
@@ -137,6 +150,9 @@ class Recorder:
 
     def to_json(self, since: float, n_ranks: int) -> dict[str, Any]:
         """Return all of it, in seconds after `since`; less of each rank where there are many."""
+        now = time.perf_counter()
+        for spell in self._spells:  # of a test that was stopped
+            spell.cut(now)
         most = max(64, min(_MOST_SPANS, _MOST_OF_ALL_RANKS // n_ranks))
         phases = [[name, round(start - since, 4), round(end - since, 4)] for name, start, end in self.phases]
         lanes = {"steps": self.steps.to_json(since, most), "handoffs": self.handoffs.to_json(since, most)}

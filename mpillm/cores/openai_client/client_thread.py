@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
+_LOOK_S = 0.25
 
 
 class ClientThread:
@@ -38,14 +39,23 @@ class ClientThread:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
         self._failed()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return or raise what `work` does. Raises TimeoutError after `timeout_s`."""
+    def run(
+        self, work: Coroutine[Any, Any, T], timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> T:
+        """Return or raise what `work` does. Raises TimeoutError after `timeout_s`.
+
+        `meanwhile` is called again and again until then.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise TimeoutError(f"not done within {timeout_s:g} s") from None
+        end = time.monotonic() + timeout_s
+        while not future.done() and (left := end - time.monotonic()) > 0:
+            concurrent.futures.wait([future], left if meanwhile is None else min(left, _LOOK_S))
+            if meanwhile is not None:
+                meanwhile()
+        if future.done():
+            return future.result()
+        future.cancel()
+        raise TimeoutError(f"not done within {timeout_s:g} s")
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call `function` on the loop, soon."""

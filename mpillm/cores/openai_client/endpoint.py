@@ -114,13 +114,13 @@ class Endpoint:
         elif not connection.closed:
             connection.close()
 
-    async def _connect(self) -> HttpConnection:
+    async def _connect(self, limit_s: float = CONNECT_S) -> HttpConnection:
         loop = asyncio.get_running_loop()
         making = loop.create_connection(HttpConnection, self._host, self._port, ssl=self._tls)
         try:
-            _, connection = await asyncio.wait_for(making, CONNECT_S)
+            _, connection = await asyncio.wait_for(making, limit_s)
         except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
-            raise NothingSentBack(f"no connection within {CONNECT_S:g} s") from None
+            raise NothingSentBack(f"no connection within {limit_s:.3g} s") from None
         except ssl.SSLCertVerificationError as error:
             raise UntrustedError(
                 f"its certificate is not trusted: {error.verify_message}; the environment variable"
@@ -153,7 +153,7 @@ class Endpoint:
         Raises HttpError.
         """
         end = time.monotonic() + timeout_s
-        connection = await self._connect()
+        connection = await self._connect(min(timeout_s, CONNECT_S))
         self._used.add(connection)
         reply = _Reply()
         try:

@@ -9,7 +9,6 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -19,7 +18,7 @@ from disagg.errors import ConfigError, about
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of, until_when
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
@@ -138,9 +137,13 @@ class EndpointCore(LLMCore):
         if self.config.server is not None:
             return
         self._open()
-        deadline = EARLIER * self._harness.load_deadline
-        for endpoint in self._endpoints:
-            self._ask(until_ready(endpoint, deadline, partial(setattr, self, "awaits")), deadline + 60)
+        deadline, began = EARLIER * self._harness.load_deadline, time.monotonic()
+
+        def tell(waiting: str) -> None:
+            self.awaits = f"{waiting}\n{until_when(deadline)}"
+
+        for endpoint in self._endpoints:  # one deadline for all: this rank's phase has one, too
+            self._ask(until_ready(endpoint, deadline, tell, began), deadline + 60)
         self.awaits = ""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:

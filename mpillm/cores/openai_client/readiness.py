@@ -27,15 +27,18 @@ _PROBE_IDS = [3] * 8  # as every model has them
 
 
 async def until_ready(
-    endpoint: Endpoint, deadline_s: float, tell: Callable[[str], None] = lambda text: None
+    endpoint: Endpoint,
+    deadline_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+    began: float | None = None,
 ) -> None:
     """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` what it waits for, again and
     again.
 
-    Raises EndpointError after `deadline_s`.
+    Raises EndpointError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
     """
-    start = time.monotonic()
-    logged = start - _LOG_S + _FIRST_LOG_S
+    start = time.monotonic() if began is None else began
+    logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
     last = ""
     while True:
         left = start + deadline_s - time.monotonic()

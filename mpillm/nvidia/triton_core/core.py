@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from launch.tritonserver import DEFAULT_URL
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of, until_when
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel
@@ -125,12 +124,16 @@ class TritonGrpcCore(LLMCore):
 
     def _connect(self) -> None:
         """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
-        deadline = EARLIER * self._harness.load_deadline
+        deadline, began = EARLIER * self._harness.load_deadline, time.monotonic()
+
+        def tell(waiting: str) -> None:
+            self.awaits = f"{waiting}\n{until_when(deadline)}"
+
         for url in self._urls:
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
-                until_ready(url, channel, deadline, partial(setattr, self, "awaits"))
+                until_ready(url, channel, deadline, tell, began)
                 wanted = self.config.options.get("model")
                 models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
             except TritonError as error:

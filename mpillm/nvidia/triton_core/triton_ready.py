@@ -42,15 +42,19 @@ def framework_of(model: Model) -> str:
 
 
 def until_ready(
-    url: str, channel: grpc.Channel, deadline_s: float, tell: Callable[[str], None] = lambda text: None
+    url: str,
+    channel: grpc.Channel,
+    deadline_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+    began: float | None = None,
 ) -> None:
     """Wait until the server and all its models are ready; `tell` what it waits for, again and again.
 
-    Raises TritonError after `deadline_s`.
+    Raises TritonError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-    start = time.monotonic()
-    logged = start - _LOG_S + _FIRST_LOG_S
+    start = time.monotonic() if began is None else began
+    logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
     last = "it was not asked"
     # Whether it speaks HTTP is asked within the same deadline: this rank's phase has one, too.
     http_s = min(_HTTP_S, deadline_s / 4)

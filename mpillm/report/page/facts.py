@@ -31,6 +31,7 @@ class InstanceFacts:
     share: float | None = None  # of the test, in which it did what `share_of` says
     strip: list[float] | None = None  # the same in `_STRIP` pieces of the test
     waited: float | None = None  # share of the test in which requests waited in it
+    holding_limits: bool = False  # what holds requests computes as much as it can
     result: dict[str, Any] | None = None  # its entry in result.json
     lost: bool = False
     failed: bool = False  # a rank of it is why the run failed
@@ -41,13 +42,15 @@ class InstanceFacts:
 
     @property
     def share_of(self) -> str:
-        """What `share` counts, for a reader. What a run prints as busy is always the latter."""
-        return "computing" if self.knows_steps else "holding requests"
+        """What `share` counts, for a reader."""
+        return busy_with(self.knows_steps)
 
     @property
     def load(self) -> float | None:
         """By how much it may have limited the test, 0 to 1."""
-        return self.share if self.knows_steps else self.waited
+        if self.knows_steps or (self.holding_limits and not self.waited):
+            return self.share
+        return self.waited
 
 
 class Energy(NamedTuple):
@@ -85,13 +88,18 @@ class Facts:
         facts.result = next((one for one in per if one.get("instance") == number), None)
         facts.lost = any(one.get("instance") == number for one in self.run.result.get("lost") or [])
         facts.failed = not self.failed.isdisjoint(ranks)
+        # A server in front of which more requests wait than it answers: it may not tell which it has begun.
+        # Of halves the one that is not the limit holds some, too.
+        result = self.run.result
+        asked_all = result.get("scenario") != "Server" or bool(result.get("queue_grew"))
+        facts.holding_limits = role == "executor" and asked_all
         noted = self.noted.get(ranks[0])
         if noted is not None and self.test_s > 0:
             facts.knows_steps = bool(noted.get("knows_steps"))
             facts.strip = _strip(noted.get("steps") or {}, self.test_s)
-            facts.share = float(np.mean(facts.strip))
-        elif facts.result is not None:
-            facts.share = _number(facts.result.get("busy_fraction")) or None
+            facts.share = busy_share(noted, self.test_s)
+        if facts.result is not None and "busy_fraction" in facts.result:  # not of a run that was stopped
+            facts.share = _number(facts.result["busy_fraction"])
         waiting = [row.get("waiting") or 0 for row in self.run.timeline if row["instance"] == number]
         if waiting:
             facts.waited = float(np.mean([w > 0 for w in waiting]))
@@ -110,7 +118,9 @@ class Facts:
             return "no limit reached: the system kept up with the rate"
         worst = self.bottleneck()
         if worst is None:
-            known = any(one.load is not None for one in self.instances.values())
+            result, told = self.run.result, self.instances.values()
+            too_few = result.get("scenario") == "Server" and result.get("queue_grew") is None
+            known = any(one.knows_steps or (one.load is not None and not too_few) for one in told)
             return "no instance was the bottleneck" if known else ""
         roles = {one.role for one in self.instances.values() if (one.load or 0) >= _SATURATED}
         if {"ctx", "gen"} <= roles:
@@ -250,6 +260,16 @@ def unrecorded(facts: Facts) -> list[str]:
         "what each rank did, its CPU, memory and GPU: ranks tell it when a test is over, and this run failed"
         " before"
     ]
+
+
+def busy_with(knows_steps: bool) -> str:
+    """Return what of an instance counts as busy."""
+    return "computing" if knows_steps else "holding requests"
+
+
+def busy_share(noted: Mapping[str, Any], test_s: float) -> float:
+    """Return which share of the test an instance was busy, by what its first rank noted; see `busy_with`."""
+    return float(np.mean(_strip(noted.get("steps") or {}, test_s)))
 
 
 def _strip(steps: dict[str, list[float]], test_s: float) -> list[float]:

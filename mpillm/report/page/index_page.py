@@ -35,15 +35,15 @@ def cells_of(one: ListedRun) -> list[str]:
     latencies = (one.figure("ttft_ms", "p99"), one.figure("tpot_ms", "p99"))
     return [
         time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started)),
-        one.status,
+        one.verdict,
         *("-" if value is None else short(value) for value in rates),
         *("-" if value is None else milliseconds(value) for value in latencies),
     ]
 
 
 def _verdict(one: ListedRun) -> Html:
-    kind = "better" if one.status in _GOOD else "worse" if one.status in _BAD else ""
-    return Html(f'<span class="{kind}">{escape(one.status)}</span>')
+    kind = "worse" if one.status in _BAD else "better" if one.status in _GOOD and not one.is_doubtful else ""
+    return Html(f'<span class="{kind}">{escape(one.verdict)}</span>')
 
 
 def _link(one: ListedRun, folder: Path) -> Html:

@@ -13,6 +13,8 @@ import pytest
 from mpillm.cli import main
 from mpillm.loadtest.load_test import Record, arrivals
 from mpillm.loadtest.serving_report import DETAILS, numbers, table
+from mpillm.report import console
+from mpillm.report.console import Console, Progress
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
 
@@ -174,6 +176,31 @@ def test_the_clients_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = bench(capsys, *options)
     assert (code, out) == (2, "") and re.match(f"mpillm: {words}", err)
+
+
+def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was silent until the end."""
+    shown: list[Progress] = []
+    monkeypatch.setattr(Console, "progress", lambda self, now: shown.append(now))
+    with ScriptedServer(good) as server:
+        code, _, _ = bench(
+            capsys, "--url", server.address, "--num_prompts", 40, "--request_rate", 40, "--output_len", 3
+        )
+    assert code == 0
+    test = [one for one in shown if one.planned == 40]
+    assert {one.lasts_s for one in test} == {1.0} and test[-1][:3] == (40, 40, 120)
+    assert any(0 < one.done < 40 for one in test)
+
+
+def test_it_says_whom_it_waits_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_WAIT_TOLD_S", 0.1)
+    with ScriptedServer() as server:
+        server.stop()
+        code, out, _ = bench(capsys, "--url", server.address, "--ready_deadline", 2)
+    assert code == 3
+    assert re.match(rf"  ready   after \d s  waiting for {server.url}: Connection refused\n", out)
 
 
 def test_a_missing_server(capsys: pytest.CaptureFixture[str]) -> None:

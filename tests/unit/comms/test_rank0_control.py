@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.simulated_cluster import ControlledCluster, plan_of
 from mpillm.comms import rank0_control
+from mpillm.comms.messages import Beat
 from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase
 
@@ -84,3 +85,16 @@ def test_who_was_heard_after_rank_0_was_busy_is_not_heard_from_the_future() -> N
     cluster.clock.now += 300.0
     cluster.live(1.0, BEATS_S)
     assert cluster.notices(STOPPED, BEATS_S, ended=False) < 15
+
+
+def test_a_phase_that_takes_too_long_says_what_the_rank_waits_for() -> None:
+    """Its deadline may pass before the rank's own, which names the server."""
+    cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
+    cluster.arrive("join")
+    state = cluster.control.ranks[STOPPED]
+    cluster.control._on_beat(STOPPED, Beat("load", 0.0, "", None, "waiting for http://a:1: refused\nmore"))
+    (failure,) = [one for one in cluster.control._late(60.0) if one.rank == STOPPED]
+    assert failure.cause == (
+        "phase 'load' missed its deadline of 60 s (--load_deadline); waiting for http://a:1: refused;"
+        f" {state.last_seen()}"
+    )

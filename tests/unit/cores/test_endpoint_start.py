@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
@@ -19,6 +20,22 @@ def test_dead_before_ready() -> None:
         words = f"^http://{address} was not ready within 2.7 s: Connection refused$"
         with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError, match=words):
             core.load()
+
+
+def test_several_that_are_not_there_share_the_deadline() -> None:
+    """Each had one of its own: the phase's ended the run before the second was named."""
+    health = {"/health": lambda request: plain({}, next(answers, "200 OK"))}
+    answers = iter(["503 Service Unavailable"] * 8)  # for 1.6 s at least
+    with ScriptedServer(others=health) as server, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        urls = f"{server.address},{address}"
+        began = time.monotonic()
+        with core_of(urls, "--load_deadline=3") as core, pytest.raises(RunError, match=address):
+            core.load()
+        assert time.monotonic() - began >= 2.6
+        assert core.doing().startswith(f"waiting for http://{address}: Connection refused\n")
+        assert "at most 3 s (--load_deadline)" in core.doing()
 
 
 def test_slow_start() -> None:

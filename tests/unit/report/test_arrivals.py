@@ -100,5 +100,6 @@ def test_errors_are_no_quick_answers() -> None:
 def test_the_doubt_names_both_rates() -> None:
     result = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
     assert doubts(result) == [
-        "the queue grew: 300 queries/s offered, 179 answered; answers came later and later"
+        "the queue grew: 300 queries/s offered, 179 answered, each from the first to the last;"
+        " answers came later and later"
     ]

@@ -52,6 +52,7 @@ def test_a_server_test_counts_planned_queries_and_time() -> None:
     assert Progress(10, 12, 0, 0.5, 10_034, 100.0).left_s() == 99.5  # too few answers for a rate
     overloaded = Progress(2_000, 5_020, 0, 50.0, 10_000, 100.0)
     assert overloaded.left_s() == 200.0
+    assert Progress(2, 3, 0, 60.0, 300, 50.0).left_s() is None, "behind its schedule: it said 0 s"
     over = Progress(10_000, 10_100, 0, 101.0, 10_034, 100.0)
     assert over.total == 10_100 and over.left_s() == pytest.approx(1.01)
 
@@ -60,6 +61,7 @@ def test_a_test_of_a_given_time_counts_that() -> None:
     """SingleStream asks for as long as it lasts."""
     assert Progress(30, 31, 0, 15.0, None, 60.0).share() == 0.25
     assert Progress(30, 31, 0, 15.0, None, 60.0).left_s() == 45.0
+    assert Progress(30, 31, 0, 60.0, None, 60.0).left_s() == 2.0
 
 
 def test_what_waits_for_room_in_an_instance_waits() -> None:
@@ -105,6 +107,12 @@ def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv(TTY, "1")
+    out = io.StringIO()
+    console = Console(out)
+    for half_s in range(2, 9):
+        console.waiting("load", half_s / 2, {"waiting for b\nuntil then": [1, 2], "for c\nuntil then": [3]})
+    assert out.getvalue().count("until then") == 1, "what else to know is told once"
+    assert out.getvalue().count("ranks 1-2: waiting for b; rank 3: for c") == 7
     out = io.StringIO()
     console = Console(out)
     for half_s in range(1, 9):

@@ -75,10 +75,16 @@ def test_a_server_test_says_its_rates_and_what_is_doubtful() -> None:
     rates = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
     rows = summary_rows(SLOW | rates | {"doubts": ["the queue grew"], "latency_limits": False}, config, "run")
     assert ("DOUBTFUL", "the queue grew") in rows
-    assert ("rate", "300 queries/s offered, 179 answered; the queue grew") in rows
+    assert (
+        "rate",
+        "300 queries/s offered, 179 answered, each from the first to the last; the queue grew",
+    ) in rows
     assert any("no latency limit was set" in value for _, value in rows)
     rows = summary_rows(SLOW | rates | {"queue_grew": False, "latency_limits": True}, config, "run")
-    assert ("rate", "300 queries/s offered, 179 answered; the queue did not grow") in rows
+    assert (
+        "rate",
+        "300 queries/s offered, 179 answered, each from the first to the last; the queue did not grow",
+    ) in rows
     assert not any("limit was set" in str(value) or name == "DOUBTFUL" for name, value in rows)
 
 
@@ -166,13 +172,15 @@ def test_answers_that_are_not_streamed_have_no_first_token() -> None:
         "instance": 0,
         "samples": 2,
         "tokens": 8,
-        "busy_s": 2.0,
-        "test_s": 2.0,
+        "test_s": 2.5,
         "metrics": None,
         "streamed": False,
     }
-    report = DrainReport([role], CpuUse(10.0, 1.0, (0,), None), None, 0, 0, None, {})
+    noted = {"knows_steps": False, "steps": {"start": [0.0], "end": [1.5], "busy_s": [1.5]}}
+    report = DrainReport([role], CpuUse(10.0, 1.0, (0,), None), None, 0, 0, None, noted)
     result = results.test_result(totals, {0: report}, timeline, 1)
+    (instance,) = result["per_instance"]
+    assert (instance["busy_fraction"], instance["busy_with"]) == (0.75, "holding requests")
     assert result["ttft_ms"] is None and result["tpot_ms"] is None and result["latency_ms"]["p50"] > 3000
     assert totals.ttft.summary_ms() is None, "nor has the page"
     told = SLOW | result | {"lost": [], "loadgen_result": "VALID"}
@@ -184,7 +192,6 @@ def test_answers_that_are_not_streamed_have_no_first_token() -> None:
 
 def test_the_console_names_instances_as_the_page_does() -> None:
     """With its shares of what they computed, and what limited the test."""
-    instances = [{"instance": i, "samples": 5, "tokens": 5, "busy_fraction": 0.99} for i in (0, 1)]
     ranks = [{"rank": rank, "instance": rank - 1, "roles": [role]} for rank, role in ((1, "ctx"), (2, "gen"))]
     plan = {
         "ranks": ranks,
@@ -199,9 +206,36 @@ def test_the_console_names_instances_as_the_page_does() -> None:
             str(rank): {"knows_steps": True, "steps": {"start": [0.0], "end": [s], "busy_s": [s]}}
             for rank, s in ((1, 1.8), (2, busy))
         }
+        instances = [
+            {"instance": i, "samples": 5, "tokens": 5, "busy_fraction": s / 2, "busy_with": "computing"}
+            for i, s in enumerate((1.8, busy))
+        ]
         result = SLOW | {"per_instance": instances} | more
         facts = Facts(RunFiles(Path("run"), result, plan=plan, telemetry={"ranks": noted}))
         rows = dict(summary_rows(result, parse_run(["--core_type", "dummy"]), "run", facts))
         assert rows["context 0"] == "5 samples, 5 tokens, computing 90 %"
         assert rows["generation 1"] == f"5 samples, 5 tokens, computing {50 * busy:.0f} %"
         assert rows["limit"] == limit
+
+
+def test_who_holds_requests_all_the_time_is_not_no_bottleneck() -> None:
+    """A server that is not ours tells neither its steps nor its queue."""
+    plan = {"ranks": [{"rank": 1, "instance": 0, "roles": ["executor"]}]}
+    held = {"instance": 0, "busy_fraction": 1.0}
+    for scenario, grew, limit in (
+        ("Offline", None, "bottleneck: executor 0"),
+        ("Server", True, "bottleneck: executor 0"),
+        ("Server", None, ""),  # too few requests
+        ("Server", False, "no limit reached: the system kept up with the rate"),
+    ):
+        result = {"scenario": scenario, "test_s": 2.0, "per_instance": [held]}
+        result |= {"queue_grew": grew} if scenario == "Server" else {}
+        timeline = [{"seconds": 1.0, "instance": 0, "running": 9, "waiting": 0}]
+        assert Facts(RunFiles(Path("run"), result, plan=plan, timeline=timeline)).limit() == limit
+
+
+def test_a_server_does_not_speak_of_a_test() -> None:
+    result = SLOW | {"compiled_in_test": 2, "aborted": 0}
+    said = str(results.served_rows(result, "run"))
+    assert "compiled while it served" in said and "100 requests, 1,000 tokens" in said
+    assert "test" not in said and "samples" not in said

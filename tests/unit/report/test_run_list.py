@@ -41,6 +41,16 @@ def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[-1] == "page  mpillm-runs/index.html"
 
 
+def test_a_doubtful_run_is_not_listed_as_good(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RUNS / "old"
+    write(run / "result.json", json.loads((run / "result.json").read_text()) | {"doubts": ["the queue grew"]})
+    assert main(["runs"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("VALID DOUBTFUL") == 1 and max(map(len, said.splitlines())) <= 80
+    text = (RUNS / "index.html").read_text()
+    assert '<span class="">VALID DOUBTFUL</span>' in text and 'class="better"' not in text
+
+
 def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
     assert main(["runs", "--most", "1"]) == 0
     text = (RUNS / "index.html").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ from mpillm.roles.follower import Follower
 from mpillm.roles.generation import Generation
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.roles.instance import InstanceRole
+from mpillm.telemetry.recorder import Recorder
 
 
 def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
@@ -104,7 +106,9 @@ def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: p
     monkeypatch.setattr(core, "poll_responses", lambda: None)  # the test says when it has answered
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
     role = InstanceRole(core, route, leader=0, instance=0)
+    recorder = Recorder()
     role.load()
+    role.record(recorder)
     role.ready()
     role.test()
     for at in (110.0, 130.0):
@@ -117,7 +121,19 @@ def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: p
         role.poll()
     now[0] = 140.0
     role.poll()
-    assert role.report()["busy_s"] == 4.0
+    assert sum(recorder.to_json(100.0, 1)["steps"]["busy_s"]) == 4.0
+
+
+def test_a_test_that_is_stopped_counts_what_was_open_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page said 0 %: only a spell that had ended was a span."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    recorder = Recorder()
+    spell = recorder.spell(partial(recorder.busy, "busy"))
+    spell.see(True, 100.0)
+    for at, busy in ((103.0, 3.0), (105.0, 5.0)):  # also where it is asked twice
+        now[0] = at
+        assert sum(recorder.to_json(100.0, 1)["steps"]["busy_s"]) == busy
 
 
 def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
