@@ -24,8 +24,8 @@ def test_dead_before_ready() -> None:
 
 def test_several_that_are_not_there_share_the_deadline() -> None:
     """Each had one of its own: the phase's ended the run before the second was named."""
-    health = {"/health": lambda request: plain({}, next(answers, "200 OK"))}
     answers = iter(["503 Service Unavailable"] * 8)  # for 1.6 s at least
+    health = {"/health": lambda request: plain({}, next(answers, "200 OK"))}
     with ScriptedServer(others=health) as server, socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
