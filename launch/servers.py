@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +47,7 @@ class Server:
     files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
     keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
     log: str = ""  # the log's file name; without it, made of the name
-    index: str = ""  # a URL that lists its models, as Triton's repository index does
+    table: Callable[[], Sequence[str]] | None = None  # lines that show what it serves, once it is ready
     reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
     # Kill what a process of it leaves. A tritonserver that is killed can leave the process of a Python model
     # that waits for the server's answer for ever (in 2.51 and in the source of 2.73: its health thread joins

@@ -76,6 +76,8 @@ TRTLLM_HLAPI = ("trtllm_hlapi", "trtllm_hlapi cpp")
 TRTLLM_ENDPOINT = ("trtllm_endpoint", "trtllm_endpoint cpp")
 TRTLLM_DISAGG = ("trtllm_disagg", "trtllm_disagg cpp")
 TRITON = ("triton_grpc", "triton_grpc python")
+TRITON_URL = "localhost:8001"
+"""Where clients look for a tritonserver if nothing else is said."""
 EMBEDDED = (DEFAULT, "triton_grpc python")
 """Where mpillm's own engine computes: in the ranks, or behind Triton."""
 RUNS_ENGINES = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from launch.tritonserver import DEFAULT_URL
 from mpillm import fields
 from mpillm.config.idle import idle_in_all, told
 from mpillm.config.options import RUN_FIELDS, parse_each
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
+from mpillm.core_names import TRITON_URL
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
 from mpillm.fields.effects import RUN
@@ -24,7 +24,7 @@ def _spawns_triton(config: RunConfig) -> bool:
     elsewhere = config.triton_skip_server_spawn or config.triton_server_urls or config.triton_grpc_ports
     if config.harness_type != "triton" or config.server or elsewhere:
         return False
-    host, _, port = DEFAULT_URL.partition(":")
+    host, _, port = TRITON_URL.partition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except OSError:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     configs = parse(argv)
     if _spawns_triton(configs[0]):
         argv = [*argv, "--server=tritonserver"]
-        print(f"  each test starts its tritonservers, as none listens at {DEFAULT_URL}", flush=True)
+        print(f"  each test starts its tritonservers, as none listens at {TRITON_URL}", flush=True)
         configs = parse(argv)
     told(idle_in_all(configs, RUN))  # lines are printed by each run
     for config in configs:

@@ -21,7 +21,6 @@ from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
 from launch.places import SERVERS
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
-from launch.tritonserver import model_table
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
@@ -100,8 +99,8 @@ def run_servers(
                 print(f"  {server.name}: log {running.start(server)}", flush=True)
             seconds = running.wait_ready(load_deadline_s)
             for server in servers:
-                if server.index:
-                    print(f"  {server.name}:\n    " + "\n    ".join(model_table(server.index)), flush=True)
+                if server.table:
+                    print(f"  {server.name}:\n    " + "\n    ".join(server.table()), flush=True)
             if urls := [url for server in servers for url in server.urls]:
                 print(f"  ready after {seconds:.1f} s: {','.join(urls)}", flush=True)
             print(f"  {running.watch(stall_timeout_s)} has ended")

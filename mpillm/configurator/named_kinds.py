@@ -15,17 +15,17 @@ PREFIX = "command:"
 
 
 class NamedKinds(Generic[K]):
-    """The kinds of a package. Their files are read when one is wanted: each command has the names."""
+    """The kinds by name. Their files are read when one is wanted: each command has the names."""
 
-    def __init__(self, package: str, built_in: Mapping[str, str]) -> None:
-        """`built_in`: ``file:NAME`` by the name of the kind; `any_command` there makes the others."""
-        self._package = package
+    def __init__(self, built_in: Mapping[str, str], of_command: str) -> None:
+        """`built_in`: ``module:NAME`` by the name of the kind; `of_command`: makes that of any command."""
         self._built_in = built_in
+        self._of_command = of_command
 
     def kind_of(self, text: str) -> K:
         """Return a kind. Raises ValueError if there is none."""
         if text.startswith(PREFIX):
-            make = self._load("any_command:command_kind")
+            make = self._load(self._of_command)
             return cast(K, make(shlex.split(text.removeprefix(PREFIX))))
         if text not in self._built_in:
             raise ValueError(nearest(text, self._built_in).strip(" ()") or "there is no such kind")
@@ -49,8 +49,6 @@ class NamedKinds(Generic[K]):
         return kind
 
     def _load(self, place: str) -> Callable[[list[str]], object]:
-        file, _, name = place.partition(":")
-        found: Callable[[list[str]], object] = getattr(
-            importlib.import_module(f"{self._package}.{file}"), name
-        )
+        module, _, name = place.partition(":")
+        found: Callable[[list[str]], object] = getattr(importlib.import_module(module), name)
         return found

@@ -10,13 +10,13 @@ if TYPE_CHECKING:  # each command reads this file for the names of options; few 
     from mpillm.harnesses.kind import HarnessKind
 
 _KINDS: NamedKinds[HarnessKind] = NamedKinds(
-    "mpillm.harnesses",
     {
-        "inference-endpoint": "inference_endpoint:INFERENCE_ENDPOINT",
-        "aiperf": "aiperf:AIPERF",
-        "guidellm": "guidellm:GUIDELLM",
-        "vllm-bench": "vllm_bench:VLLM_BENCH",
+        "inference-endpoint": "mpillm.harnesses.inference_endpoint:INFERENCE_ENDPOINT",
+        "aiperf": "mpillm.harnesses.aiperf:AIPERF",
+        "guidellm": "mpillm.harnesses.guidellm:GUIDELLM",
+        "vllm-bench": "mpillm.harnesses.vllm_bench:VLLM_BENCH",
     },
+    "mpillm.harnesses.any_command:command_kind",
 )
 kind_of = _KINDS.kind_of
 harness = _KINDS.parser()

@@ -20,6 +20,12 @@ CORES = {
 EXTRAS = {"triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
 """The extra of this package that a core's class needs, if any."""
 
+SERVERS = {
+    "trtllm-serve": "mpillm.nvidia.trtllm.server_kind:TRTLLM_SERVE",
+    "tritonserver": "mpillm.nvidia.triton.server_kind:TRITONSERVER",
+}
+"""Kinds of servers that a run may start (--server)."""
+
 RUNTIME_FLAGS = {
     "trtllm_endpoint": "mpillm.nvidia.flags:SERVE_FLAGS",
     "trtllm_disagg": "mpillm.nvidia.flags:SERVE_FLAGS",

@@ -16,15 +16,6 @@ import psutil
 from disagg.errors import ConfigError
 from launch.command import NotHere
 from launch.places import SERVERS
-from launch.tritonserver import (
-    More,
-    Ports,
-    Repository,
-    embedded_mpirun,
-    find_tritonserver,
-    read_repository,
-    triton_server,
-)
 from mpillm.commands.run_llm_server import run_servers
 from mpillm.config.values import Values, collect
 from mpillm.configurator import option
@@ -38,6 +29,15 @@ from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.server_stage import ServerFields
 from mpillm.fields.topology import TopologyFields
+from mpillm.nvidia.triton.tritonserver import (
+    More,
+    Ports,
+    Repository,
+    embedded_mpirun,
+    find_tritonserver,
+    read_repository,
+    triton_server,
+)
 
 _GROUP = "launch-triton-server"
 

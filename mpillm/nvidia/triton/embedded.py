@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.tritonserver import made_prefix
 from mpillm.config.disagg_values import CORE
 from mpillm.config.run_config import RunConfig
 from mpillm.models.model_files import BuildConfig
+from mpillm.nvidia.triton.tritonserver import made_prefix
 
 PYTHON = "python"
 """The `triton_backend` of the embedded engine."""

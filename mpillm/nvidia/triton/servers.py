@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
 from launch.servers import Server, ports_here
-from launch.tritonserver import (
+from mpillm.builder.preconditions import lacking
+from mpillm.config.run_config import RunConfig
+from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.nvidia.triton.repository import triton_stages
+from mpillm.nvidia.triton.tritonserver import (
     More,
     Repository,
     default_grpc_ports,
@@ -18,10 +22,6 @@ from launch.tritonserver import (
     read_repositories,
     triton_server,
 )
-from mpillm.builder.preconditions import lacking
-from mpillm.config.run_config import RunConfig
-from mpillm.nvidia.configs import TritonHarnessConfig
-from mpillm.nvidia.triton.repository import triton_stages
 
 
 def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:

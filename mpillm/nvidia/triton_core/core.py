@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from launch.tritonserver import DEFAULT_URL
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
+from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of, until_when
 from mpillm.errors import Failure, RunError
@@ -72,9 +72,7 @@ class TritonGrpcCore(LLMCore):
         self.streams = self._harness.streaming
         at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
         self._urls, self._at_once = (
-            share_of(
-                self._harness.server_urls or (DEFAULT_URL,), at_once, config.instance, config.n_instances
-            )
+            share_of(self._harness.server_urls or (TRITON_URL,), at_once, config.instance, config.n_instances)
             if config.server is None
             else share_of([""], at_once, config.client, config.n_clients)
         )

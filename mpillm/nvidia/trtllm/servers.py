@@ -10,7 +10,6 @@ import yaml
 
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
-from launch import trtllm_serve
 from launch.command import NotHere
 from launch.disagg_servers import disaggregated_servers as launched
 from launch.environment import launch_type
@@ -22,6 +21,7 @@ from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.nvidia.trtllm import trtllm_serve
 from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader
 from mpillm.nvidia.trtllm.served import check_agreement, llm_api_options, served
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch import tritonserver
 from launch.find_mpirun import Kind, Mpi
+from mpillm.nvidia.triton import tritonserver
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 import disagg
-from launch import trtllm_serve
 from launch.disagg_servers import disaggregated_servers
 from mpillm.cli import main
+from mpillm.nvidia.trtllm import trtllm_serve
 from mpillm.nvidia.trtllm.tool_options import BUILD, CONVERT, QUANTIZE, Tool
 from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record
 

@@ -81,10 +81,10 @@ def test_another_model_in_the_template_is_refused() -> None:
 
 
 def test_what_counts_as_read_is_read() -> None:
-    """Each name is a text in the code of the models, or in the launcher's; one is Triton's own."""
+    """Each name is a text in the code of the models, or in that of the servers; one is Triton's own."""
     root = Path(mpillm.__file__).parents[1]
     files = (root / "mpillm/nvidia/triton_models").glob("*.py")
     trees = [ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
     texts = {node.value for tree in trees for node in tree if isinstance(node, ast.Constant)}
     assert _READ - texts == {"FORCE_CPU_ONLY_INPUT_TENSORS", "gpu_device_ids"}
-    assert '"gpu_device_ids"' in (root / "launch/tritonserver.py").read_text(encoding="utf-8")
+    assert '"gpu_device_ids"' in (root / "mpillm/nvidia/triton/tritonserver.py").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,6 @@ from launch.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
 """Where NVIDIA's containers have it."""
-
-DEFAULT_URL = "localhost:8001"
-"""Where its clients look for it if nothing else is said."""
 
 _ASK_S = 10.0
 
@@ -195,7 +193,7 @@ def triton_server(
         {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics},
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
-        index=f"http://localhost:{ports.http}/v2/repository/index",
+        table=partial(model_table, f"http://localhost:{ports.http}/v2/repository/index"),
         ends_orphans=bool(mpirun),
         reason=r"^E\d{4} .*failed to load|^error: |noticed that process rank \d+",
     )

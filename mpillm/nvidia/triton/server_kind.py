@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import cast
 
 from disagg.errors import ConfigError
-from launch.tritonserver import More, Ports, find_tritonserver, mpirun_words, read_repository, triton_server
+from mpillm.nvidia.triton.tritonserver import (
+    More,
+    Ports,
+    find_tritonserver,
+    mpirun_words,
+    read_repository,
+    triton_server,
+)
 from mpillm.servers.kind import KnownFailure, ServerKind, Wanted
 
 GRPC, METRICS = "grpc", "metrics"

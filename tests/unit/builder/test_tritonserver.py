@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.tritonserver import find_tritonserver, made_prefix
 from mpillm.nvidia.triton.embedded import site_packages
+from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix
 
 
 @pytest.mark.parametrize("own", ["", "mpich"])
