@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -186,8 +184,13 @@ class Service:
         client, n = address_of(request), asked.n * len(prompts)
         self._check_queue(client, n)
         self._check_memory(asked, prompts)
-        with self._open_of(client, n):
+        self._n_open[client] += n
+        try:
             return await self._generate(request, asked, prompts, half)
+        finally:
+            self._n_open[client] -= n
+            if not self._n_open[client]:
+                del self._n_open[client]
 
     async def _generate(
         self,
@@ -211,24 +214,13 @@ class Service:
             made: list[str] = []
             for choice in choices:
                 async with aclosing(self._pieces(choice)) as parts:
-                    made.append(json.dumps(shapes.choice(choice, [piece async for piece in parts])))
+                    made.append(shapes.choice(choice, [piece async for piece in parts]))
             return web.Response(text=shapes.whole(choices, made), content_type="application/json")
         finally:
             for choice in choices:
                 if half is not None and arrival is not None:
                     half.ended(choice.answer, arrival)
                 self._requests.give_up(choice.answer)  # unless it has ended
-
-    @contextlib.contextmanager
-    def _open_of(self, client: str, n: int) -> Iterator[None]:
-        """Count `n` answers among those that a client's address has open, while they are."""
-        self._n_open[client] += n
-        try:
-            yield
-        finally:
-            self._n_open[client] -= n
-            if not self._n_open[client]:
-                del self._n_open[client]
 
     def _check_queue(self, client: str, n: int) -> None:
         """Raise ApiError if there is no room for `n` more answers to the client of this address."""
@@ -370,24 +362,31 @@ class Service:
     async def _stream(
         self, response: web.StreamResponse, asked: Asked, shapes: Shapes, choices: list[Choice]
     ) -> None:
+        end: list[bytes] = []  # what nothing is waited for after: it leaves at once, in one packet
+        is_one = len(choices) == 1
+
         async def write(choice: Choice) -> None:
             if asked.chat:
                 await response.write(shapes.role_chunk(choice))
             async with aclosing(self._pieces(choice)) as pieces:
                 async for piece in pieces:
-                    await response.write(shapes.chunk(choice, piece))
+                    chunk = shapes.chunk(choice, piece)
+                    if is_one and piece.finish_reason is not None:
+                        end.append(chunk)
+                    else:
+                        await response.write(chunk)
 
         try:
-            if len(choices) == 1:
+            if is_one:
                 await write(choices[0])
             else:
                 await _all(write(choice) for choice in choices)
             if asked.include_usage:
-                await response.write(shapes.usage_chunk(choices))
-            await response.write(DONE)
+                end.append(shapes.usage_chunk(choices))
+            end.append(DONE)
         except ApiError as error:  # in the middle of a response whose status was 200
-            await response.write(error_event(error.body()))
-        await response.write_eof()
+            end.append(error_event(error.body()))
+        await response.write_eof(b"".join(end))
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -37,11 +37,12 @@ def _is_wide(data: bytes) -> bool:
 
 def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
     """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
-    if isinstance(value, list) and not _are_token_ids(value, vocab_size):
-        value = [_as_whole(one) for one in value]
-    if not isinstance(value, list) or not _are_token_ids(value, vocab_size):
-        raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
-    return value
+    if isinstance(value, list):
+        if _are_token_ids(value, vocab_size):
+            return value
+        if _are_token_ids(whole := [_as_whole(one) for one in value], vocab_size):
+            return whole
+    raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
 
 
 def _are_token_ids(value: list[Any], vocab_size: int) -> bool:

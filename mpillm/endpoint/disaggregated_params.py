@@ -139,7 +139,7 @@ class Half:
     def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
         """Return the answer to a context-only request, whose first token is there."""
         asked = choice.asked.disaggregated
-        said = shapes.choice(choice, [piece])
+        said = json.loads(shapes.choice(choice, [piece]))
         made = shapes.around([choice]) | {"choices": [said], "prompt_token_ids": choice.prompt.tolist()}
         # TensorRT-LLM's leader wants them of an answer that has ended, too.
         params: Json = {

@@ -18,6 +18,7 @@ _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.C
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _LOST = int(ResponseFlag.LOST)
 _ALONE = _FIRST | _FINAL
+_FIELDS = REQUEST.names or ()
 # Of a token: the prompt is an array, of which there are up to three for a while, an answer a list of numbers.
 _PROMPT_BYTES, _ANSWER_BYTES = 12, 40
 
@@ -194,13 +195,11 @@ class OpenRequests:
             id_ = self._free.pop()
         else:
             id_, self._n_ids = self._n_ids, self._n_ids + 1
-        rows = np.zeros(1, REQUEST)
-        for name, value in row.items():
-            rows[name] = value
-        rows["id"], rows["n_tokens"] = id_, len(prompt)
+        values = {**row, "id": id_, "n_tokens": len(prompt)}
+        rows = np.array([tuple(values.get(name, 0) for name in _FIELDS)], REQUEST)
         answer = self._answers[id_] = Answer(id_, len(prompt), int(row.get("logprobs", 0)))
         self._held[id_] = self._holders
-        answer.n_bytes = self.bytes_of(len(prompt), int(rows["max_output"][0]))
+        answer.n_bytes = self.bytes_of(len(prompt), int(row["max_output"]))
         self.n_bytes += answer.n_bytes
         answer.request = Batch(rows, np.asarray(prompt, np.int32))
         self._put(answer.request)

@@ -212,8 +212,10 @@ def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
 
     Raises ApiError if that does not fit the model.
     """
-    limits, made = served.limits, list[tuple[NDArray[np.int32], int]]()
+    limits = served.limits
+    made: list[tuple[NDArray[np.int32], int]] = []
     param = "messages" if asked.chat else "prompt"
+    is_text = not asked.prompts or any(isinstance(prompt, str) for prompt in asked.prompts)
     try:
         if asked.chat and not asked.prompts:
             prompts = [served.tokenizer.encode_chat(asked.messages)]
@@ -237,7 +239,7 @@ def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
                 f"{param}: {n} tokens; at most {most} without chunked context (--enable_chunked_context)"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
-        if max(prompt) >= served.vocab_size:
+        if is_text and max(prompt) >= served.vocab_size:
             raise ApiError(
                 400,
                 f"{param}: the tokenizer gave token {max(prompt)}, but the model has {served.vocab_size}:"

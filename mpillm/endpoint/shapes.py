@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from mpillm.endpoint.api_error import Json
@@ -33,23 +34,39 @@ class Shapes:
             "created": int(time.time()),
             "model": model,
         }
-        chunk = self._head | ({"object": "chat.completion.chunk"} if asked.chat else {})
-        self._chunk_head = json.dumps(chunk)[:-1]  # without the brace that closes it
 
-    def choice(self, choice: Choice, parts: Sequence[Piece]) -> Json:
-        """Return a choice of an answer that does not stream, from its pieces."""
-        text = "".join(part.text for part in parts)
-        content: Json = (
-            {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
+    @cached_property
+    def _chunk_head(self) -> str:
+        """Each chunk's, without the brace that closes it."""
+        chunk = self._head | ({"object": "chat.completion.chunk"} if self._asked.chat else {})
+        return json.dumps(chunk)[:-1]
+
+    def choice(self, choice: Choice, parts: Sequence[Piece]) -> str:
+        """Return a choice of an answer that does not stream, as JSON, from its pieces."""
+        text = _string("".join(part.text for part in parts))
+        content = (
+            f'"message": {{"role": "assistant", "content": {text}}}'
+            if self._asked.chat
+            else f'"text": {text}'
         )
-        tokens = [token for part in parts for token in part.tokens]
-        one = {"index": choice.index, **content, "logprobs": choice.logprobs(0, tokens)}
-        one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
+        tokens = parts[0].tokens if len(parts) == 1 else [token for part in parts for token in part.tokens]
+        return self._choice(choice, content, 0, Piece("", tokens, *parts[-1][2:]))
+
+    def _choice(self, choice: Choice, content: str, place: int, piece: Piece) -> str:
+        """Return a choice, as JSON. `content`: the part with its text; `place`: the piece's in the answer."""
+        logprobs = choice.logprobs(place, piece.tokens)
+        made = f'{{"index": {choice.index}, {content}, "logprobs": '
+        made += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
+        made += (
+            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
+            if piece.finish_reason
+            else "null"
+        )
         if self._asked.return_token_ids:
-            one["token_ids"] = tokens
-            if not self._asked.chat:
-                one["prompt_token_ids"] = choice.prompt.tolist()
-        return one
+            made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
+            if not self._asked.chat and not place:
+                made += f', "prompt_token_ids": {choice.prompt.tolist()}'
+        return made + "}"
 
     def around(self, choices: Sequence[Choice]) -> Json:
         """Return an answer that does not stream, without its choices."""
@@ -77,21 +94,10 @@ class Shapes:
         """Return the chunk of a piece of a streamed answer."""
         text = _string(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
-        logprobs = choice.logprobs(choice.n_tokens - len(piece.tokens), piece.tokens)
-        made = f'{{"index": {choice.index}, {content}, "logprobs": '
-        made += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
-        made += (
-            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
-            if piece.finish_reason
-            else "null"
-        )
-        if self._asked.return_token_ids:
-            made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
-            if not self._asked.chat and choice.n_tokens == len(piece.tokens):  # the first one
-                made += f', "prompt_token_ids": {choice.prompt.tolist()}'
+        made = self._choice(choice, content, choice.n_tokens - len(piece.tokens), piece)
         so_far = self._usage_so_far(choice)
         end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
-        return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')
+        return self._event(f'{self._chunk_head}, "choices": [{made}]{end}')
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the last chunk of a stream whose client asked for usage."""
