@@ -11,9 +11,9 @@ from launch.places import RUNS
 from mpillm.configurator import json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.experiments.compare_page import compare_page
+from mpillm.experiments.compare_page import compare_page, headline
 from mpillm.experiments.compared_runs import ComparedRun, compare
-from mpillm.experiments.intervals import BLOCKS, WITHOUT_INTERVAL
+from mpillm.experiments.intervals import BLOCKS, STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside, table
@@ -78,6 +78,9 @@ def _print(result: dict[str, Any]) -> None:
             row += [value_text(other), change_text(other)]
         rows.append(row)
     print(table(rows))
+    print("\n" + beside("", headline(result, names)))
+    if any(cell and cell.get("differs") for one in result["figures"] for cell in one["runs"]):
+        print(beside("* ", STARRED))
     if any(cell and cell["half_width"] is None for one in result["figures"] for cell in one["runs"]):
         print(f"without ±: {WITHOUT_INTERVAL}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
-from mpillm.experiments.intervals import WITHOUT_INTERVAL
+from mpillm.experiments.intervals import STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.charts import MARKED, Chart
@@ -63,7 +63,8 @@ def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
             cell = one["runs"][i]
             if one["figure"] in _HEADLINES and cell is not None and cell.get("differs"):
                 judged = "better" if is_better(one["figure"], cell["change"]) else "worse"
-                found.append(f"{one['figure']} {100 * cell['change']:+,.3g} % ({judged})")
+                change = f"{100 * cell['change']:+,.3g}\N{NO-BREAK SPACE}%"
+                found.append(f"{one['figure']} {change} ({judged})")
         cells = [one["runs"][i] for one in result["figures"] if one["figure"] in _HEADLINES]
         none = (
             "no difference that one run can tell" if any(map(_known, cells)) else "too few requests to tell"
@@ -106,9 +107,8 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> str:
         columns += [name, f"{name} against {names[0]}", _axis(reach)]
     note = (
         '<p class="note">± and the bars: 95 % confidence intervals, from blocks of neighbouring requests of'
-        " each run. * and a colour: the interval of the change leaves out 0; green is better, red is worse."
-        " How much two runs of the same options differ, one run can't tell: <code>ab</code> measures"
-        f" that. Without ±: {WITHOUT_INTERVAL}.</p>"
+        f" each run. * and a colour (green is better, red is worse): {STARRED}."
+        f" Without ±: {WITHOUT_INTERVAL}.</p>"
     )
     return section("Figures", columns, rows, note)
 

@@ -17,6 +17,10 @@ SPANS = 10
 """Spans of time of a run, for rates: batches, which end together, should be shorter than a span."""
 
 LEAST_PER_BLOCK = 5
+STARRED = (
+    "the interval of the change leaves out 0; how much two runs of the same options differ, one run can't"
+    " tell: ab measures that"
+)
 WITHOUT_INTERVAL = f"fewer than {BLOCKS * LEAST_PER_BLOCK} requests, or all in too short a time"
 
 

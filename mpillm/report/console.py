@@ -95,10 +95,6 @@ class Console:
         """
         if not awaited or not self._is_due(elapsed_s):
             return
-        if elapsed_s >= _WAIT_TOLD_S:
-            for hint in {what.partition("\n")[2] for what in awaited} - {"", *self._hints}:
-                self._hints.add(hint)
-                self.note(hint, " " * 10)
         doing = {what: what.partition("\n")[0] for what in awaited}
         said = [
             f"{disagg.rank_list(ranks)}{f': {doing[what]}' if what else ''}"
@@ -107,6 +103,10 @@ class Console:
         more = len(said) - _MOST_SAID
         text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
         self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
+        if elapsed_s >= _WAIT_TOLD_S:
+            for hint in {what.partition("\n")[2] for what in awaited} - {"", *self._hints}:
+                self._hints.add(hint)
+                self.note(hint, " " * 10)
 
     def wait(self, phase: str, elapsed_s: float, what: str) -> None:
         """Do as `waiting`, where this process waits alone."""

@@ -54,25 +54,25 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]
     leaders = [instance.leader for instance in plan.instances]
     said: dict[str, list[int]] = {}
-    refused: dict[str, None] = {}
+    refused = ""  # as by a run: what else is wrong is known when that is right
     idle: list[str] = []
     try:
         gpus = assign(config.device if here else "cpu", plan, seen)
         idle = idle_gpus(plan, seen, {rank: (gpu.device,) for rank, gpu in gpus.items()})
     except ConfigError as error:
         gpus = {}
-        refused[str(error)] = None
+        refused = str(error)
     for instance, core in zip(plan.instances, core_configs(config, plan, leaders, gpus), strict=True):
         try:
             with config.autoapply():
                 info = model_info(core)
                 said.setdefault(_needs(info, core), []).append(instance.index)
-                if here:
+                if here and not refused:
                     core_class.check(core)
         except ConfigError as error:
-            refused[str(error)] = None
+            refused = refused or str(error)
     lines = [f"memory: {_instances(some)} {what}" for what, some in said.items()]
-    return [*lines, *idle, *(f"here a run would be refused: {why}" for why in refused)]
+    return [*lines, *idle, *([f"here a run would be refused: {refused}"] if refused else [])]
 
 
 def _instances(some: Sequence[int]) -> str:

@@ -35,6 +35,8 @@ def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "core_options.ttft_ms  100  200" in out and "max_batch_size" not in out
     assert out.index("core_options.ttft_ms") < out.index("TTFT mean")
+    assert re.search(r"\nB against A: .*TTFT p99 \+\d+\s% \(worse\)", " ".join(out.split(" ")))
+    assert "\n* the interval of the change leaves out 0; " in out
     said = json.loads((tmp_path / "out.json").read_text())
     cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
     assert cells["TTFT mean"]["differs"] and cells["TTFT mean"]["change"] == pytest.approx(1.0, abs=0.05)

@@ -48,6 +48,17 @@ def test_what_does_not_fit_here_is_said(
     )
 
 
+def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said for each instance: what is available changes meanwhile. A run says the first."""
+    left = iter(range(20 << 30, 0, -(1 << 28)))
+    monkeypatch.setattr(model_info, "available_bytes", lambda: next(left))
+    monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: ()))
+    options = ("--world_size", 4, "--model_path", "llama3.1-8b", "--mode", "disaggregated")
+    assert said(capsys, *options, "--ctx_tp_size", 2).count("would be refused: llama3.1-8b does not fit") == 1
+    shown = said(capsys, *options, "--device", "cuda")
+    assert shown.count("refused") == 1 and "needs one GPU per worker rank" in shown
+
+
 def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: GPUS))
     shown = said(capsys, "--world_size", 4, "--model_path", "llama3.1-8b")
