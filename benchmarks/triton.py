@@ -35,7 +35,7 @@ from launch.children import Child, Children
 from launch.servers import Servers, check_ports
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
-from mpillm.fields.server_stage import ServerFields
+from mpillm.fields.servers import ServerFields
 from mpillm.nvidia.triton.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 from mpillm.runs.whole_runs import run_once
 

@@ -237,7 +237,7 @@ def _print_rates(rates: Rates, roofline: Roofline, energy: Energy) -> None:
 
 
 def _print_mixed_steps(config: Options, worker: Worker) -> None:
-    from mpillm.bench.mixed_steps import mixed_step
+    from mpillm.bench.decode_steps import mixed_step
 
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")

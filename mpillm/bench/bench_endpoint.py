@@ -26,10 +26,10 @@ from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import positive, seconds
+from mpillm.fields.data import GenerationFields
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.results import OutputFields
-from mpillm.fields.sampling import GenerationFields
 from mpillm.files import write_json, write_text
 from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.loadtest.endpoint_page import endpoint_page

@@ -13,8 +13,8 @@ from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
-from mpillm.experiments.ab_page import ab_page
 from mpillm.experiments.intervals import Paired
+from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.files import write_json, write_text

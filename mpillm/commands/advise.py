@@ -23,8 +23,8 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
 from mpillm.experiments.advise.planning import plan_of, prepared, world_size
-from mpillm.experiments.advise_page import advise_page
 from mpillm.experiments.option_grid import curve, figures, pareto
+from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
 from mpillm.fields import positive
 from mpillm.fields.loadgen import LoadgenFields

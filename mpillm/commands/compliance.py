@@ -9,7 +9,7 @@ from mpillm.config.values import Values, collect
 from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields.sampling import GenerationFields
+from mpillm.fields.data import GenerationFields
 from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify

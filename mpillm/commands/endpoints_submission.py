@@ -33,7 +33,6 @@ from mpillm.harnesses.kinds import kind_of
 from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.loadtest.load_test import FixedConcurrency
 from mpillm.report.run_directory import path_shown
-from mpillm.submission.client_points import measured_point
 from mpillm.submission.endpoint_points import (
     ACCURACY,
     CONFIG,
@@ -44,6 +43,7 @@ from mpillm.submission.endpoint_points import (
     Curve,
     accuracy_results,
     how_measured,
+    measured_point,
     request_logs,
     result_summary,
     system_tps,

@@ -15,11 +15,10 @@ from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
-from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
+from mpillm.experiments.pages import search_page
+from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
-from mpillm.experiments.search_page import search_page
-from mpillm.experiments.search_record import SearchRecord
 from mpillm.fields import seconds
 from mpillm.files import write_json, write_text
 from mpillm.report.columns import beside

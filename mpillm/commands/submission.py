@@ -15,10 +15,9 @@ from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
 from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
-from mpillm.submission.package import Submission, check_accuracy_file
+from mpillm.submission.package import Submission, check_accuracy_file, summary
 from mpillm.submission.rules import MEASUREMENTS, folder_name
 from mpillm.submission.submitted_runs import group, read_run
-from mpillm.submission.summary import summary
 from mpillm.submission.system import (
     SYSTEM_FIELDS,
     measurements,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from mpillm.devices import Gpu, OwnGpu
     from mpillm.phases import Phase
     from mpillm.telemetry.cpu_use import CpuUse
-    from mpillm.telemetry.gpu_use import GpuUse
+    from mpillm.telemetry.gpu_meter import GpuUse
 
 NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context generates the answer
 

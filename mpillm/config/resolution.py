@@ -15,13 +15,11 @@ from mpillm.configurator import Field
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.core_names import TRTLLM
 from mpillm.fields import BY_NAME
-from mpillm.fields.checkpoint import CheckpointFields
-from mpillm.fields.engine_build import BuildFields
 from mpillm.fields.general import GeneralFields
-from mpillm.fields.harness_stage import HarnessFields
 from mpillm.fields.model import ModelFields
-from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.fields.servers import OwnServerFields
+from mpillm.fields.stages import BuildFields, CheckpointFields, HarnessFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.servers.kinds import kind_of
 from mpillm.workloads import plain_form

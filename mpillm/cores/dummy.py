@@ -19,8 +19,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
-from mpillm.cores.dummy_faults import Faults
-from mpillm.cores.dummy_options import DummyOptions
+from mpillm.cores.dummy_options import DummyOptions, Faults
 from mpillm.cores.dummy_stream import Streams
 
 if TYPE_CHECKING:

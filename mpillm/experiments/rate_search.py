@@ -9,10 +9,14 @@ so that neighbouring rates differ by the rate alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
+from disagg.errors import ConfigError
 from mpillm.errors import StageError
+from mpillm.files import as_written, read_object, write_json
 
 _WIDEN = 2.0
 _MOST_HALVINGS = 14
@@ -126,3 +130,48 @@ def _confirm(test: Test, rate: float, tolerance: float) -> Found:
     if best is None:
         raise StageError(f"no test of full length is VALID, not even at {high:.4g} per second: {tried.why}")
     return Found(best, high)
+
+
+class SearchRecord:
+    """The tests of a search, each written when it has ended."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Read what an earlier search left in `folder`. Raises ConfigError.
+
+        `about`: what must be the same.
+        """
+        self._path = folder / "search.json"
+        self._about = dict(about)
+        self.start: float | None = None  # the rate that the search begins at
+        self.tests: list[Tried] = []
+        if self._path.exists():
+            said = read_object(self._path)
+            with as_written(self._path):
+                self.start = said["start"]
+                self.tests = [Tried(**one) for one in said["tests"]]
+            if said["about"] != self._about:
+                raise ConfigError(
+                    f"--log_dir {folder}: a search with other options began there ({self._path.name} says"
+                    " with which); name another folder"
+                )
+
+    def begin(self, start: float) -> None:
+        self.start = start
+        self._write()
+
+    def known(self, rate: float, full: bool) -> Tried | None:
+        """Return the test at a rate that has ended already."""
+        return next((one for one in self.tests if (one.rate, one.full) == (rate, full)), None)
+
+    def add(self, tried: Tried) -> None:
+        self.tests.append(tried)
+        self._write()
+
+    def best(self) -> Tried | None:
+        """Return the test that was VALID at the highest rate; one of full length wins over a short one."""
+        valid = [one for one in self.tests if one.valid]
+        return max(valid, key=lambda one: (one.full, one.rate), default=None)
+
+    def _write(self) -> None:
+        tests = [asdict(one) for one in self.tests]
+        write_json(self._path, {"about": self._about, "start": self.start, "tests": tests})

@@ -16,24 +16,18 @@ from mpillm.configurator.parsers import not_negative as not_negative
 from mpillm.configurator.parsers import one_or_two as one_or_two
 from mpillm.configurator.parsers import positive as positive
 from mpillm.configurator.parsers import seconds as seconds
-from mpillm.fields.checkpoint import CheckpointFields
-from mpillm.fields.data import DataFields
+from mpillm.fields.data import DataFields, GenerationFields
 from mpillm.fields.deadlines import DEADLINES as DEADLINES
 from mpillm.fields.deadlines import DeadlineFields
-from mpillm.fields.engine_build import BuildFields
 from mpillm.fields.general import GeneralFields
-from mpillm.fields.harness_stage import HarnessFields
-from mpillm.fields.loadgen import LoadgenFields
+from mpillm.fields.loadgen import LoadgenFields, OtherHarnessFields
 from mpillm.fields.model import ModelFields
-from mpillm.fields.other_harness import OtherHarnessFields
-from mpillm.fields.own_servers import OwnServerFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
-from mpillm.fields.sampling import GenerationFields
-from mpillm.fields.server_stage import ServerFields
+from mpillm.fields.servers import OwnServerFields, ServerFields, TritonFields
 from mpillm.fields.serving import ServingFields
+from mpillm.fields.stages import BuildFields, CheckpointFields, HarnessFields
 from mpillm.fields.topology import TopologyFields
-from mpillm.fields.triton import TritonFields
 
 
 class AllFields(

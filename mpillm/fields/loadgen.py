@@ -1,11 +1,13 @@
-"""LoadGen's test."""
+"""The test: LoadGen's, or that of another client (--harness)."""
 
 from __future__ import annotations
 
 from mpillm.configurator import Options, option
+from mpillm.configurator.effect import ANY
 from mpillm.configurator.latency_limits import WORDS, whole_limits_ms
-from mpillm.configurator.parsers import boolean, length_of_a_test, positive, rate
+from mpillm.configurator.parsers import boolean, length_of_a_test, positive, rate, shell_words
 from mpillm.fields.effects import REPORTED, RUN, TEST, used_by
+from mpillm.harnesses.kinds import harness as harness_kind
 from mpillm.workloads.rounds import ROUNDS
 
 
@@ -64,4 +66,35 @@ class LoadgenFields(Options, group="test", effect=TEST):
     )
     compliance_test = option(
         "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
+    )
+
+
+_OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
+
+
+class OtherHarnessFields(Options, group="other harness"):
+    """Clients of other people that make the load in LoadGen's place."""
+
+    harness = option(
+        "start this client in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench, or"
+        " command:WORDS with {url} and {report} in them, and {urls}, {model}, {tokenizer}, {bodies},"
+        " {requests}, {rate}, {concurrency} or {seed}",
+        harness_kind,
+        effect=used_by(commands=[RUN]),
+    )
+    harness_args = option(
+        "more options of the client's command line, as they are typed there",
+        shell_words,
+        default=(),
+        effect=_OF_A_HARNESS,
+    )
+    concurrency = option(
+        "requests that the client keeps open at once [default: all, in scenario Offline]",
+        positive,
+        effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
+    )
+    harness_memory_limit = option(
+        "GiB of host memory that the processes of the client may hold together; more is its failure",
+        rate,
+        effect=_OF_A_HARNESS,
     )

@@ -14,7 +14,7 @@ from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, busy_share, busy_with
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
-from mpillm.telemetry.gpu_use import other_processes
+from mpillm.telemetry.gpu_meter import other_processes
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals

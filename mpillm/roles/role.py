@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mpillm.cores.base import Metrics
     from mpillm.phases import Phase
     from mpillm.telemetry.recorder import Recorder
+import importlib
 
 
 class Role:
@@ -65,3 +66,13 @@ class Role:
     def report(self) -> dict[str, Any]:
         """Return what to tell rank 0 about the test once this rank has drained."""
         return {}
+
+
+class Importer(Role):
+    """Imports a package before any role of its rank loads: the import waits for all of MPI.COMM_WORLD."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def load(self) -> None:
+        importlib.import_module(self._package)

@@ -41,8 +41,7 @@ from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
 from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank_roles import make_roles
 from mpillm.telemetry.cpu_use import CpuMeter
-from mpillm.telemetry.gpu_meter import GpuMeter
-from mpillm.telemetry.gpu_use import GpuWatch
+from mpillm.telemetry.gpu_meter import GpuMeter, GpuWatch
 from mpillm.telemetry.rank_sampler import RankSampler
 from mpillm.telemetry.recorder import Recorder
 

@@ -29,9 +29,8 @@ from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
 from mpillm.roles.follower import Follower
-from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
-from mpillm.roles.role import Role
+from mpillm.roles.role import Importer, Role
 from mpillm.runtime.core_configs import CORE_ROLES, SECTIONS, core_configs
 
 if TYPE_CHECKING:

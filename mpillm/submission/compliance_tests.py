@@ -12,12 +12,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from disagg.errors import ConfigError
 from mpillm.files import as_writable, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.scores import printed_scores
-from mpillm.submission.test06 import check_test06
+
+
+@dataclass(frozen=True)
+class Test06:
+    """The results of the three checks; `first_token` is None if LoadGen gets no first tokens (Offline)."""
+
+    samples: int
+    first_token: bool | None
+    eos: bool
+    length: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.first_token is not False and self.eos and self.length
+
+    def text(self) -> str:
+        """Return ``verify_accuracy.txt``, as the submission checker reads it."""
+        return (
+            f"First token check pass: {'Skipped' if self.first_token is None else self.first_token}\n"
+            f"EOS check pass: {self.eos}\n"
+            f"Sample length check pass: {self.length}\n"
+            f"TEST06 verification {'complete' if self.passed else 'failed'}\n"
+        )
+
+
+def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequence[int]) -> Test06:
+    """Check the answers of a TEST06 run in LoadGen's `scenario`. Any of the `end_ids` is an end token."""
+    first = None
+    if scenario != "Offline":
+        first = all(_begins_with_first(answer) for answer in answers)
+    return Test06(
+        len(answers),
+        first,
+        all(_end_tokens(answer, end_ids) <= 1 for answer in answers),
+        all(answer.count == len(answer.tokens) for answer in answers),
+    )
+
+
+def _begins_with_first(answer: LoggedAnswer) -> bool:
+    """Fail an answer whose first token was never reported."""
+    return (
+        answer.first is not None
+        and len(answer.first) > 0
+        and bool(np.array_equal(answer.tokens[: len(answer.first)], answer.first))
+    )
+
+
+def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
+    """Count the end tokens at an answer's end; as in the original, its first token does not count."""
+    at_end = np.isin(answer.tokens[1:], end_ids)[::-1]
+    return len(at_end) if at_end.all() else int(np.argmin(at_end))
+
 
 # They override every other LoadGen setting; the sample indices follow no permutation.
 _ALL = {"mode": 2, "accuracy_log_rng_seed": 720381539243781796, "min_duration": 0}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,10 @@ from mpillm.files import replace_folder, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.report.repeat import said_options, shown
 from mpillm.submission.compliance_tests import FILES
+from mpillm.submission.rules import Problem
 from mpillm.submission.submitted_runs import Result, Run
+from mpillm.submission.system import unknown
+from mpillm.workloads.rounds import Round
 
 _KEPT = 4096  # bytes kept at each end of an accuracy log
 _SOURCE = Path(mpillm.__file__).parents[1]
@@ -153,3 +157,33 @@ def _write(path: Path, content: str | Mapping[str, Any]) -> None:
         write_text(path, content)
     else:
         write_json(path, content)
+
+
+def summary(submission: Submission, of_round: Round | None, problems: Sequence[Problem], output: Path) -> str:
+    """Return a line for each result and problem, and the checker's command line.
+
+    `of_round`: the one whose seeds the runs have.
+    """
+    lines = [
+        f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}" for result in submission.results
+    ]
+    if blank := unknown(dict(submission.system)):
+        names = ", ".join(blank)
+        lines.append(f'  the system description has "N/A" for: {names} (give them with --system_description)')
+    for problem in problems:
+        why = (
+            f"rejected by the checker ({', '.join(problem.checks)})"
+            if problem.checks
+            else "against the rules"
+        )
+        lines.append(f"  {why}: {problem.text}")
+    checker = "python3 -m inference.tools.submission.submission_checker.main"
+    return "\n".join(
+        [
+            *lines,
+            "  the checker, from a clone of mlcommons/inference in the current directory:",
+            f"    {checker} --input {shlex.quote(str(output))}"
+            f" --version {of_round.name if of_round else 'VERSION'} --submitter {submission.submitter}",
+            "  keep the run directories: MLCommons may ask for the whole accuracy logs",
+        ]
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpillm.experiments.ab_page import ab_page
-from mpillm.experiments.advise_page import advise_page
+from mpillm.experiments.pages import ab_page, advise_page, search_page
 from mpillm.experiments.rate_search import Tried
-from mpillm.experiments.search_page import search_page
 from mpillm.loadtest.endpoint_page import endpoint_page
 from mpillm.loadtest.load_test import Record
 

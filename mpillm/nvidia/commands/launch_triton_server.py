@@ -27,7 +27,7 @@ from mpillm.fields import positive, seconds
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
-from mpillm.fields.server_stage import ServerFields
+from mpillm.fields.servers import ServerFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.nvidia.triton.tritonserver import (
     More,

@@ -9,10 +9,9 @@ from typing import Any
 
 from mpillm.files import write_text
 from mpillm.report.page import sections, svg
-from mpillm.report.page.charts import distributions, machines, over_time
+from mpillm.report.page.charts import distributions, lane_rows, machines, over_time, shown_window
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
 from mpillm.report.page.facts import Facts, facts_of, unrecorded
-from mpillm.report.page.lanes import lane_rows, shown_window
 from mpillm.report.page.trace import write_trace
 from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, path_shown
 from mpillm.report.run_files import RunFiles

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench import table_runs
+from mpillm.bench import bench_table
 from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
@@ -25,7 +25,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         given.update(zip(options[::2], options[1::2], strict=True))
         return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
 
-    monkeypatch.setattr(table_runs, "run_in", run_in)
+    monkeypatch.setattr(bench_table, "run_in", run_in)
     return given
 
 
@@ -90,7 +90,7 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         (folder / "telemetry.json").write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
         return EndedRun(folder, 0, result)
 
-    monkeypatch.setattr(table_runs, "run_in", run_in)
+    monkeypatch.setattr(bench_table, "run_in", run_in)
     assert main(["bench", "table", "--pairs", "128/128"]) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row == [

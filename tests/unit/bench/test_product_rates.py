@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from mpillm.bench.product_rates import product_rates
+from mpillm.bench.bench_engine import product_rates
 from mpillm.engine.kernels import cpu_products
 from mpillm.engine.model.read_config import load_model_config
 

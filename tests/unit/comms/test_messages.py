@@ -101,7 +101,7 @@ SENT: dict[Tag, list[Any]] = {
 MESSAGES = {made.tag: made for made in vars(messages).values() if isinstance(made, Message)}
 
 
-OF_THE_DOCTOR = (Tag.FACTS, Tag.ORDER, Tag.FOUND)  # mpillm/doctor/doctor_messages.py
+OF_THE_DOCTOR = (Tag.FACTS, Tag.ORDER, Tag.FOUND)  # mpillm/doctor/exam.py
 
 
 def test_each_tag_of_control_and_route_is_described_once() -> None:

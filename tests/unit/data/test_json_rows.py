@@ -11,8 +11,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.data.preprocessed import json_rows as reader
-from mpillm.data.preprocessed.json_rows import json_rows
+from mpillm.data.preprocessed import frames as reader
+from mpillm.data.preprocessed.frames import json_rows
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.submission.references import read_references
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.cpu_layers import CpuLayers
-from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.cpu_steps import CpuLayers, CpuSteps
 from mpillm.engine.kernels.cpu_products import cpu_products
 from mpillm.engine.model import linear
 from mpillm.engine.model.attention import _MOST_BY_ROW

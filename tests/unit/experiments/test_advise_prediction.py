@@ -17,7 +17,7 @@ from mpillm.loadgen.issue_order import Issued
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
-from mpillm.telemetry.step_sums import StepSums
+from mpillm.telemetry.recorder import StepSums
 
 N, TOKENS = 64, 16
 TIMES = StepTimes((1, 4), (2e-3, 3e-3), (1e-3, 1e-5, 0.0, 1e-6))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, shared, slowdown
-from mpillm.telemetry.step_sums import StepSums
+from mpillm.telemetry.recorder import StepSums
 
 TRUE = StepTimes((0, 1, 64), (5e-3, 5e-3, 25e-3), (1e-3, 2e-4, 1e-8, 1e-6))
 

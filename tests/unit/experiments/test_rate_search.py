@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpillm.errors import StageError
-from mpillm.experiments.hopeless import hopeless
 from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
+from mpillm.experiments.rate_tests import hopeless
 from mpillm.loadgen.forecast import arrivals
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD

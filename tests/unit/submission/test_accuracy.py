@@ -13,8 +13,16 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.loadgen.logs import digest
-from mpillm.submission import matching
-from mpillm.submission.scores import Answer, by_rouge, long_context, openorca_gsm8k_mbxp, pass_at_1
+from mpillm.submission.scores import (
+    Answer,
+    by_rouge,
+    gsm8k,
+    long_context,
+    needle,
+    openorca_gsm8k_mbxp,
+    pass_at_1,
+    question,
+)
 from mpillm.submission.targets import check
 from mpillm.workloads import get
 from tests.helpers.run_directories import log_entry, make_run
@@ -43,7 +51,7 @@ def answers(*texts: str) -> list[Answer]:
     ],
 )
 def test_gsm8k(text: str, expected: str, right: bool) -> None:
-    assert matching.gsm8k(text, expected) is right
+    assert gsm8k(text, expected) is right
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ def test_gsm8k(text: str, expected: str, right: bool) -> None:
 def test_needle(text: str, expected: str, score: float) -> None:
     """Only the four hyphens of the 36 characters occur in (B, A), a quirk of the reference that the values
     depend on."""
-    assert matching.needle(text, expected) == score
+    assert needle(text, expected) == score
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,7 @@ def test_needle(text: str, expected: str, score: float) -> None:
     ],
 )
 def test_question(text: str, expected: str, score: float) -> None:
-    assert matching.question(text, expected) == score
+    assert question(text, expected) == score
 
 
 def test_llama2() -> None:

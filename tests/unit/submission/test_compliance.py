@@ -12,8 +12,7 @@ from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.config.options import parse_run
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
-from mpillm.submission.compliance_tests import compliance_of, prepare_audit
-from mpillm.submission.test06 import check_test06
+from mpillm.submission.compliance_tests import check_test06, compliance_of, prepare_audit
 from tests.helpers.run_directories import log_entry, make_run, write
 
 EOS = 2

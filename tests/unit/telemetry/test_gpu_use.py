@@ -13,8 +13,7 @@ import pytest
 
 from mpillm.report.doubts import doubts
 from mpillm.telemetry import gpu_meter
-from mpillm.telemetry.gpu_meter import GpuMeter
-from mpillm.telemetry.gpu_use import GpuUse, GpuWatch, other_processes
+from mpillm.telemetry.gpu_meter import GpuMeter, GpuUse, GpuWatch, other_processes
 
 OURS = os.getpid()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.telemetry.step_sums import COLUMNS, StepSums
+from mpillm.telemetry.recorder import COLUMNS, StepSums
 
 
 def test_sums_stay_true_and_few() -> None:

@@ -1,22 +1,104 @@
-"""The page of find-max-qps: latency against rate, and the table of all tests."""
+"""The pages of ab, advise and find-max-qps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from disagg.errors import ConfigError
+from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.rate_search import Tried
-from mpillm.experiments.table import cell
+from mpillm.experiments.sweep_page import pareto_chart
+from mpillm.experiments.table import cell, figure
 from mpillm.loadgen.logs import quantile
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
+from mpillm.report.page.document import chart_section, document, doubts_list, escape, link_to_run, section
 from mpillm.report.request_log import read_requests, tpot_s
 
+_UNITS = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+
+
+def ab_page(
+    folder: Path,
+    texts: Sequence[str],
+    metric: str,
+    pairs: Sequence[Mapping[str, Mapping[str, float]]],
+    verdict: str,
+    doubtful: Sequence[str] = (),
+) -> str:
+    """Return the page. `texts`: the options of A and of B; `verdict`, `doubtful`: as on the console."""
+    unit = _UNITS.get(metric, "ms")
+    numbers = [float(i) for i in range(1, len(pairs) + 1)]
+    lines: list[tuple[str, list[float | None], int]] = [
+        (side, [round(pair[side][metric], 6) for pair in pairs], colour) for colour, side in enumerate("AB")
+    ]
+    values = Chart("pairs", metric.replace("_", " "), unit, numbers, lines, "pair")
+    values.names = [f"{i:g}" for i in numbers]
+    head, _, test = verdict.partition("\n")
+    sides = "".join(
+        f'<li><i class="c{colour}"></i><strong>{side}</strong> {escape(text or "(no options)")}</li>'
+        for colour, (side, text) in enumerate(zip("AB", texts, strict=True))
+    )
+    rows = []
+    for i, pair in enumerate(pairs, 1):
+        a, b = pair["A"][metric], pair["B"][metric]
+        links = [
+            link_to_run(folder / f"{i:02d}-{side}", folder, figure(pair[side][metric], 5)) for side in "AB"
+        ]
+        rows.append((i, *links, f"{100 * (b / a - 1):+.2f} %"))
+    body = (
+        f"<header><h1>{escape(folder.absolute().name)}</h1><p><strong>{escape(head)}</strong></p>"
+        f'<p>{escape(test)}</p><ul class="runs">{sides}</ul>{doubts_list(doubtful)}</header>',
+        chart_section("Pairs", [values], "A and B of each pair ran one after the other."),
+        section("All pairs", ("pair", f"A, {unit}", f"B, {unit}", "B against A"), rows),
+    )
+    return document(f"ab: {folder.absolute().name}", body, [values])
+
+
 _NOTE = (
+    "Each point is a way to use the ranks, as simulated, with its number in the table. Up and to the right is"
+    " better; no other point has more of both than those on the line."
+)
+
+
+def advise_page(
+    folder: Path, predicted: Sequence[tuple[str, Mapping[str, Any]]], of: str, proposals: str, errors: str
+) -> str:
+    """Return the page. `predicted`: each way and its figures; `errors`: of what was verified, or ""."""
+    found = [{"options": {"": label}, **figures} for label, figures in predicted]
+    front = pareto(found)
+    charts = [chart] if (chart := pareto_chart(found, front, of)) else []
+    columns = (
+        "#",
+        "instances",
+        "tokens/s",
+        f"tokens/s per {of}",
+        "tokens/s per user",
+        "TTFT p99 ms",
+        "Pareto",
+    )
+    names = ("tokens_per_second", "tokens_per_second_per_gpu", "tokens_per_second_per_user", "ttft_p99_ms")
+    rows = [
+        (i + 1, label, *(cell(figures.get(name)) for name in names), "★" if i in front else "")
+        for i, (label, figures) in enumerate(predicted)
+    ]
+    checked = f"<section><h2>Verified</h2><pre>{escape(errors)}</pre></section>" if errors else ""
+    body = (
+        f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(predicted)} ways simulated,"
+        f" {len(front)} on the Pareto curve</p></header>",
+        f"<section><h2>Proposals</h2><pre>{escape(proposals)}</pre></section>",
+        chart_section("Predicted", charts, _NOTE, wide=True),
+        checked,
+        section("All ways", columns, rows),
+    )
+    return document(f"advise: {folder.absolute().name}", body, charts)
+
+
+_SEARCH_NOTE = (
     "Each point is a test at its rate, with its number in the table. The line joins those that were VALID;"
     " red ones were not; of those that were stopped, the answers until then count."
 )
@@ -68,7 +150,11 @@ def search_page(
         )
         for i, one in enumerate(tests, 1)
     ]
-    body = (head, chart_section("Latency against rate", charts, _NOTE), section("All tests", columns, rows))
+    body = (
+        head,
+        chart_section("Latency against rate", charts, _SEARCH_NOTE),
+        section("All tests", columns, rows),
+    )
     return document(f"find-max-qps: {folder.absolute().name}", body, charts)
 
 

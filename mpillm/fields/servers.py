@@ -1,12 +1,54 @@
-"""Triton servers, and the clients that talk to them."""
+"""Servers: those that a run starts and owns, those of `run-llm-server`, and those of Triton."""
 
 from __future__ import annotations
 
 from mpillm.configurator import Options, option
-from mpillm.configurator.effect import Effect, Use
-from mpillm.configurator.parsers import boolean, grpc_ports, positive, seconds, urls
-from mpillm.core_names import TRITON
+from mpillm.configurator.effect import ANY, Effect, Use
+from mpillm.configurator.parsers import boolean, grpc_ports, port, positive, rate, seconds, shell_words, urls
+from mpillm.core_names import TRITON, TRTLLM_ENDPOINT
 from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
+from mpillm.servers.kinds import server as server_kind
+
+
+class OwnServerFields(
+    Options, group="own servers", effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY))
+):
+    """Servers of other people that a run starts, owns and ends."""
+
+    server = option(
+        "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
+        " trtllm-serve, tritonserver, mpillm, or command:WORDS with {port} in them, and {model}, {name},"
+        " {host}, {tp}, {pp} or {devices}; --core_type follows",
+        server_kind,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
+    )
+    server_args = option(
+        "more options of each server's command line, as they are typed there", shell_words, default=()
+    )
+    server_memory_limit = option(
+        "GiB of host memory that the processes of a server may hold together; more is its failure", rate
+    )
+    clients_per_server = option(
+        "ranks that are clients of each server; the first of them owns it", positive, default=1
+    )
+
+
+class ServerFields(Options, group="server"):
+    """Servers that `run-llm-server` starts."""
+
+    server_host = option(
+        "where started endpoints and tritonservers, which ask for no key, listen; 0.0.0.0: at all addresses",
+        choices=("127.0.0.1", "0.0.0.0"),
+        default="127.0.0.1",
+    )
+    server_port = option("port of a disaggregated leader", port, default=8000)
+    worker_start_port = option(
+        "port of the first disaggregated worker; the others take the ports after it", port, default=8001
+    )
+    tritonserver = option(
+        "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",
+        effect=used_by(*TRITON, measured=False),
+    )
 
 
 class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
