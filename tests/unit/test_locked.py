@@ -62,6 +62,13 @@ def test_hashes_of_other_machines_stay() -> None:
     assert text == f"a-b==1.0 --hash=sha256:{a} --hash=sha256:{b}\n" and lock.read(text) == {
         "a-b==1.0": {a, b}
     }
+    other = {**one, "metadata": {"name": "other", "version": "2"}}
+    assert lock.added([one, ours, other], {"a-b==1.0": {b}, "c==1": {a}}) == (
+        f"a-b==1.0 --hash=sha256:{a} --hash=sha256:{b}\nc==1 --hash=sha256:{a}\n",
+        ["other==2"],
+    )
+    torch = {**one, "metadata": {"name": "torch", "version": "1", "requires_dist": ["nvidia-nccl-cu13"]}}
+    assert lock.added([torch], {"torch==1": {b}})[0] == f"torch==1 --hash=sha256:{b}\n"
     with pytest.raises(ValueError, match="not a locked package: a==1"):
         lock.read("a==1\n")
 
