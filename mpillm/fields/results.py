@@ -5,7 +5,7 @@ from __future__ import annotations
 from launch.places import RUNS
 from mpillm.configurator import Options, option
 from mpillm.configurator.parsers import boolean, not_negative
-from mpillm.fields.effects import REPORTED, SUBMITTED
+from mpillm.fields.effects import REPORTED, SUBMITTED, TIME
 
 
 class OutputFields(Options, group="output"):
@@ -16,7 +16,7 @@ class OutputFields(Options, group="output"):
     price_per_gpu_hour = option(
         "what a GPU costs per hour: the page then says what a million tokens cost",
         not_negative,
-        effect=REPORTED,
+        effect=TIME,
     )
     submitter = option("who submits", effect=SUBMITTED, group="submission")
     division = option(

@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 import disagg
+from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
@@ -74,6 +75,13 @@ class HarnessSession(ServeSession):
         self._order = issue_order(prepared.settings, len(prepared.dataset)).indices
         self.n_servers = _servers_of(planned)
         self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
+        for name in ("stop_words", "end_ids"):
+            if self.direct and planned.config.given(name):
+                raise ConfigError(
+                    f"{planned.config.named(name)}: {self.kind.title} asks its servers itself: say with"
+                    " --harness_args what ends an answer",
+                    about=[name],
+                )
         super().__init__(replace(planned, config=_of_endpoint(planned.config)), record, console, control)
         self._own_url = self.url.removesuffix("/v1")
         shown = ("SERVER",) * self.n_servers if self.direct else (self._own_url,)

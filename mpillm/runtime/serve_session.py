@@ -197,7 +197,11 @@ class ServeSession:
         return int(ExitCode.DONE)
 
     def page(self) -> str:
-        return leave_page(self._record.path, partial(self._telemetry.write, totals=self._metrics.totals))
+        return leave_page(
+            self._record.path,
+            partial(self._telemetry.write, totals=self._metrics.totals),
+            self._config.price_per_gpu_hour,
+        )
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
         if reports and self._record.result["status"] != "SERVED":

@@ -52,7 +52,8 @@ def of_client(command: Command) -> int:
 def test_our_own_endpoint(one: Starter) -> None:
     """What the client reports is the run's result, what the endpoint counted stands beside it."""
     words = client("--concurrency", "{concurrency}")
-    ended = start(one, 3, *words, "--concurrency", 4).end(60).must(DONE)
+    ended = start(one, 3, *words, "--concurrency", 4, "--price_per_gpu_hour", 2).end(60).must(DONE)
+    assert "per million tokens" in (ended.log_dir / "report.html").read_text(), "it was dropped in silence"
     result = ended.result
     assert (result["status"], result["samples"], result["errors"]) == ("MEASURED", N, 0)
     assert (
@@ -108,6 +109,13 @@ def test_servers_that_are_there(one: Starter) -> None:
         assert "straight to 2 servers" in ended.out and ended.result["samples"] == N
         asked = [server.requests for server in (first, second)]
     assert min(map(len, asked)) >= N // 2
+
+
+def test_what_a_client_that_asks_servers_itself_would_not_hear_of(one: Starter) -> None:
+    """It was dropped in silence, and the answers were others'."""
+    options = ("--trtllm_server_urls", "127.0.0.1:9", "--stop_words", "x")
+    ended = start(one, 2, *options, *client(), core="trtllm_endpoint").end(60).must(USAGE)
+    assert ": harness (command) asks its servers itself" in " ".join(ended.message.split())
 
 
 def test_one_url_and_two_servers(one: Starter) -> None:

@@ -1,0 +1,68 @@
+"""A value for each option, and what each needs beside it."""
+
+from __future__ import annotations
+
+from mpillm import fields
+from mpillm.configurator import Field
+from mpillm.configurator.effect import ANY
+
+# A text of each option that is not its default, where none follows from its kind.
+TEXTS = {
+    "benchmarks": "llama2-70b",
+    "scenarios": "Server",
+    "accuracy_target": "0.999",
+    "core_type": "",
+    "core_options": "model:m",
+    "precision": "fp8",
+    "trtllm_server_urls": "a:1",
+    "triton_server_urls": "a:1",
+    "triton_grpc_ports": "a:1",
+    "dataset": "synthetic",
+    "goodput": "ttft:500",
+    "server": "vllm",
+    "harness": "aiperf",
+    "stop_words": "x",
+    "end_ids": "7",
+    "user_conf": "x",
+    "gpu_batch_size": "7",
+    "speculative_config": "decoding_type:NGram",
+    "trtllm_checkpoint_flags": "qformat:fp8",
+    "trtllm_build_flags": "max_batch_size:7",
+    "trtllm_runtime_flags": "max_batch_size:7",
+    "batch_scheduler_policy": "no_evict",
+    "kv_cache_free_gpu_mem_fraction": "0.5",
+    "top_p": "0.5",
+}
+
+
+def text_of(field: Field) -> str:
+    """Return a value of an option that is not its default."""
+    if field.name in TEXTS:
+        return TEXTS[field.name]
+    if field.choices:
+        return next(choice for choice in field.choices if choice != field.default)
+    if isinstance(field.default, bool):
+        return str(not field.default).lower()
+    return "x" if field.from_string is None else "2" if field.default != 2 else "3"
+
+
+def named(core: str) -> dict[str, str]:
+    """Return the options for a core named with its backend."""
+    name, _, backend = core.partition(" ")
+    key = "triton_backend" if name == "triton_grpc" else "trtllm_backend"
+    return {"core_type": name, **({"trtllm_runtime_flags": f"{key}:{backend}"} if backend else {})}
+
+
+def beside(field: Field) -> dict[str, str]:
+    """Return options that this one needs."""
+    words = {
+        use.needs[0]: fields.BY_NAME[use.needs[0]].text(use.needs[1])
+        for use in field.effect.uses
+        if use.needs and use.needs[1] is not ANY
+    }
+    for use in field.effect.uses:
+        if use.needs in (("server", ANY), ("harness", ANY)):
+            words[use.needs[0]] = TEXTS[use.needs[0]]
+        if use.scenarios:
+            words["scenarios"] = ",".join(use.scenarios)
+    return words
