@@ -18,6 +18,7 @@ from mpillm.config.idle import idle, of_engine
 from mpillm.config.options import parse_run
 from mpillm.configurator import Field
 from mpillm.configurator.effect import Effect
+from mpillm.experiments.rate_tests import RateTests
 from mpillm.fields import FIELDS
 from mpillm.servers.kinds import kind_of
 from tests.helpers.every_option import beside, named, text_of
@@ -90,7 +91,7 @@ def began(*_: Any, **__: Any) -> NoReturn:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (ab, "run_pairs"), (sweep, "run_in"), (find_max_qps, "SearchRecord"), (advise, "_plans"):
         monkeypatch.setattr(*place, began)
-    monkeypatch.setattr(find_max_qps.RateTests, "prepare", lambda self: None)
+    monkeypatch.setattr(RateTests, "prepare", lambda self: None)
 
 
 # The words of each, with an option and what is beside it; None: it does not start runs of those.
