@@ -22,6 +22,7 @@ from typing import Any
 from .config import DisaggConfig, ServerConfig
 from .errors import ConfigError
 from .placement import place
+from .plan_table import rank_list
 from .schema import SECTIONS
 
 CONTROL = frozenset(("harness", "leader"))
@@ -88,6 +89,7 @@ class OwnServer:
     index: int
     owner: int  # a rank
     clients: tuple[int, ...]  # ranks; the owner is the first, unless it computes contexts for all clients
+    parts: tuple[int, ...]  # ranks, one on each of its nodes, that own what runs there: the owner first
     place: int  # among the servers of its node
     role: str = ""  # context or generation; "": it does both
 
@@ -101,11 +103,13 @@ class WorldPlan:
     config: DisaggConfig
     clients_per_server: int = 0  # of servers that ranks own; 0: none does
     n_context_servers: int = 0  # of these, that compute contexts for the others, which then generate
+    nodes_per_server: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
-        return _made_again, (self.config, nodes, self.clients_per_server, self.n_context_servers)
+        servers = (self.clients_per_server, self.n_context_servers, self.nodes_per_server)
+        return _made_again, (self.config, nodes, *servers)
 
     def on_devices(self, own: Mapping[int, int], of_servers: Mapping[int, tuple[int, ...]]) -> WorldPlan:
         """Return it with the GPUs that the ranks, and servers by owner, really have; others have none."""
@@ -146,7 +150,9 @@ class WorldPlan:
             clients = tuple(others) if is_context else (owner, *others)
             role = "" if not n_contexts else "context" if is_context else "generation"
             node = self.ranks[owner].node
-            made.append(OwnServer(index, owner, clients, on_node[node], role))
+            parts = (owner, *(other for other in others if "server" in self.ranks[other].roles))
+            parts = parts if not is_context else (owner,)
+            made.append(OwnServer(index, owner, clients, parts, on_node[node], role))
             on_node[node] += 1
         return tuple(made)
 
@@ -170,11 +176,13 @@ def plan(
     nodes: Sequence[str] | None = None,
     clients_per_server: int = 0,
     n_context_servers: int = 0,
+    nodes_per_server: int = 1,
 ) -> WorldPlan:
     """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
 
     `clients_per_server`: so many executors in a row are clients of one server, which the first of them owns.
     `n_context_servers`: so many ranks before them own a server that computes contexts for the others'.
+    `nodes_per_server`: of a server that goes over several, the first client on each owns what runs there.
     Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
     """
     check_pairs(config)
@@ -214,15 +222,18 @@ def plan(
         device = None if clients_per_server else devices.get(node, 0)
         devices[node] = devices.get(node, 0) + 1
         ep_rank = tp_rank % instance.ep_size
-        server, client = None, 1
+        server, owns = None, False
         if clients_per_server:
             server, client = divmod(instance.index, clients_per_server)
             server += n_context_servers
-        mine = (*roles, *(("server",) if client == 0 else ()), instance.role)
+            owns = client == 0 or (nodes_per_server > 1 and node not in nodes[rank - client : rank])
+        mine = (*roles, *(("server",) if owns else ()), instance.role)
         ranks.append(
             RankPlan(rank, mine, instance.index, index, tp_rank, pp_rank, ep_rank, node, device, server)
         )
-    return WorldPlan(tuple(ranks), instances, config, clients_per_server, n_context_servers)
+    made = WorldPlan(tuple(ranks), instances, config, clients_per_server, n_context_servers, nodes_per_server)
+    _check_parts(made)
+    return made
 
 
 def check_pairs(config: DisaggConfig) -> None:
@@ -235,6 +246,18 @@ def check_pairs(config: DisaggConfig) -> None:
             f"{' and '.join(lacking)}: no instances; a request needs a context instance and a generation"
             " instance. For instances that do both, write only the section executors"
         )
+
+
+def _check_parts(made: WorldPlan) -> None:
+    """Raise ConfigError if the ranks of a server are not on as many nodes as it goes over."""
+    n = made.nodes_per_server
+    for server in made.servers if n > 1 else ():
+        if len(server.parts) != n:
+            on = ", ".join(dict.fromkeys(made.ranks[rank].node for rank in server.clients))
+            raise ConfigError(
+                f"server {server.index} goes over {n} nodes, so its ranks must be on so many:"
+                f" {rank_list(server.clients)} {'is' if len(server.clients) == 1 else 'are'} on {on}"
+            )
 
 
 def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *servers: int) -> WorldPlan:

@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         nodes,
         config.clients_of_a_server,
         context_servers(config, world_size),
+        config.server_nodes,
     )
     if config.server:
         from mpillm.runtime import own_servers  # few plans have any

@@ -243,6 +243,7 @@ class JoinReport(NamedTuple):
     gpus: tuple[Gpu, ...] = ()  # those it may use, if its core uses any
     pids: str = ""  # see `lifeline.visible_pids`
     code: str = ""  # a digest of mpillm's files, of each node's first rank; "": of another rank
+    port: int = 0  # held where the parts of a server over several nodes may meet; 0: no server has any
 
 
 class DrainReport(NamedTuple):
@@ -283,6 +284,7 @@ class Setup(NamedTuple):
     token: str  # this run's alone
     outlives_losses: bool  # --on_instance_loss continue
     server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
+    server_ports: dict[int, int]  # by rank; see `JoinReport.port`
 
 
 class Stop(NamedTuple):

@@ -139,6 +139,7 @@ _MAIN = (
         "server",
         "server_args",
         "clients_per_server",
+        "server_nodes",
     ),
     *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),

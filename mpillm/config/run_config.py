@@ -125,7 +125,7 @@ class RunConfig(Values, AllFields):
             return 0
         if self.server == "tritonserver" and not self.given("clients_per_server"):
             return self.triton_num_frontends_per_model
-        return self.clients_per_server
+        return self.clients_per_server if self.given("clients_per_server") else self.server_nodes
 
     def passed_over(self) -> str:
         """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""

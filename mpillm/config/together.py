@@ -39,6 +39,8 @@ def check_together(config: RunConfig) -> None:
             )
     if config.on_instance_loss == "restart":
         _check_restart(config)
+    if config.server_nodes > 1:
+        _check_nodes(config)
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     check_harness(config)
@@ -63,6 +65,22 @@ def check_harness(config: RunConfig) -> None:
         )
 
 
+def _check_nodes(config: RunConfig) -> None:
+    """Raise ConfigError for a server over several nodes that has too few ranks, or can't be."""
+    n = config.server_nodes
+    why = ""
+    if config.mode == "disaggregated":
+        why = f"with {config.named('mode')} each server is on one node"
+    elif config.given("clients_per_server") and config.clients_per_server < n:
+        why = f"{config.named('clients_per_server')} is fewer than that: on each node a rank owns a part"
+    else:
+        size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
+        if config.server and kind_of(config.server).takes("tensor_parallelism") and size % n:
+            why = f"a server of {size} devices can't be split into {n} equal parts"
+    if why:
+        raise ConfigError(f"{config.named('server_nodes')}: {why}", about=["server_nodes"])
+
+
 def _check_restart(config: RunConfig) -> None:
     why = ""
     if not config.server:
@@ -71,6 +89,8 @@ def _check_restart(config: RunConfig) -> None:
         why = f"a {config.server} server is not started again"
     elif config.harness:
         why = f"the client of {config.named('harness')} may ask a server itself, and would not hear of it"
+    elif config.server_nodes > 1:
+        why = "a server over several nodes is not started again"
     elif config.clients_of_a_server > 1:
         why = f"with {config.named('clients_per_server')} other ranks would not hear of it"
     if why:

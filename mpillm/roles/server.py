@@ -21,7 +21,7 @@ from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
-from mpillm.servers.kind import PORT_TAKEN, ServerKind, Wanted
+from mpillm.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.2  # between health checks
@@ -40,9 +40,10 @@ _PREFIX = re.compile(
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What this rank's server is to be."""
+    """What this rank's server, or part of one, is to be."""
 
     index: int
+    rank: int  # that owns it
     kind: ServerKind
     model: str  # a folder, or what the server calls a model; "" if it needs none
     values: Mapping[str, Any]  # see `Wanted`
@@ -56,12 +57,23 @@ class ServerPlan:
     restarts: int = 0  # how often it may be started again in the test
     role: str = ""  # see `Wanted`, here and below
     llm_args: Mapping[str, Any] = field(default_factory=dict)
+    part: Part = field(default_factory=Part)
 
     @property
     def name(self) -> str:
         """How messages call it."""
         half = f", {self.role}" if self.role else ""
-        return f"server {self.index} ({self.kind.name.rstrip(':')}{half})"
+        return f"server {self.index} ({self.kind.name.rstrip(':')}{half}{self.of_parts})"
+
+    @property
+    def of_parts(self) -> str:
+        """Which part of a server over several nodes it is, for messages."""
+        return f", part {self.part.node + 1} of {self.part.n}" if self.part.n > 1 else ""
+
+    @property
+    def base(self) -> str:
+        """What its files' names begin with."""
+        return f"server_{self.index}" + (f"_{self.part.node}" if self.part.node else "")
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -87,6 +99,7 @@ class ServerPlan:
             self.role,
             address or self.reached_at,
             self.llm_args,
+            self.part,
         )
 
     def shown(self) -> Command:
@@ -95,18 +108,15 @@ class ServerPlan:
         Raises ValueError for values that the kind can't take.
         """
         ports = ["PORT", *(f"{name.upper()}_PORT" for name in self.ports)]
-        return self.kind.command(self.wanted(ports, f"server_{self.index}"))
+        return self.kind.command(self.wanted(ports, self.base))
 
 
 class ServerRole(Role):
     """Owns a server."""
 
-    def __init__(
-        self, plan: ServerPlan, rank: int, folder: Path, deadline_s: float, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, plan: ServerPlan, folder: Path, deadline_s: float, wake: Callable[[], None]) -> None:
         """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank."""
         self._plan = plan
-        self._rank = rank
         self._folder = folder
         self._deadline_s = deadline_s
         self._wake = wake
@@ -117,6 +127,7 @@ class ServerRole(Role):
         self._started = 0.0
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
+        self._answers = not plan.part.node  # the first part, once all are there; nobody asks another
         self._startup_s = 0.0
         self.dependent: OutlivesServer | None = None  # of one that may be started again
         self._test_started: float | None = None  # in the test
@@ -129,7 +140,11 @@ class ServerRole(Role):
         self._start()
 
     def done(self, phase: Phase) -> bool:
-        return phase != "load" or self._is_ready
+        return phase != "load" or self._is_ready or not self._answers
+
+    def health(self) -> None:
+        if not self._answers:  # the first part does
+            self._note_ready()
 
     def test(self) -> None:
         self._test_started = time.monotonic()
@@ -146,6 +161,8 @@ class ServerRole(Role):
 
     def serves(self) -> dict[int, str]:
         assert self._wanted is not None
+        if not self._answers:
+            return {}
         return {self._plan.index: self._plan.kind.url(self._plan.reached_at, self._wanted)}
 
     def doing(self) -> str:
@@ -155,6 +172,8 @@ class ServerRole(Role):
         return f"{self._plan.name}: {'starts' if last.startswith('$ ') else last[:_SHOWN]}"
 
     def report(self) -> dict[str, Any]:
+        if not self._answers:
+            return {}
         server = {"index": self._plan.index, "startup_s": round(self._startup_s, 3)}
         return {"server": {**server, **({"restarts": self._restarts} if self._restarts else {})}}
 
@@ -164,7 +183,7 @@ class ServerRole(Role):
         plan = self._plan
         self._tries += 1
         self._ports = [HeldPort(plan.host) for _ in range(1 + len(plan.ports))]
-        base = self._folder / f"server_{plan.index}"
+        base = self._folder / plan.base
         try:
             address = socket.gethostbyname(plan.reached_at)  # not everything listens at a name
         except OSError as error:
@@ -191,7 +210,7 @@ class ServerRole(Role):
             return False
         if why := self._server.ended():
             self._on_end(why)
-        if self._is_ready:
+        if self._is_ready or not self._answers:
             return False
         if time.monotonic() - self._started > self._deadline_s:
             problem = f": {self._check.problem}" if self._check and self._check.problem else ""
@@ -201,21 +220,26 @@ class ServerRole(Role):
             url = f"http://{host}:{self._ports[0].number}{self._plan.kind.health}"
             self._check = HealthCheck(url, self._check)
         elif self._check.answered:
-            self._is_ready = True
-            self._startup_s = time.monotonic() - self._started  # the latest
-            self._server.ready()
-            _log.info("%s is ready after %.1f s", self._plan.name, self._startup_s)
+            self._note_ready()
             if self._restarts and self.dependent is not None:
                 self._restarts[-1]["back_after_s"] = round(self._startup_s, 3)
                 self.dependent.server_back(self.serves()[self._plan.index])
         return False
+
+    def _note_ready(self) -> None:
+        assert self._server is not None
+        self._is_ready = True
+        self._startup_s = time.monotonic() - self._started  # the latest
+        self._server.ready()
+        _log.info("%s is ready after %.1f s", self._plan.name, self._startup_s)
 
     def quiet_s(self) -> float:
         return super().quiet_s() if self._is_ready or self._server is None else _CHECK_S / 4
 
     def _on_end(self, why: str) -> None:
         assert self._server is not None
-        if not self._is_ready and self._tries < _TRIES and PORT_TAKEN.is_in(self._server.tail(SEARCHED)):
+        may = not self._is_ready and self._tries < _TRIES and self._plan.part.n == 1
+        if may and PORT_TAKEN.is_in(self._server.tail(SEARCHED)):
             _log.warning("%s %s: another process took its port; it gets another one", self._plan.name, why)
             self._start_again()
             return
@@ -244,5 +268,5 @@ class ServerRole(Role):
         cause = self._server.cause(self._plan.name, what, self._plan.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
         return RunError(
-            Failure(cause, self._rank, code=ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY)
+            Failure(cause, self._plan.rank, code=ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY)
         )

@@ -128,7 +128,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
     n_contexts = context_servers(config, len(ranks))
-    plan = disagg.plan(yaml, len(ranks), nodes, config.clients_of_a_server, n_contexts)
+    sizes = (config.clients_of_a_server, n_contexts, config.server_nodes)
+    plan = disagg.plan(yaml, len(ranks), nodes, *sizes)
     seen = [reports[rank].gpus for rank in ranks]
     gpus = assign(config.device, plan, seen) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}

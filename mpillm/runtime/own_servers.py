@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from disagg import WorldPlan
@@ -17,7 +18,7 @@ from mpillm.configurator.found import Level
 from mpillm.devices import Gpu
 from mpillm.fields import BY_NAME, FIELDS
 from mpillm.roles.server import MOST_RESTARTS, ServerPlan
-from mpillm.servers.kind import ServerKind
+from mpillm.servers.kind import Part, ServerKind
 from mpillm.servers.kinds import kind_of
 
 _MOST_SHOWN = 4  # servers of a role
@@ -26,7 +27,7 @@ _MOST_SHOWN = 4  # servers of a role
 def gpus_of_servers(
     config: RunConfig, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the GPUs of each owner's server, as its process numbers them; none: there are none.
+    """Return the GPUs of each owner's server, or of its part, as its process numbers them; none: CPUs.
 
     `gpus`: what each rank sees. Raises ConfigError if a node has some and too few.
     """
@@ -34,29 +35,43 @@ def gpus_of_servers(
     mine: dict[int, tuple[int, ...]] = {}
     if not config.server or not kind_of(config.server).takes_gpus:
         return mine
-    for server in plan.servers:
-        seen, node = gpus[server.owner], plan.ranks[server.owner].node
+    owners = [(rank, server.role) for server in plan.servers for rank in server.parts]
+    for rank, role in owners:
+        seen, node = gpus[rank], plan.ranks[rank].node
         if not seen:
             continue
         used = taken.setdefault(node, set())
-        size = math.prod(_layout(config, server.role).values())
+        size = _gpus_of_a_node(config, role)
         free = [index for index, gpu in enumerate(seen) if gpu.uuid not in used][:size]
         if len(free) < size:
-            there = [other.role for other in plan.servers if plan.ranks[other.owner].node == node]
-            needed = sum(math.prod(_layout(config, role).values()) for role in there)
-            lower = f"--{SIZES_OF_HALVES[server.role][0]}"
+            there = [other for owner, other in owners if plan.ranks[owner].node == node]
+            needed = sum(_gpus_of_a_node(config, other) for other in there)
+            lower = f"--{SIZES_OF_HALVES[role][0]}"
+            more = (
+                "" if role or size <= len(seen) else f", or raise --server_nodes to {-(-size // len(seen))}"
+            )
             raise ConfigError(
                 f"node {node} has {len(seen)} GPUs, and its {len(there)} servers need {needed}:"
-                f" start fewer ranks, or lower {lower}",
-                about=["server", SIZES_OF_HALVES[server.role][0]],
+                f" start fewer ranks, or lower {lower}{more}",
+                about=["server", SIZES_OF_HALVES[role][0]],
             )
         used |= {seen[index].uuid for index in free}
-        mine[server.owner] = tuple(free)
+        mine[rank] = tuple(free)
     return mine
 
 
-def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[int, ...]]) -> list[ServerPlan]:
-    """Return the servers of a run; `gpus`: see `gpus_of_servers`."""
+def _gpus_of_a_node(config: RunConfig, role: str) -> int:
+    """Return how many GPUs a server of a role has on each of its nodes."""
+    return math.prod(_layout(config, role).values()) // config.server_nodes
+
+
+def server_plans(
+    config: RunConfig,
+    plan: WorldPlan,
+    gpus: Mapping[int, tuple[int, ...]],
+    ports: Mapping[int, int] = MappingProxyType({}),
+) -> list[ServerPlan]:
+    """Return the servers of a run, or their parts; `gpus`: see `gpus_of_servers`, `ports`: `Setup`."""
     if not config.server:
         return []
     kind = kind_of(config.server)
@@ -66,17 +81,18 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
             f"--server {name} with {config.named('mode')}: {kind.no_handover}", about=["server", "mode"]
         )
     plans = []
-    for server in plan.servers:
+    for server, (part, rank) in [(one, part) for one in plan.servers for part in enumerate(one.parts)]:
         nodes = {plan.ranks[rank].node for rank in (server.owner, *server.clients)}
-        node = plan.ranks[server.owner].node
+        node, first = plan.ranks[rank].node, plan.ranks[server.owner].node
         plans.append(
             ServerPlan(
                 server.index,
+                rank,
                 kind,
                 config[BY_NAME[kind.model_option]] or "",
                 _values(config, kind, server.role),
                 config.server_args,
-                gpus.get(server.owner),
+                gpus.get(rank),
                 server.place,
                 config.tritonserver,
                 (config.server_memory_limit or math.inf) * (1 << 30),
@@ -85,6 +101,7 @@ def server_plans(config: RunConfig, plan: WorldPlan, gpus: Mapping[int, tuple[in
                 MOST_RESTARTS if config.on_instance_loss == "restart" and server.role != "context" else 0,
                 server.role,
                 _llm_args(config, server.role) if kind.takes_llm_args else {},
+                Part(part, len(server.parts), first, ports.get(server.owner, "MEETING_PORT")),
             )
         )
     return plans
@@ -130,15 +147,15 @@ def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
     shown = []
-    for server, one, command in zip(plan.servers, plans, commands, strict=True):
-        of_roles[server.role] += 1
-        shown += [(server, one, command)] if of_roles[server.role] <= _MOST_SHOWN else []
-    whose = {command: f"{server.role} servers".strip() for server, _, command in reversed(shown)}
+    for one, command in zip(plans, commands, strict=True):
+        of_roles[one.role] += 1
+        shown += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MOST_SHOWN else []
+    whose = {command: f"{one.role} servers{one.of_parts}".strip() for _, one, command in reversed(shown)}
     lines = [f"{whose[command]}: {command}" for command in dict.fromkeys(command for *_, command in shown)]
     for server, one, _ in shown:
-        where = f"rank {server.owner} on {plan.ranks[server.owner].node}"
+        where = f"rank {one.rank} on {plan.ranks[one.rank].node}"
         devices = f", GPU{'s' * (len(one.devices) > 1)} {ranges(one.devices)}" if one.devices else ""
-        shared = len(server.clients) > 1 or server.owner not in server.clients
+        shared = not one.part.node and (len(server.clients) > 1 or server.owner not in server.clients)
         many = "s" * (len(server.clients) > 1)
         clients = f", client{many}: rank{many} {ranges(server.clients)}" if shared else ""
         lines.append(f"{one.name}: {where}{devices}{clients}")

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from launch import roll_call
+from launch.held_port import HeldPort
 from mpillm import __version__
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
@@ -111,6 +112,8 @@ class Rank:
         self._gpu_watch: GpuWatch | None = None  # from the start of the test
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
+        # Held to the end, and not listened on: whoever is the first part of a server listens there.
+        self._meeting = HeldPort("0.0.0.0") if config is not None and config.server_nodes > 1 else None
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
         if self.rank == 0:
@@ -224,6 +227,7 @@ class Rank:
             gpus=self._gpus,
             pids=visible_pids(),
             code=code_digest() if tells_code() else "",
+            port=self._meeting.number if self._meeting else 0,
         )
 
     def _set_up(self, setup: Setup) -> _Part:

@@ -155,6 +155,7 @@ class Rank0:
             secrets.token_hex(8),
             planned.outlives_losses,
             planned.server_gpus,
+            {rank: report.port for rank, report in reports.items() if report.port},
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:

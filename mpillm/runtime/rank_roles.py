@@ -114,8 +114,9 @@ def make_roles(
         from mpillm.roles.server import ServerRole  # few runs have one
         from mpillm.runtime.own_servers import server_plans
 
-        mine = server_plans(config, plan, setup.server_gpus)[me.server or 0]
-        server = ServerRole(mine, rank, Path(setup.log_dir), EARLIER * config.load_deadline, wake)
+        plans = server_plans(config, plan, setup.server_gpus, setup.server_ports)
+        mine = next(one for one in plans if one.rank == rank)
+        server = ServerRole(mine, Path(setup.log_dir), EARLIER * config.load_deadline, wake)
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch.command import Command
 from mpillm.servers.kind import ServerKind, Wanted
 
 # What a name stands for, and of which of our options it is the value.
@@ -14,6 +15,10 @@ _PLACES: dict[str, tuple[Callable[[Wanted], object], str]] = {
     "name": (lambda wanted: wanted.name, ""),
     "host": (lambda wanted: wanted.host, ""),
     "port": (lambda wanted: wanted.port, ""),
+    "nodes": (lambda wanted: wanted.part.n, ""),
+    "node": (lambda wanted: wanted.part.node, ""),
+    "first_host": (lambda wanted: wanted.part.host, ""),
+    "first_port": (lambda wanted: wanted.part.port, ""),
     "devices": (lambda wanted: ",".join(wanted.devices or ()), ""),
     "tp": (lambda wanted: wanted.values.get("tensor_parallelism") or 1, "tensor_parallelism"),
     "pp": (lambda wanted: wanted.values.get("pipeline_parallelism") or 1, "pipeline_parallelism"),
@@ -37,4 +42,7 @@ def command_kind(template: Sequence[str]) -> ServerKind:
 
     options = [option for name in names if (option := _PLACES[name][1])]
     # The clients keep to this one.
-    return ServerKind("command:", words, dict.fromkeys([*options, "max_batch_size"], taken))
+    of_nodes = (lambda _: Command(())) if "node" in names else None  # it is in its place, too
+    return ServerKind(
+        "command:", words, dict.fromkeys([*options, "max_batch_size"], taken), of_nodes=of_nodes
+    )

@@ -14,6 +14,15 @@ Option = Callable[[Any], Sequence[str]]
 """From an option's value to words of a command line. Raises ValueError: the server has nothing like it."""
 
 
+class Part(NamedTuple):
+    """Which part of a server that goes over several nodes."""
+
+    node: int = 0  # from 0, whose part has the server's API
+    n: int = 1
+    host: str = ""  # of the first, as the others reach it
+    port: int | str = 0  # there, where the parts meet
+
+
 class Wanted(NamedTuple):
     """What one server is to be."""
 
@@ -31,6 +40,7 @@ class Wanted(NamedTuple):
     role: str = ""  # context or generation: the half of disaggregated serving that it is; "": it does both
     address: str = ""  # where servers on other nodes reach it
     llm_args: Mapping[str, Any] = MappingProxyType({})  # TensorRT-LLM's, of its section of the YAML
+    part: Part = Part()
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class ServerKind:
     no_handover: str = "mpillm starts no context and generation servers of it"  # why they can't
     half: Callable[[Wanted], Command] | None = None  # more words, and environment, of a half
     half_ports: tuple[str, ...] = ()  # as `more_ports`, of a half
+    of_nodes: Callable[[Wanted], Command] | None = None  # as `half`, of a part; None: it has none
     takes_llm_args: bool = False  # those of TensorRT-LLM in its section of a YAML
 
     def url(self, host: str, wanted: Wanted) -> str:
@@ -110,10 +121,12 @@ class ServerKind:
             except ValueError as error:
                 raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
         env = dict(self.environment)
-        if wanted.role and self.half:
-            half = self.half(wanted)
-            words += half.argv
-            env |= half.env
+        if wanted.part.n > 1 and self.of_nodes is None:
+            raise ValueError(f"server_nodes {wanted.part.n}: a {self.name} server is started on one node")
+        more = (self.half if wanted.role else None, self.of_nodes if wanted.part.n > 1 else None)
+        for made in filter(None, more):
+            words += made(wanted).argv
+            env |= made(wanted).env
         if wanted.devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.devices)
         return Command((*words, *wanted.args), env)

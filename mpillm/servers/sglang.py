@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from launch.command import Command
 from mpillm.servers.kind import ServerKind, Wanted, named, switch
 
 
@@ -18,6 +19,12 @@ def _words(wanted: Wanted) -> Sequence[str]:
 
 def _chunks(value: Any) -> Sequence[str]:
     return () if value else ("--chunked-prefill-size", "-1")
+
+
+def _of_nodes(wanted: Wanted) -> Command:
+    part = wanted.part
+    nodes = ("--nnodes", str(part.n), "--node-rank", str(part.node))
+    return Command((*nodes, "--dist-init-addr", f"{part.host}:{part.port}"), {})
 
 
 SGLANG = ServerKind(
@@ -39,6 +46,7 @@ SGLANG = ServerKind(
         "enable_chunked_context": _chunks,
     },
     always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
+    of_nodes=_of_nodes,
     install="pip install sglang, or activate the environment that has it",
     no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
     " send; its own router does: start them by hand, and name that with --trtllm_server_urls",

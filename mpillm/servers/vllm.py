@@ -35,6 +35,14 @@ def _half(wanted: Wanted) -> Command:
     return Command(("--kv-transfer-config", kv), channel)
 
 
+def _of_nodes(wanted: Wanted) -> Command:
+    part = wanted.part
+    words = ["--nnodes", str(part.n), "--node-rank", str(part.node)]
+    words += ["--master-addr", part.host, "--master-port", str(part.port)]
+    # Its queues between nodes listen there.
+    return Command((*words, *(["--headless"] if part.node else [])), {"VLLM_HOST_IP": wanted.address})
+
+
 VLLM = ServerKind(
     "vllm",
     _words,
@@ -76,5 +84,6 @@ VLLM = ServerKind(
     handover="kv_transfer_params",
     half=_half,
     half_ports=(_SIDE_CHANNEL,),
+    of_nodes=_of_nodes,
     install="pip install vllm, or activate the environment that has it",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
+_MEET_S = 60.0
 _MEGABYTES = 300  # of a worker: as much as a process has that a server can't do without
 
 
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--exits_after_s", type=float, default=0.0)
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
+    parser.add_argument("--part", nargs=4, metavar=("NODE", "NODES", "HOST", "PORT"), help="of several nodes")
     options = parser.parse_args()
     if options.says:
         print(options.says, flush=True)
@@ -44,6 +47,8 @@ def main() -> None:
         if options.gives_up:  # and asks how it ended, so that nobody else learns it
             threading.Thread(target=worker.wait, daemon=True).start()
     time.sleep(options.ready_after_s)
+    if options.part:
+        meet(*options.part)
 
     def answer(request: Request) -> Reply:
         time.sleep(options.pause_s)
@@ -63,6 +68,39 @@ def main() -> None:
     with ScriptedServer(answer, port=options.port):
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
+
+
+def meet(node: str, nodes: str, host: str, port: str) -> None:
+    """Return on the first node, once the other parts have come; another part ends with the first."""
+    if node == "0":
+        with socket.create_server(("", int(port))) as meeting:
+            meeting.settimeout(_MEET_S)
+            others = [meeting.accept()[0] for _ in range(int(nodes) - 1)]
+        for other in others:
+            threading.Thread(target=end_with, args=(other,), daemon=True).start()
+        return
+    end = time.monotonic() + _MEET_S
+    while True:
+        try:
+            first = socket.create_connection((host, int(port)), 5)
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+    print(f"part {node} has met the first", flush=True)
+    first.settimeout(None)
+    end_with(first)
+
+
+def end_with(other: socket.socket) -> None:
+    """End this process when the other end of a connection is gone."""
+    try:
+        other.recv(1)
+    except OSError as error:
+        print(error, flush=True)
+    print("another part has ended", flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

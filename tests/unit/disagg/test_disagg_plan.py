@@ -354,6 +354,26 @@ def test_servers_are_owned_by_the_first_of_their_clients() -> None:
         plan(generate("aggregated", 7), 7, clients_per_server=4)
 
 
+def test_a_server_over_several_nodes_has_an_owner_on_each() -> None:
+    def made(nodes: list[str], clients: int, n: int) -> WorldPlan:
+        size = len(nodes)
+        return plan(generate("aggregated", size), size, nodes, clients, nodes_per_server=n)
+
+    world = made(["a", "a", "b", "c", "d"], 2, 2)
+    assert [rank.rank for rank in world.ranks if "server" in rank.roles] == [1, 2, 3, 4]
+    assert [(one.owner, one.parts, one.clients) for one in world.servers] == [
+        (1, (1, 2), (1, 2)),
+        (3, (3, 4), (3, 4)),
+    ]
+    assert pickle.loads(pickle.dumps(world)) == world
+    world = made(["a", "a", "a", "b", "b"], 4, 2)
+    assert [(one.parts, one.clients) for one in world.servers] == [((1, 3), (1, 2, 3, 4))]
+    with pytest.raises(
+        ConfigError, match=r"server 1 goes over 2 nodes, so its ranks must be on so many: ranks 3-4 are on b$"
+    ):
+        made(["a", "a", "b", "b", "b"], 2, 2)
+
+
 def test_two_servers_of_a_node_have_places() -> None:
     world = plan(generate("aggregated", 3), 3, clients_per_server=1)
     assert [server.place for server in world.servers] == [0, 1]

@@ -21,6 +21,6 @@ def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     kind = kind_of("command:true {port}")
-    plan = ServerPlan(3, kind, "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
+    plan = ServerPlan(3, 1, kind, "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
     with pytest.raises(ConfigError, match=r"server 3 \(command\): h7 has no address: .*not known"):
-        ServerRole(plan, 1, tmp_path, 1.0, lambda: None).load()
+        ServerRole(plan, tmp_path, 1.0, lambda: None).load()

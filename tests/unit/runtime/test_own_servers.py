@@ -74,6 +74,45 @@ def test_where_servers_listen_and_what_is_said() -> None:
     assert any("vllm serve /models/it" in line and "--max-model-len 2048" in line for line in lines)
 
 
+def test_a_server_over_two_nodes() -> None:
+    config = config_of(tensor_parallelism="16", server_nodes="2")
+    check_together(config)
+    check_idle(config, RUN)
+    assert config.clients_of_a_server == 2 and ranks_of(config) == 3
+    plan = disagg.plan(disagg.generate("aggregated", 3), 3, ["a", "a", "b"], 2, nodes_per_server=2)
+    gpus = gpus_of_servers(config, plan, [EIGHT] * 3)
+    assert gpus == {1: tuple(range(8)), 2: tuple(range(8))}
+    first, second = server_plans(config, plan, gpus, {1: 4711, 2: 4712})
+    assert (first.rank, first.base, first.reached_at) == (1, "server_0", "a")
+    assert (second.rank, second.base, second.reached_at) == (2, "server_0_1", "b")
+    lines = server_lines(plan, [first, second])
+    meeting = "--master-addr a --master-port 4711"
+    assert any(line.startswith("servers, part 1 of 2: ") and line.endswith(meeting) for line in lines)
+    assert any(f"--node-rank 1 {meeting} --headless" in line for line in lines)
+    assert "server 0 (vllm, part 1 of 2): rank 1 on a, GPUs 0-7, clients: ranks 1-2" in lines
+    assert "server 0 (vllm, part 2 of 2): rank 2 on b, GPUs 0-7" in lines
+    with pytest.raises(ConfigError, match=r"node a has 8 GPUs, .* or raise --server_nodes to 2"):
+        gpus_of_servers(config_of(tensor_parallelism="16"), planned(["a", "a", "b"]), [EIGHT] * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"clients_per_server": "1"}, "--clients_per_server 1 is fewer than that"),
+        ({"tensor_parallelism": "3"}, "a server of 3 devices can't be split into 2 equal parts"),
+        ({"mode": "disaggregated"}, "with --mode disaggregated each server is on one node"),
+        ({"on_instance_loss": "restart"}, "a server over several nodes is not started again"),
+    ],
+)
+def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: str) -> None:
+    stated = {"server": "vllm", "server_nodes": "2", "tensor_parallelism": "2", **options}
+    if "mode" in options:
+        del stated["tensor_parallelism"]
+    config = RunConfig.resolved(layers.stated(stated, FIELDS, None))
+    with pytest.raises(ConfigError, match=why):
+        check_together(config)
+
+
 def test_a_value_that_the_server_can_not_take() -> None:
     plan = planned(["a", "a"])
     with pytest.raises(ConfigError, match="--server: quantization int8: a vllm server has only fp8"):

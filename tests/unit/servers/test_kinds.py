@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mpillm.servers.kind import Wanted
+from mpillm.servers.kind import Part, Wanted
 from mpillm.servers.kinds import kind_of
 
 VALUES = {
@@ -66,6 +66,23 @@ def test_own_serve_has_as_many_ranks_as_its_layout() -> None:
 def test_halves_of_own_serve_have_no_control_rank() -> None:
     line = " ".join(words("mpillm", {"tensor_parallelism": 2}, role="context"))
     assert "mpirun -n 2 serve" in line and line.endswith("--server_role context")
+
+
+def test_parts_of_servers_over_several_nodes() -> None:
+    first, second = (Part(index, 2, "h1", 4711) for index in (0, 1))
+    line = " ".join(words("vllm", VALUES, part=first, address="10.0.0.1"))
+    assert line.endswith("--nnodes 2 --node-rank 0 --master-addr h1 --master-port 4711")
+    line = " ".join(words("vllm", VALUES, part=second, address="10.0.0.2"))
+    assert line.endswith("--nnodes 2 --node-rank 1 --master-addr h1 --master-port 4711 --headless")
+    wanted = Wanted("m", "m", "h", 1, VALUES, part=second, address="10.0.0.2")
+    assert kind_of("vllm").command(wanted).env["VLLM_HOST_IP"] == "10.0.0.2"
+    line = " ".join(words("sglang", VALUES, part=second))
+    assert line.endswith("--nnodes 2 --node-rank 1 --dist-init-addr h1:4711")
+    kind = "command:srv {port} --of {node}/{nodes}@{first_host}:{first_port}"
+    assert words(kind, {}, part=second)[-1] == "1/2@h1:4711"
+    for other in ("mpillm", "command:srv {port}"):
+        with pytest.raises(ValueError, match=r"server_nodes 2: a .* server is started on one node"):
+            words(other, {}, part=first)
 
 
 def test_any_command() -> None:

@@ -1,0 +1,85 @@
+"""A server over two hosts: each has a part of it, which a rank there owns. With ``make test-hosts``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_instance_loss import wait_for_answers
+from tests.e2e.test_own_servers import TEST
+from tests.helpers.clusters import OnHosts
+from tests.helpers.scripted_server import answer_of
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, make_samples, wait_until
+from tools.hosts import Hosts
+
+pytestmark = pytest.mark.hosts
+
+N_HOSTS = 2
+WITHIN_S = 90.0  # hosts that share two cores start slowly
+PART = "--part {node} {nodes} {first_host} {first_port}"
+
+
+def start(on_hosts: OnHosts, *options: object) -> tuple[Command, list[list[int]]]:
+    samples = make_samples(on_hosts.starter.folder / "samples.jsonl", range(1, 33))
+    words = shlex.join([sys.executable, "-m", "tests.helpers.small_server", *map(str, options)])
+    server = ["--server", f"command:{words} --port {{port}} {PART}", "--server_nodes", 2]
+    test = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4]
+    return on_hosts.start("h1:2,h2:1", "run", *server, *test), samples.prompts
+
+
+def part_on(made: Hosts, host: str) -> int:
+    """Return the process of the server's part on a host."""
+
+    def find() -> list[int]:
+        words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in made.processes(host)}
+        return [
+            pid
+            for pid, line in words.items()
+            if b"small_server\0" in line and b"server_guard" not in line and b"--server\0" not in line
+        ]
+
+    (pid,) = wait_until(find, f"the part on {host}", WITHIN_S)
+    return int(pid)
+
+
+def test_a_server_over_two_hosts(on_hosts: OnHosts) -> None:
+    command, prompts = start(on_hosts)
+    ended = command.end(WITHIN_S).must(DONE)
+    outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert outputs == {i: answer_of(prompt, 6) for i, prompt in enumerate(prompts)}
+    plan = ended.json("plan.json")["ranks"]
+    assert [(rank["rank"], rank["node"]) for rank in plan if "server" in rank["roles"]] == [
+        (1, "h1"),
+        (2, "h2"),
+    ]
+    assert "server 0 (command, part 2 of 2): rank 2 on h2" in ended.out
+    assert "part 1 has met the first" in (ended.log_dir / "server_0_1.log").read_text()
+    assert [one["samples"] > 0 for one in ended.result["per_instance"]] == [True, True], "both are clients"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("host", "rank", "part"), [("h1", 1, 1), ("h2", 2, 2)])
+def test_a_part_that_is_killed_or_stopped_in_the_test(
+    on_hosts: OnHosts, host: str, rank: int, part: int, number: signal.Signals
+) -> None:
+    command, _ = start(on_hosts, "--pause_s", 0.3)
+    wait_for_answers(command, 4)
+    victim = part_on(on_hosts.hosts, host)
+    os.kill(victim, number)
+    ended = command.end(WITHIN_S).must(INSTANCE_LOST)
+    first = ended.message.splitlines()[1]
+    how = "is stopped" if number == signal.SIGSTOP else "was ended by signal 9 (SIGKILL)"
+    assert f"rank {rank} (" in first and f", {host}, pid " in first, repr(ended)
+    assert f"server 0 (command, part {part} of 2): " in first and how in first, repr(ended)
+
+
+def test_a_part_that_is_killed_in_load(on_hosts: OnHosts) -> None:
+    command, _ = start(on_hosts, "--ready_after_s", 600)
+    os.kill(part_on(on_hosts.hosts, "h2"), signal.SIGKILL)
+    ended = command.end(WITHIN_S).must(NOT_READY)
+    assert "h2, pid " in ended.message and "part 2 of 2): was ended by signal 9" in ended.message, repr(ended)
