@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.callers import own_addresses
 from launch.command import Command, find_program
 from launch.held_port import HeldPort
 from launch.owned_server import SEARCHED, OwnedServer
@@ -30,6 +31,7 @@ MOST_RESTARTS = 3
 """How often a server is started again in a test, with --on_instance_loss restart."""
 _GRACE_S = 10.0  # to end by itself, after a run that ended well
 _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
+_LOOPBACK = "127.0.0.1"
 _SHOWN = 60  # characters of its last line
 # What loggers put before a message: a process, a level, a time, a file.
 _PREFIX = re.compile(
@@ -188,6 +190,8 @@ class ServerRole(Role):
             address = socket.gethostbyname(plan.reached_at)  # not everything listens at a name
         except OSError as error:
             raise ConfigError(f"{plan.name}: {plan.reached_at} has no address: {error}") from None
+        if plan.reached_at != _LOOPBACK and address.startswith("127."):  # as Debian names a host to itself
+            address = next(iter(own_addresses()), address)
         self._wanted = plan.wanted([port.number for port in self._ports], base, address)
         try:
             command = plan.kind.command(self._wanted)
@@ -216,7 +220,7 @@ class ServerRole(Role):
             problem = f": {self._check.problem}" if self._check and self._check.problem else ""
             raise self._failure(f"was not ready within {self._deadline_s:g} s (--load_deadline){problem}")
         if self._check is None or (self._check.answered is False and self._check.is_old(_CHECK_S)):
-            host = "127.0.0.1" if self._plan.host == "0.0.0.0" else self._plan.host
+            host = _LOOPBACK if self._plan.host == "0.0.0.0" else self._plan.host
             url = f"http://{host}:{self._ports[0].number}{self._plan.kind.health}"
             self._check = HealthCheck(url, self._check)
         elif self._check.answered:

@@ -54,7 +54,8 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
 
 SETS_THE_CORE = (
     *("harness_type", "use_triton"),
-    *("server", "server_args", "server_memory_limit", "clients_per_server", "triton_num_frontends_per_model"),
+    *("server", "server_args", "server_memory_limit", "server_nodes", "clients_per_server"),
+    "triton_num_frontends_per_model",
 )
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 

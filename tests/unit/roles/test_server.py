@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.roles import server as role
 from mpillm.roles.server import ServerPlan, ServerRole
+from mpillm.servers.kind import Part
 from mpillm.servers.kinds import kind_of
+
+PLAN = ServerPlan(3, 1, kind_of("command:true {port}"), "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
 
 
 def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +25,18 @@ def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    kind = kind_of("command:true {port}")
-    plan = ServerPlan(3, 1, kind, "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
     with pytest.raises(ConfigError, match=r"server 3 \(command\): h7 has no address: .*not known"):
-        ServerRole(plan, tmp_path, 1.0, lambda: None).load()
+        ServerRole(PLAN, tmp_path, 1.0, lambda: None).load()
+
+
+def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other parts of its server need an address of its that they reach."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(role, "own_addresses", lambda: ("10.1.2.3", "10.9.9.9"))
+    made = ServerRole(
+        replace(PLAN, kind=kind_of("vllm"), part=Part(1, 2, "h6", 4711)), tmp_path, 1.0, lambda: None
+    )
+    with pytest.raises(ConfigError, match="there is no vllm"):
+        made.load()
+    assert made._wanted is not None and made._wanted.address == "10.1.2.3"
