@@ -165,7 +165,35 @@ def _clients(config: Options) -> dict[_Row, float]:
     return made
 
 
-_PARTS = {"runs": _runs, "first_tokens": _first_tokens, "streams": _streams, "clients": _clients}
+def _front(config: Options) -> dict[_Row, float]:
+    """Measure what `serve` in front of a zero-cost server adds to a first token, and what it streams.
+
+    Beside it a reverse proxy of aiohttp, which passes on what it does not read.
+    """
+    length = _words(input_len=config.input_len, output_len=config.output_len)
+    rate = [*_words(request_rate=config.qps, num_prompts=int(config.server_s * config.qps)), *length]
+    many = _words(max_concurrency=config.max_concurrency, num_prompts=config.requests // 4)
+    many += _words(input_len=config.input_len, output_len=128)
+    made = {}
+    with null_server() as url, null_server("benchmarks.aiohttp_proxy", url) as proxy:
+        client = _words(core_type="trtllm_endpoint", trtllm_server_urls=_root(url))
+        with served(2, *client) as serve:
+            for what, at in (("alone", url), ("behind aiohttp", proxy), ("behind serve", serve)):
+                ttft = load_test(at, *rate)["median_ttft_ms"]
+                made[_Row(f"a server {what}, {config.qps}/s: first token", "p50, ms")] = ttft
+                made[_Row(f"a server {what}: tokens streamed", "tokens/s")] = load_test(at, *many)[
+                    "output_throughput"
+                ]
+    return made
+
+
+_PARTS = {
+    "front": _front,
+    "runs": _runs,
+    "first_tokens": _first_tokens,
+    "streams": _streams,
+    "clients": _clients,
+}
 
 
 def _data(config: Options, output_len: int) -> list[str]:

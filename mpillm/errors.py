@@ -62,6 +62,7 @@ class Failure:
     code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
     ended: bool = False  # the rank's process has, without a message
+    may_follow: bool = False  # from another rank's failure, which then says more
     report: Any = None  # a `DrainReport` of the rank, if a signal ends it in the test
     doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 

@@ -188,9 +188,12 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def null_server() -> Iterator[str]:
-    """Yield the URL of a `mpillm.bench.null_server` in a process of its own, which ends with this one."""
-    command = [sys.executable, "-m", "mpillm.bench.null_server"]
+def null_server(module: str = "mpillm.bench.null_server", *words: str) -> Iterator[str]:
+    """Yield the URL of a server that costs nothing, in a process of its own, which ends with this one.
+
+    `module`, `words`: another one that says where it listens, and ends with its input, as that does.
+    """
+    command = [sys.executable, "-m", module, *words]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:
         assert process.stdin is not None and process.stdout is not None

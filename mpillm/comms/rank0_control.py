@@ -247,7 +247,7 @@ class Rank0Control:
             return tuple(said.get(failure.rank, failure) for failure in gone)
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
         if primary := [f for f in every.values() if not f.interrupted]:
-            return tuple(primary)
+            return tuple([f for f in primary if not f.may_follow] or primary)
         # The launcher's signal ends the whole run, even if another rank received it first.
         by_launcher = Interrupted.by_launcher()
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])

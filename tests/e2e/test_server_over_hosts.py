@@ -21,11 +21,11 @@ pytestmark = pytest.mark.hosts
 
 N_HOSTS = 2
 WITHIN_S = 90.0  # hosts that share two cores start slowly
-PART = "--part {node} {nodes} {first_host} {first_port}"
+PART = "--host {host} --part {node} {nodes} {first_host} {first_port}"
 
 
 def start(on_hosts: OnHosts, *options: object) -> tuple[Command, list[list[int]]]:
-    samples = make_samples(on_hosts.starter.folder / "samples.jsonl", range(1, 33))
+    samples = make_samples(on_hosts.starter.folder / "samples.jsonl", range(1, 257))
     words = shlex.join([sys.executable, "-m", "tests.helpers.small_server", *map(str, options)])
     server = ["--server", f"command:{words} --port {{port}} {PART}", "--server_nodes", 2]
     test = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4]

@@ -7,12 +7,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on
-from tests.helpers.support import DONE, INSTANCE_LOST, USAGE, Command, Starter, wait_until
+from tests.helpers.support import DONE, INSTANCE_LOST, USAGE, Command, Ended, Starter, wait_until
 from tools.hosts import HEAD
 from tools.slurm import Slurm, slurm
 
@@ -117,6 +118,36 @@ def sbatch(under: UnderSlurm, *options: object, command: Sequence[object] = (*DU
     size = ["--nodes", 2, "--ntasks", 4, "--mpi", under.mpi, "--wait", *options]
     head = [under.starter.python, "-m", "mpillm", "sbatch", *where, *size, "--", *command]
     return under.on_head(head, folder / "slurm-0-0" / "run")
+
+
+OWN = ["run", "--server=mpillm", "--model_path=tiny-llama", "--num_threads=1", "--min_query_count=8"]
+
+
+def check_own_servers(ended: Ended) -> None:
+    """Each node had a server, which answered requests; its own mpirun kept to its node."""
+    owners = [
+        rank["node"] for rank in ended.must(DONE).json("plan.json")["ranks"] if "server" in rank["roles"]
+    ]
+    assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    assert min(client["samples"] for client in ended.result["per_instance"]) > 0
+    for index in (0, 1):
+        plan = json.loads((ended.log_dir / f"server_{index}" / "plan.json").read_text())
+        assert {rank["node"] for rank in plan["ranks"]} == {owners[index]}
+
+
+def test_servers_that_ranks_own(both_under: UnderSlurm) -> None:
+    log_dir = both_under.starter.folder / "run"
+    ended = both_under.start(["-n", 3, "-N", 2], *OWN, "--log_dir", log_dir).end(240)
+    check_own_servers(ended)
+    assert not python_on(both_under.slurm.hosts, "h1", "serve")
+    assert not python_on(both_under.slurm.hosts, "h2", "serve")
+
+
+def test_servers_that_the_ranks_of_a_job_own(under: UnderSlurm) -> None:
+    command = sbatch(under, "--ntasks", 3, command=[*OWN, "--min_duration", 0])
+    ended = command.end(240).must(DONE)
+    folder = under.starter.folder / f"slurm-{job_of(command)}-0" / "run"
+    check_own_servers(replace(ended, log_dir=folder))
 
 
 def job_of(command: Command) -> str:

@@ -100,6 +100,7 @@ class ScriptedServer:
     others: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
     port: int = 0
+    host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         self.requests: list[Request] = []
@@ -107,8 +108,8 @@ class ScriptedServer:
         self._stopped = threading.Event()
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=512)
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._socket = socket.create_server((self.host, self.port), backlog=512)
+        self.address = f"{self.host}:{self._socket.getsockname()[1]}"
         self.url = f"{'https' if self.tls else 'http'}://{self.address}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
 

@@ -21,6 +21,7 @@ def main() -> None:
     """Serve until a signal comes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--model", default="")
     parser.add_argument("--pause_s", type=float, default=0.0, help="before each answer")
     parser.add_argument("--token_s", type=float, default=0.0, help="between the pieces of a stream")
@@ -65,7 +66,7 @@ def main() -> None:
             time.sleep(options.token_s)
             yield piece
 
-    with ScriptedServer(answer, port=options.port):
+    with ScriptedServer(answer, port=options.port, host=options.host):
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
 

@@ -61,6 +61,15 @@ def test_no_phase_ends_once_a_failure_ends_the_run(monkeypatch: pytest.MonkeyPat
     assert cluster.arrive("load") == 0, "nobody is released"
 
 
+def test_what_may_follow_from_another_failure_is_told_only_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other part of a server ends by itself, and may be heard first."""
+    monkeypatch.setattr(rank0_control, "_SETTLE_S", 0.0)
+    follows, cause = Failure("ended with exit code 1", 2, may_follow=True), Failure("was ended by SIGKILL", 1)
+    cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
+    assert cluster.control.settle((follows,)) == (follows,)
+    assert cluster.control.settle((follows, cause)) == (cause,)
+
+
 @pytest.mark.parametrize("phase", PHASES[-2:])
 def test_only_a_rank_that_was_released_from_the_last_phase_may_end(phase: Phase) -> None:
     """After a loss no rank waits for rank 0 in MPI_Finalize: it may be gone before rank 0 looks again."""
