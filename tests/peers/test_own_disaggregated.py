@@ -14,7 +14,7 @@ from tests.helpers.support import DONE, INSTANCE_LOST, Starter
 from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
 from tests.peers.test_own_servers import LENGTH, VLLM, options, processes, titled
 from tests.peers.test_own_servers import in_path as in_path
-from tests.peers.test_servers import offline
+from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
 
 pytestmark = pytest.mark.peers
@@ -54,6 +54,17 @@ def test_one_context_server_and_two_that_generate(
     assert handed == transfers == N and failed == 0
     assert min(client["samples"] for client in clients) > 0
     assert not any("transfer" in doubt or "prefix" in doubt for doubt in ended.result["doubts"])
+
+
+def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+    result = server(one, 64, *options(model, prompts(64)), *DISAGG, ranks=4)
+    handed = sum(client["handed_over"] for client in result["per_instance"])
+    transfers = sum(client["server_transfers"] for client in result["per_instance"])
+    say(
+        f"1 + 2 x vLLM as ranks: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms,"
+        f" {handed} contexts handed over, {transfers:.0f} transfers"
+    )
+    assert handed == transfers == result["samples"]
 
 
 def test_contexts_that_are_computed_again(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_instance_loss import wait_for_answers
+from tests.helpers.clusters import OnHosts, or_skip
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -25,6 +27,7 @@ from tests.helpers.support import (
 from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
+from tools.hosts import hosts
 
 pytestmark = pytest.mark.peers
 
@@ -67,6 +70,51 @@ def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Star
 def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
     result = server(one, 64, *options(model, prompts(64)), *VLLM)
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def test_tensor_parallel_over_two_hosts(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """Each host has half of every layer; gloo carries their sums."""
+    n = 40
+    data = options(model, prompts(n))
+    ours = offline(one, "ours", "torch", *data)
+    words = ("run", *data, *VLLM, "--tensor_parallelism", 2, "--server_nodes", 2, "--min_duration", 0)
+    names = ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
+    with or_skip(hosts(2)) as made:
+        on = OnHosts(made, one)
+        exports = {name: os.environ[name] for name in names}
+        command = on.start("h1:2,h2:1", *words, "--save_outputs", exports=exports)
+        ended = command.end(TIMEOUT_S).must(DONE)
+    theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
+    say(
+        f"vLLM, TP 2 over two hosts: Offline {ended.result['status']}; {equal} of {n} answers have our tokens"
+    )
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
+
+
+def test_a_server_that_is_started_again(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    n = 160
+    data = options(model, prompts(n))
+    ours = offline(one, "ours", "torch", *data)
+    words = (*VLLM, "--min_duration", 0, "--save_outputs", "--on_instance_loss", "restart")
+    command = one.start(2, *data, *words, "--max_batch_size", 8, core="trtllm_endpoint")
+    command.wait_phase("test", TIMEOUT_S)
+    wait_for_answers(command, 8)
+    os.kill(processes(command, b"VLLM::EngineCore")[0], signal.SIGKILL)
+    ended = command.end(TIMEOUT_S).must(DONE)
+    theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
+    (client,) = ended.result["per_instance"]
+    (again,) = client["server"]["restarts"]
+    say(
+        f"vLLM's engine core killed in the test: {again['why']}, back after {again['back_after_s']} s,"
+        f" {client['retries']} requests asked again; {equal} of {n} answers have our tokens"
+    )
+    assert ended.result["errors"] == 0 and equal == n and "(SIGKILL)" in again["why"]
 
 
 def test_a_prefix_cache_that_nobody_asked_for(model: Path, one: Starter, tmp_path: Path, say: Says) -> None:

@@ -102,12 +102,12 @@ def offline(one: Starter, name: str, core: str, *words: object) -> Outputs:
     return {line["index"]: (line["output_tokens"], line["text"]) for line in ended.outputs()}
 
 
-def server(one: Starter, n: int, *words: object) -> dict[str, Any]:
+def server(one: Starter, n: int, *words: object, ranks: int = 2) -> dict[str, Any]:
     """Return the result of a VALID test in scenario Server."""
     conf = one.folder / "user.conf"
     conf.write_text(USER_CONF)
     options = ("--scenarios", "Server", "--server_target_qps", 2, "--min_query_count", n, "--min_duration", 0)
-    command = one.start(2, *words, *options, "--user_conf", conf, core="trtllm_endpoint")
+    command = one.start(ranks, *words, *options, "--user_conf", conf, core="trtllm_endpoint")
     result = command.end(TIMEOUT_S).must(DONE).result
     assert (result["status"], result["errors"]) == ("VALID", 0) and result["samples"] >= n
     return result
