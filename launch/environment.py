@@ -64,6 +64,9 @@ _MPIRUN_MCA = re.compile(
     re.VERBOSE,
 )
 
+# By these an mpirun finds the nodes that a scheduler has given.
+_ALLOCATION = re.compile(r"(SLURM|PBS|LSB|LSF|FLUX|COBALT|OAR|SGE)_.*|PE_HOSTFILE")
+
 _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
@@ -103,6 +106,11 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
         if not folders:
             del clean["LD_LIBRARY_PATH"]
     return clean
+
+
+def environment_of_this_node(env: Mapping[str, str]) -> dict[str, str]:
+    """Copy `env` as `clean_environment`, for a process whose mpirun, if it starts one, stays on this node."""
+    return {name: value for name, value in clean_environment(env).items() if not _ALLOCATION.fullmatch(name)}
 
 
 def _whole_allocation(env: Mapping[str, str]) -> dict[str, str]:

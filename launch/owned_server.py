@@ -29,6 +29,7 @@ from pathlib import Path
 
 from launch.children import tail
 from launch.command import Command
+from launch.environment import environment_of_this_node
 from launch.shared_files import mapped
 
 _LOOK_S = 0.2
@@ -98,7 +99,7 @@ class OwnedServer:
             output.flush()
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), str(grace_s), *command.argv],
-                env=command.environment(),
+                env={**environment_of_this_node(os.environ), **command.env},
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,

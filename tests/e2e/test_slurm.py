@@ -77,7 +77,7 @@ def test_a_cluster_report(both_under: UnderSlurm) -> None:
     folder = both_under.starter.folder
     words = ["doctor", "--cluster_report", folder / "cluster.txt", "--log_dir", folder / "runs"]
     line = ["salloc", "-N", 2, "-n", 4, both_under.starter.python, "-m", "mpillm", *words]
-    both_under.on_head(line, folder).end(240).must(DONE)
+    both_under.on_head(line, folder).end(150).must(DONE)
     text = (folder / "cluster.txt").read_text()
     steps = re.findall(r"^== \d+\. ([^:]+): (\w+), ", text, re.MULTILINE)
     assert len(steps) == 7 and not [step for step, status in steps if status == "failure"], text
@@ -137,7 +137,7 @@ def check_own_servers(ended: Ended) -> None:
 
 def test_servers_that_ranks_own(both_under: UnderSlurm) -> None:
     log_dir = both_under.starter.folder / "run"
-    ended = both_under.start(["-n", 3, "-N", 2], *OWN, "--log_dir", log_dir).end(240)
+    ended = both_under.start(["-n", 3, "-N", 2], *OWN, "--log_dir", log_dir).end(150)
     check_own_servers(ended)
     assert not python_on(both_under.slurm.hosts, "h1", "serve")
     assert not python_on(both_under.slurm.hosts, "h2", "serve")
@@ -145,7 +145,7 @@ def test_servers_that_ranks_own(both_under: UnderSlurm) -> None:
 
 def test_servers_that_the_ranks_of_a_job_own(under: UnderSlurm) -> None:
     command = sbatch(under, "--ntasks", 3, command=[*OWN, "--min_duration", 0])
-    ended = command.end(240).must(DONE)
+    ended = command.end(150).must(DONE)
     folder = under.starter.folder / f"slurm-{job_of(command)}-0" / "run"
     check_own_servers(replace(ended, log_dir=folder))
 

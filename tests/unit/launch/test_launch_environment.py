@@ -15,6 +15,7 @@ from launch.environment import (
     TTY,
     clean_environment,
     drop_launch_type,
+    environment_of_this_node,
     let_rank_0_report,
     mpirun_ends_ranks,
     rank_environment,
@@ -233,3 +234,11 @@ def test_a_step_of_one_node_shows_the_whole_allocation(cpus: str, each: str | No
     assert (clean["SLURM_NNODES"], clean["SLURM_TASKS_PER_NODE"]) == ("3", tasks)
     whole = clean_environment(env | {"SLURM_STEP_NUM_NODES": "3"})
     assert (whole["SLURM_NNODES"], whole["SLURM_TASKS_PER_NODE"]) == ("1", "1")
+
+
+def test_a_process_that_stays_on_this_node_does_not_see_the_job() -> None:
+    """Where it did, the mpirun of a server that a rank owns spread its ranks over the job's nodes."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "h[1-2]", "PBS_NODEFILE": "/n"}
+    job |= {"SLURM_TASKS_PER_NODE": "2,1", "LSB_HOSTS": "h1 h2", "PE_HOSTFILE": "/hosts"}
+    left = environment_of_this_node({**PERSON, **job})
+    assert left == {name: value for name, value in PERSON.items() if "SLURM" not in name}
