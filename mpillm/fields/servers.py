@@ -28,8 +28,18 @@ class OwnServerFields(
     server_memory_limit = option(
         "GiB of host memory that the processes of a server may hold together; more is its failure", rate
     )
+    server_nodes = option(
+        "nodes that each server goes over: its ranks, in a row, are on so many, and the first on each"
+        " owns what runs there",
+        positive,
+        default=1,
+        effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
+    )
     clients_per_server = option(
-        "ranks that are clients of each server; the first of them owns it", positive, default=1
+        "ranks that are clients of each server [default: one on each of its nodes]; the first of them"
+        " owns it",
+        positive,
+        default=1,
     )
 
 
