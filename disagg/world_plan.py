@@ -22,7 +22,6 @@ from typing import Any
 from .config import DisaggConfig, ServerConfig
 from .errors import ConfigError
 from .placement import place
-from .plan_table import rank_list
 from .schema import SECTIONS
 
 CONTROL = frozenset(("harness", "leader"))
@@ -255,8 +254,8 @@ def _check_parts(made: WorldPlan) -> None:
         if len(server.parts) != n:
             on = ", ".join(dict.fromkeys(made.ranks[rank].node for rank in server.clients))
             raise ConfigError(
-                f"server {server.index} goes over {n} nodes, so its ranks must be on so many:"
-                f" {rank_list(server.clients)} {'is' if len(server.clients) == 1 else 'are'} on {on}"
+                f"server {server.index} goes over {n} nodes, so these ranks must be on so many:"
+                f" {', '.join(map(str, server.clients))}, on {on}"
             )
 
 

@@ -369,7 +369,7 @@ def test_a_server_over_several_nodes_has_an_owner_on_each() -> None:
     world = made(["a", "a", "a", "b", "b"], 4, 2)
     assert [(one.parts, one.clients) for one in world.servers] == [((1, 3), (1, 2, 3, 4))]
     with pytest.raises(
-        ConfigError, match=r"server 1 goes over 2 nodes, so its ranks must be on so many: ranks 3-4 are on b$"
+        ConfigError, match=r"server 1 goes over 2 nodes, so these ranks must be on so many: 3, 4, on b$"
     ):
         made(["a", "a", "b", "b", "b"], 2, 2)
 
