@@ -12,6 +12,7 @@ from mpillm.errors import ExitCode
 from mpillm.files import read_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_list import run_path
+from mpillm.submission.client_form import ACCURACY, CLIENT
 from mpillm.submission.score_run import read_accuracy_run, score_run
 from mpillm.submission.scores import Scores
 from mpillm.submission.targets import Check
@@ -49,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
     """Score the run. The exit code is DONE whatever the scores are: they are a result."""
     parser = _parser()
     options = collect(argv, _Options, parser)
-    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir))
+    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
     answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated)
     target = 100 * float(run.config["accuracy_target"])
     # scoring may take minutes
     print(
-        f"{run.benchmark}: {len(answers.answers)} answers, target {target:g} % of the reference", flush=True
+        f"{run.benchmark}: {len(answers.indices)} answers, target {target:g} % of the reference", flush=True
     )
     _show(run, *score_run(answers, options.mbxp, options.evaluated))
     return ExitCode.DONE
@@ -69,5 +70,5 @@ def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
         print(f"  {c.name:<18} {value:>10}  {'ok  ' if c.passed else 'no  '} {bounds}")
     for note in scores.notes:
         print(f"  {note}")
-    print(run.path / "accuracy.txt")
+    print(run.path / (ACCURACY if run.client else "accuracy.txt"))
     json_output.tell(read_json(run.path / "accuracy.json"))

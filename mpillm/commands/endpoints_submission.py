@@ -364,6 +364,8 @@ def _load_of(
         0,
         Seeds(seeds["sample_index_rng_seed"], seeds["scheduler_rng_seed"], sampling.seed),
         lambda text: len(tokenizer.encode_plain(text)),
+        min_duration_ms=round(1000 * _lasts(options, c)),
+        all_chunks=True,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.fields import BY_NAME
+from mpillm.harnesses.kinds import kind_of as harness_kind
 from mpillm.servers.kinds import kind_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def check_harness(config: RunConfig) -> None:
         *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
         "show_steady_state_progress",
     ):
+        if name == "test_mode" and harness_kind(config.harness).answers is not None:
+            continue  # `accuracy` scores its answers
         if config.given(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"

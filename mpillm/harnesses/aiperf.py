@@ -62,7 +62,7 @@ def _read(load: Load) -> Measured:
     if report.get("was_cancelled") or not report.get("is_complete", True):
         problems.append("it has not completed its run, as its report says")
     rows = folder / "profile_export.jsonl"
-    requests = [_request(load, row) for row in read_lines(rows, load)] if rows.exists() else []
+    requests = [_request(load, row) for row in read_lines(rows, len(load.order))] if rows.exists() else []
     return Measured(
         str(report.get("aiperf_version", "")),
         int(_average(report, "request_count")),

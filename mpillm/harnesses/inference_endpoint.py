@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mpillm.files import read_object
+from mpillm.files import as_written, read_object
 from mpillm.harnesses.kind import (
     HarnessKind,
     Load,
@@ -31,6 +32,8 @@ _REPORT = "inference-endpoint"  # the folder
 SUMMARY_LEFT = f"{_REPORT}/performance/result_summary.json"
 """What it leaves: the summary, and the configuration with all its values."""
 CONFIG_LEFT = f"{_REPORT}/config.yaml"
+EVENTS = f"{_REPORT}/events.jsonl"
+"""What became of each request, in a line for each event."""
 _NAME = "performance"
 _NS = 1e-9
 _MOST_WORKERS = 24  # as it has itself
@@ -71,13 +74,17 @@ def config(load: Load) -> dict[str, Any]:
         "datasets": [{"name": _NAME, "type": "performance", "path": str(load.folder / _PROMPTS)}],
         "settings": {
             "runtime": {
-                "min_duration_ms": 0,  # the number of requests is made for it
+                "min_duration_ms": load.min_duration_ms,  # noted only: the number of requests is made for it
                 "n_samples_to_issue": len(load.order),
                 "scheduler_random_seed": load.seeds.arrivals,
                 "dataloader_random_seed": load.seeds.samples,
             },
             "load_pattern": pattern,
-            "client": {"num_workers": _workers(len(load.urls)), "worker_initialization_timeout": _START_S},
+            "client": {
+                "num_workers": _workers(len(load.urls)),
+                "worker_initialization_timeout": _START_S,
+                "stream_all_chunks": load.all_chunks,
+            },
         },
         "endpoint_config": {"endpoints": list(load.urls), "api_type": "openai_completions"},
         "report_dir": str(load.folder / _REPORT),
@@ -125,15 +132,14 @@ def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
 
 def _requests(load: Load) -> list[Request]:
     """Return what became of each request, from the client's log of events; none without one."""
-    folder = load.folder / _REPORT
-    if not (folder / "events.jsonl").exists():
+    if not (load.folder / EVENTS).exists():
         return []
-    samples: dict[str, int] = read_object(folder / "sample_idx_map.json").get(_NAME, {})
+    samples = _samples(load.folder)
     issued: dict[str, float] = {}
     first: dict[str, float] = {}
     errors: dict[str, str] = {}
     found = []
-    for event in read_lines(folder / "events.jsonl", load):
+    for event in read_lines(load.folder / EVENTS, len(load.order)):
         what, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
         if one not in samples:
             continue
@@ -150,6 +156,27 @@ def _requests(load: Load) -> list[Request]:
                 Request(issued[one], first.get(one, math.nan), at, sample, tokens, errors.get(one, ""))
             )
     return found
+
+
+def _samples(folder: Path) -> dict[str, int]:
+    """Return the sample of each request."""
+    found: dict[str, int] = read_object(folder / _REPORT / "sample_idx_map.json").get(_NAME, {})
+    return found
+
+
+def _answers(folder: Path, n_requests: int) -> dict[int, str]:
+    """Return the texts of all answers; a failed request has none."""
+    texts, failed = {}, set()
+    with as_written(folder / EVENTS):
+        samples = _samples(folder)
+        for event in read_lines(folder / EVENTS, n_requests):
+            if (sample := samples.get(event["sample_uuid"])) is None:
+                continue
+            if event["event_type"] == "sample.complete":
+                texts[sample] = text_of(event.get("data"))
+            elif event["event_type"].startswith("error."):
+                failed.add(sample)
+    return {sample: text for sample, text in texts.items() if sample not in failed}
 
 
 def _tokens(load: Load, sample: int, event: Mapping[str, Any]) -> int:
@@ -172,6 +199,7 @@ INFERENCE_ENDPOINT = HarnessKind(
     _read,
     _write,
     environment={"HF_HUB_OFFLINE": "1"},  # all that it needs is here
+    answers=_answers,
     many_urls=True,
     install="install it from a copy of github.com/mlcommons/endpoints (Python 3.12), and have it in PATH",
     failures=(

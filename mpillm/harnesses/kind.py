@@ -56,6 +56,8 @@ class Load:
     seeds: Seeds
     count_tokens: Callable[[str], int] = len  # of a text, for clients that keep no numbers
     args: tuple[str, ...] = ()  # as the user types them
+    min_duration_ms: int = 0  # that `order` was made for
+    all_chunks: bool = False  # each piece of a stream is timed, not only the first and the last
 
     @property
     def at_once(self) -> int:
@@ -144,6 +146,9 @@ class HarnessKind:
     words: Callable[[Load], Sequence[str]]  # the program, and all that it is to do
     read: Callable[[Load], Measured]  # its report. Raises ValueError, KeyError, ConfigError, OSError
     write: Callable[[Load], None] = lambda load: None  # the files that it reads
+    # The texts of its answers by sample, from its files in a folder, of so many requests. Raises ConfigError.
+    # None: it keeps none.
+    answers: Callable[[Path, int], dict[int, str]] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     many_urls: bool = False  # it spreads its requests over several servers
     needs_tokenizer: bool = False
@@ -189,17 +194,17 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
-def read_lines(path: Path, load: Load) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, n_requests: int) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file that a client has left of its requests.
 
     Raises OSError; ConfigError for what is damaged, a line of more than 16 MiB, or more lines than clients
     leave of so many requests.
     """
-    most = _MORE_LINES + _LINES_OF_A_REQUEST * len(load.order)
+    most = _MORE_LINES + _LINES_OF_A_REQUEST * n_requests
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), 1):
             if number > most:
-                raise ConfigError(f"{path}: more than {most:,} lines, for {len(load.order):,} requests")
+                raise ConfigError(f"{path}: more than {most:,} lines, for {n_requests:,} requests")
             if len(line) > _MOST_LINE:
                 raise ConfigError(f"{path}:{number}: a line of more than {_MOST_LINE:,} bytes")
             if not line.strip():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 
 _MARKER = ":::MLLOG "
+_PIECE = 1 << 20  # bytes of a log that are read at once
 
 DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
@@ -132,7 +133,11 @@ def digest(path: Path) -> str:
     Raises ConfigError if the file can't be read.
     """
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                found.update(piece)
+        return found.hexdigest()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 

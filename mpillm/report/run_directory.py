@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ HAS_FIGURES = ("VALID", "INVALID", MEASURED)
 """The status of a test that has ended well."""
 CERTIFICATE = "certificate.json"
 HARNESS_LOG = "harness.log"  # what another client printed (--harness)
+HARNESS = "harness"  # the folder of its files
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
@@ -59,6 +60,7 @@ OF_AN_EARLIER_RUN = (
     "machines.json",
     "accuracy.txt",
     "accuracy.json",
+    "accuracy_results.json",
     "TEST06/verify_accuracy.txt",
     "TEST07/verify_accuracy.txt",
     "TEST09/verify_output_len.txt",
@@ -217,17 +219,18 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run that LoadGen has judged, VALID or INVALID."""
+    """A run that LoadGen has judged, VALID or INVALID; or one whose load another client made."""
 
     path: Path
     config: dict[str, Any]  # by field name
     result: dict[str, Any]
 
     @staticmethod
-    def read(path: Path) -> RunDirectory:
+    def read(path: Path, clients: Sequence[str] = ()) -> RunDirectory:
         """Read a run.
 
-        Raises ConfigError if `path` is no run directory, a file can't be read, or the run failed.
+        Raises ConfigError if `path` is no run directory, a file can't be read, the run failed, or a client
+        that is none of `clients` made its load.
         """
         if not path.is_dir():
             raise ConfigError(
@@ -237,9 +240,6 @@ class RunDirectory:
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
         with as_written(path / "result.json"):
-            if result["status"] == MEASURED:
-                name = (result.get("harness") or {}).get("name")
-                raise ConfigError(f"{path}: {name} made its load (--harness): there is no verdict of LoadGen")
             failed = result["status"] == "FAILED"
             other = result["harness"]["name"] if result["status"] == MEASURED else ""
             for key in () if failed else _OF_RESULT:
@@ -249,7 +249,7 @@ class RunDirectory:
                 if failed or result["test_mode"] == "PerformanceOnly"
                 else "effective_test_mode"
             )
-        if other:
+        if other and other not in clients:
             raise ConfigError(f"{path}: {other} made its load (--harness): there is no verdict of LoadGen")
         if failed:
             causes = "; ".join(str(failure.get("cause")) for failure in failures_in(result))
@@ -258,10 +258,10 @@ class RunDirectory:
             config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
             for key in _OF_CONFIG:
                 config[key]
-        for name in (DETAIL, SUMMARY, ACCURACY):
+        for name in () if other else (DETAIL, SUMMARY, ACCURACY):
             if not (path / name).is_file():
                 raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")
-        if last not in read_detail(path):
+        if not other and last not in read_detail(path):
             raise ConfigError(f"{path / DETAIL}: LoadGen's log is incomplete: it was cut before {last}")
         return RunDirectory(path, config, result)
 
@@ -282,6 +282,11 @@ class RunDirectory:
     def scenario(self) -> str:
         """LoadGen's scenario."""
         return _one(self.result["scenario"])
+
+    @property
+    def client(self) -> str:
+        """The client that made its load in LoadGen's place; "": none."""
+        return str(self.result["harness"]["name"]) if self.result["status"] == MEASURED else ""
 
     @property
     def is_accuracy(self) -> bool:

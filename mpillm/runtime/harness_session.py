@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 import disagg
 from disagg.errors import ConfigError
@@ -41,7 +42,7 @@ from mpillm.report.goodput import goodput
 from mpillm.report.page.facts import facts_of
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import add_costs, other_harness_rows, other_loads
-from mpillm.report.run_directory import HARNESS_LOG, MEASURED, RunRecord, path_shown, unwritable
+from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown, unwritable
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.client_program import Bounds, ClientProgram, command_of
 from mpillm.runtime.join import Planned, Prepared, prepare
@@ -50,7 +51,6 @@ from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_guesses
 
-FOLDER = "harness"
 _ASK_S = 30.0
 # What the run's own endpoint has counted, beside the client's figures.
 _OF_ENDPOINT = (
@@ -72,7 +72,7 @@ class HarnessSession(ServeSession):
         self._prepared, self._planned = prepared, planned
         self._asked = planned.config
         self.kind = kind_of(planned.config.harness or "")
-        self._order = issue_order(prepared.settings, len(prepared.dataset)).indices
+        self._order = _order(prepared)
         self.n_servers = _servers_of(planned)
         self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
         for name in ("stop_words", "end_ids"):
@@ -89,6 +89,13 @@ class HarnessSession(ServeSession):
         self._client: ClientProgram | None = None
 
     # --- the load ---
+
+    def how(self) -> str:
+        """Return how many requests are sent, and when, in words."""
+        n, config = f"{len(self._order):,} requests", self._asked
+        if config.scenario == "Server":
+            return f"{n} at {self._prepared.settings.test.server_target_qps:g} per second"
+        return f"{n}, {config.concurrency:,} at once" if config.concurrency else f"{n}, all at once"
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> ClientProgram:
         config = self._asked
@@ -130,7 +137,7 @@ class HarnessSession(ServeSession):
             tuple(urls),
             model,
             str(folder) if has_tokenizer else "",
-            self._record.path / FOLDER,
+            self._record.path / HARNESS,
             samples,
             samples.lengths,
             samples.ignoring,
@@ -144,7 +151,14 @@ class HarnessSession(ServeSession):
             Seeds(test.sample_index_rng_seed, test.schedule_rng_seed, config.seed),
             lambda text: len(self._prepared.tokenizer.encode_plain(text)) if has_tokenizer else 0,
             config.harness_args,
+            self._least_ms,
         )
+
+    @property
+    def _least_ms(self) -> int:
+        """The shortest duration of the test, which an accuracy run doesn't have."""
+        test = self._prepared.settings.test
+        return 0 if self._asked.test_mode == "AccuracyOnly" else int(test.min_duration_ms)
 
     # --- the test ---
 
@@ -176,7 +190,7 @@ class HarnessSession(ServeSession):
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         workload = config.workload
         result["doubts"] = [
-            *of_another_harness(result["harness"], self._prepared.settings.test.min_duration_ms / 1e3),
+            *of_another_harness(result["harness"], self._least_ms / 1e3),
             *report.problems,
             *doubts(
                 result,
@@ -258,6 +272,14 @@ class HarnessSession(ServeSession):
         return int(ExitCode.DONE)
 
 
+def _order(prepared: Prepared) -> NDArray[np.int64]:
+    """Return the samples as LoadGen would issue them; of an accuracy run each once."""
+    n = len(prepared.dataset)
+    if prepared.planned.config.test_mode == "AccuracyOnly":
+        return np.arange(n)
+    return issue_order(prepared.settings, n).indices
+
+
 class _Samples(Sequence[Sample]):
     """The samples of a data set, each made when it is asked for: texts of thousands take seconds."""
 
@@ -325,7 +347,7 @@ def _open(
         *planned.notes,
         f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens",
         *([dataset.note] if dataset.note else []),
-        f"{session.kind.title}: {_how(config, prepared)}, {_where(session)}",
+        f"{session.kind.title}: {session.how()}, {_where(session)}",
         f"its command: {session.command}",
     ]
     return session, [
@@ -335,13 +357,6 @@ def _open(
         disagg.table(plan),
         *(f"  {line}" for line in lines),
     ]
-
-
-def _how(config: RunConfig, prepared: Prepared) -> str:
-    n = f"{prepared.settings.forecast.queries:,} requests"
-    if config.scenario == "Server":
-        return f"{n} at {prepared.settings.test.server_target_qps:g} per second"
-    return f"{n}, {config.concurrency:,} at once" if config.concurrency else f"{n}, all at once"
 
 
 def _where(session: HarnessSession) -> str:

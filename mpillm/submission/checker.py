@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mpillm.files import read_object
 from mpillm.loadgen.logs import advice, logged_errors
+from mpillm.submission import client_form
 from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import (
     MIN_DURATION_MS,
@@ -57,11 +59,13 @@ def rejected(results: Sequence[Result], system: Mapping[str, Any], division: str
 
 
 def _result(result: Result, closed: bool) -> Iterator[Problem]:
-    # open: no compliance tests
-    needed = ("performance", "accuracy", *(result.workload.compliance if closed else []))
-    for kind in needed:
+    # open, and runs of MLCommons' client: no compliance tests
+    tests = result.workload.compliance if closed and not result.by_client else ()
+    for kind in ("performance", "accuracy", *tests):
         if kind not in result.runs:
             checks = ("dir_exists_check", "accuracy_check") if kind in FILES else (STOPS,)
+            if result.by_client and kind == "accuracy":
+                checks = client_form.NO_ACCURACY
             yield Problem(f"no {kind} run: {_CURE[kind]}", checks)
     for key, value in result.measurements.items():
         if not value:
@@ -70,13 +74,16 @@ def _result(result: Result, closed: bool) -> Iterator[Problem]:
             yield Problem(what, ("required_fields_check",))
     by_kind = {"performance": _performance, "accuracy": _accuracy}
     for kind, run in result.runs.items():
-        if kind not in FILES or (closed and kind in result.workload.compliance):
+        if kind not in FILES or kind in tests:
             for problem in by_kind.get(kind, _compliance)(run, closed):
                 yield Problem(f"{run.path}: {problem.text}", problem.checks)
 
 
 def _performance(run: Run, closed: bool) -> Iterator[Problem]:
     """Do PerformanceCheck, which reads only this run's logs."""
+    if run.report is not None:
+        yield from client_form.performance(run.report, run.scenario, run.workload)
+        return
     detail, samples, offline = run.detail, run.workload.n_samples, run.directory.scenario == "Offline"
     if run.round is None:
         version = detail.get("loadgen_version")
@@ -124,6 +131,13 @@ def _latencies(run: Run, limits: Limits) -> Iterator[Problem]:
 def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
     """AccuracyCheck: scores count in the closed division only."""
     samples = run.workload.accuracy_samples or run.workload.n_samples
+    if run.report is not None:
+        yield from client_form.accuracy(run.path, run.workload, samples)
+        if closed and (scored := run.path / "accuracy.json").exists():  # the checker reads the score only
+            values = read_object(scored)["scores"]
+            if missed := _missed(run, values):
+                yield Problem(f"the accuracy target is not reached: {', '.join(missed)}")
+        return
     count = run.detail.get("effective_accuracy_sample_count", run.detail.get("qsl_reported_total_count"))
     if count != samples:
         what = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
@@ -135,14 +149,16 @@ def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
     if not file.is_file():
         what = f"no accuracy.txt: `python -m mpillm accuracy {run.path}` makes it"
         yield Problem(what, ("accuracy_result_check",))
-    elif closed and (missed := _missed(run, file.read_text(encoding="utf-8", errors="replace"))):
+    elif closed and (
+        missed := _missed(run, printed_scores(file.read_text(encoding="utf-8", errors="replace")))
+    ):
         yield Problem(f"the accuracy target is not reached: {', '.join(missed)}", ("accuracy_result_check",))
 
 
-def _missed(run: Run, text: str) -> list[str]:
-    """Return the scores of an accuracy.txt that miss their target, as "rouge1 20.1 (at least 44.4)"."""
+def _missed(run: Run, scores: dict[str, float]) -> list[str]:
+    """Return the scores that miss their target, as "rouge1 20.1 (at least 44.4)"."""
     target = float(run.directory.config["accuracy_target"])
-    return [c.text() for c in check(run.workload.accuracy, printed_scores(text), target) if not c.passed]
+    return [c.text() for c in check(run.workload.accuracy, scores, target) if not c.passed]
 
 
 def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:

@@ -18,9 +18,12 @@ from typing import Any
 
 import mpillm
 from disagg.errors import ConfigError
-from mpillm.files import replace_folder, write_json, write_text
+from mpillm.files import read_object, replace_folder, write_json, write_text
+from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.report.repeat import said_options, shown
+from mpillm.report.run_directory import HARNESS
+from mpillm.submission import client_form
 from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import Problem
 from mpillm.submission.submitted_runs import Result, Run
@@ -85,6 +88,9 @@ class Submission:
         _write(folder / "measurements.json", result.measurements)
         _write(folder / "README.md", _readme(result))
         runs = result.runs
+        if result.by_client:
+            self._of_client(folder, runs)
+            return
         _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")
         if performance := runs.get("performance"):
             _copy(performance.path, folder / "performance" / "run_1", DETAIL, SUMMARY)
@@ -100,6 +106,14 @@ class Submission:
                 if (run.path / test / file).is_file():
                     _copy(run.path / test, folder / test, file)
 
+    def _of_client(self, folder: Path, runs: Mapping[str, Run]) -> None:
+        if performance := runs.get("performance"):
+            left = performance.path / HARNESS
+            _copy((left / CONFIG_LEFT).parent, folder, client_form.CONFIG)
+            _copy((left / SUMMARY_LEFT).parent, folder / "performance", client_form.SUMMARY)
+        if (accuracy := runs.get("accuracy")) and (accuracy.path / client_form.ACCURACY).is_file():
+            _copy(accuracy.path, folder / "accuracy", client_form.ACCURACY)
+
 
 def truncated(log: bytes) -> bytes:
     """Return an accuracy log as submitted: if it is long, only its two ends."""
@@ -109,6 +123,14 @@ def truncated(log: bytes) -> bytes:
 def check_accuracy_file(result: Result) -> None:
     """Raise ConfigError if the accuracy run's accuracy.txt was not made from its accuracy log."""
     run = result.runs.get("accuracy")
+    if run is not None and run.report is not None and (run.path / "accuracy.json").exists():
+        scored, log = read_object(run.path / "accuracy.json").get("sha256"), run.path / HARNESS / EVENTS
+        if scored != digest(log):
+            raise ConfigError(
+                f"{run.path / client_form.ACCURACY} does not belong to {log}: run `python -m mpillm accuracy"
+                f" {run.path}`"
+            )
+        return
     if run is None or not (file := run.path / "accuracy.txt").exists():
         return
     try:

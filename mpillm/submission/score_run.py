@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
+from mpillm import __version__
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.files import as_writable, read_json, write_json, write_text
+from mpillm.harnesses.inference_endpoint import EVENTS
+from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.run_directory import RunDirectory
+from mpillm.report.run_directory import HARNESS, RunDirectory
+from mpillm.submission import client_form
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1, reference_scores
@@ -24,9 +28,9 @@ class Answers(NamedTuple):
     """What an accuracy run answered, and what its answers are compared with."""
 
     run: RunDirectory
-    answers: list[LoggedAnswer]
+    indices: Sequence[int]  # of the answers' samples
+    texts: Callable[[], list[Answer]]  # in the same order, which takes seconds
     rows: Sequence[Row]
-    tokenizer: Tokenizer
 
 
 def read_accuracy_run(
@@ -49,36 +53,45 @@ def read_accuracy_run(
     by_reference = run.workload.accuracy.metric == "by_reference"
     if evaluated and not by_reference:
         raise ConfigError(f"--evaluated {evaluated}: the answers of {run.benchmark} are scored without it")
-    answers = _answers(run)
+    if run.client and by_reference:
+        raise ConfigError(
+            f"{run.path}: {run.workload.accuracy.evaluator} reads LoadGen's accuracy log, and {run.client}"
+            f" made this run's load: its own scorer writes {client_form.ACCURACY}"
+        )
+    logged = {} if run.client else {answer.index: answer.tokens for answer in _answers(run)}
     if by_reference:
-        return Answers(run, answers, (), ByteTokenizer())
+        return Answers(run, [*logged], lambda: [Answer("", len(tokens)) for tokens in logged.values()], ())
     rows = _rows(run, dataset_path)
     decoder = _tokenizer(run, tokenizer)
     need_libraries()
-    if (worst := max(answer.index for answer in answers)) >= len(rows):
+    said = _of_client(run) if run.client else {}
+    indices = [*(said or logged)]
+    if (worst := max(indices)) >= len(rows):
         raise ConfigError(
             f"the data set has {len(rows)} samples, and the run answered sample {worst}: "
             "it is not the run's data set"
         )
-    return Answers(run, answers, rows, decoder)
+
+    def texts() -> list[Answer]:
+        if said:
+            return [Answer(text, len(decoder.encode_plain(text))) for text in said.values()]
+        return [Answer(decoder.decode(tokens), len(tokens)) for tokens in logged.values()]
+
+    return Answers(run, indices, texts, rows)
 
 
 def score_run(given: Answers, mbxp: str | None, evaluated: str | None) -> tuple[Scores, list[Check]]:
     """Score the answers, which may take minutes, and write both files."""
     run, accuracy = given.run, given.run.workload.accuracy
+    rows = [given.rows[index] for index in given.indices] if given.rows else ()
+    scores = METRICS[accuracy.metric](given.texts(), rows)
     if accuracy.metric == "by_reference":
-        lengths = [Answer("", len(answer.tokens)) for answer in given.answers]
-        scores = _with_evaluation(run, METRICS[accuracy.metric](lengths, ()), evaluated)
-    else:
-        texts = [
-            Answer(given.tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in given.answers
-        ]
-        scores = METRICS[accuracy.metric](texts, [given.rows[answer.index] for answer in given.answers])
+        scores = _with_evaluation(run, scores, evaluated)
     if scores.completions:
         scores = _with_mbxp(run, scores, mbxp)
     checks = check(accuracy, scores.values, float(run.config["accuracy_target"]))
     with as_writable(run.path / "accuracy.txt"):
-        _write(run, scores, checks)
+        _write(run, len(given.indices), scores, checks)
     return scores, checks
 
 
@@ -90,6 +103,18 @@ def _answers(run: RunDirectory) -> list[LoggedAnswer]:
             f"{run.path / ACCURACY} has answers to {len(answers)} samples; the data set has {expected}"
         )
     return answers
+
+
+def _of_client(run: RunDirectory) -> dict[int, str]:
+    """Return the texts that another client got, by sample."""
+    kind = kind_of(run.client)
+    asked = int(run.result["harness"]["asked"])
+    found = kind.answers(run.path / HARNESS, asked) if kind.answers is not None else {}
+    if len(found) != asked:
+        raise ConfigError(
+            f"{run.path / HARNESS}: {run.client} has answers to {len(found)} samples; it was to ask {asked}"
+        )
+    return found
 
 
 def _rows(run: RunDirectory, given: str | None) -> Sequence[Row]:
@@ -156,13 +181,19 @@ def _with_evaluation(run: RunDirectory, scores: Scores, evaluated: str | None) -
         raise ConfigError(f"--evaluated {evaluated}: {error}") from None
 
 
-def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
-    """Write accuracy.txt in the form of the references' output, and accuracy.json.
+def _write(run: RunDirectory, n: int, scores: Scores, checks: Sequence[Check]) -> None:
+    """Write accuracy.json, and accuracy.txt in the form of the references' output, or what a client would.
 
     The hash is that of the whole log, as truncate_accuracy_log.py adds it.
     """
-    sha256 = digest(run.path / ACCURACY)
-    write_text(run.path / "accuracy.txt", f"\nResults\n\n{scores.values}\n\nhash={sha256}\n")
+    if run.client:
+        sha256 = digest(run.path / HARNESS / EVENTS)
+        dataset = Path(str(run.config.get("dataset_path") or run.benchmark)).name
+        made = client_form.accuracy_results(dataset, n, scores.values, f"mpillm {__version__}")
+        write_json(run.path / client_form.ACCURACY, made)
+    else:
+        sha256 = digest(run.path / ACCURACY)
+        write_text(run.path / "accuracy.txt", f"\nResults\n\n{scores.values}\n\nhash={sha256}\n")
     report: dict[str, Any] = {
         "benchmark": run.benchmark,
         "accuracy_target": run.config["accuracy_target"],

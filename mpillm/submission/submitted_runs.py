@@ -17,6 +17,7 @@ from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.doubts import cached_prompts, restarts
 from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
 from mpillm.submission.compliance_tests import FILES, compliance_of
 from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
 from mpillm.workloads import WORKLOADS, Workload
@@ -24,7 +25,7 @@ from mpillm.workloads.rounds import Round
 
 KINDS = ("performance", "accuracy", *FILES)
 # What the runs of one result must have in common: they are of one system under test.
-_SAME = ("core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
+_SAME = ("harness", "core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
 # Options that a workload sets and the closed division does not allow to change.
 _OF_THE_WORKLOAD = (fields.max_output_len, fields.min_output_len, fields.stop_words)
 # The entries of `describe_machine` that a submission describes.
@@ -65,8 +66,13 @@ class Run:
         return read_detail(self.path)
 
     @cached_property
+    def report(self) -> ClientReport | None:
+        """What MLCommons' client left, if it made the load."""
+        return ClientReport.read(self.path) if self.directory.client else None
+
+    @property
     def round(self) -> Round | None:
-        return logged_round(self.detail)
+        return logged_round(self.detail) if self.report is None else self.report.round
 
     @cached_property
     def machines(self) -> dict[str, Any]:
@@ -100,9 +106,11 @@ class Run:
         """Return what the rules forbid in both divisions and the submission checker does not check."""
         found = []
         result, config = self.directory.result, self.directory.config
+        if self.report is not None:
+            found += against_rules(self.report, self.directory.is_accuracy)
         # A compliance test has too few queries for early stopping, so in scenario Server it is hardly VALID;
         # no rule asks.
-        if result["status"] != "VALID" and self.kind not in FILES:
+        elif result["status"] != "VALID" and self.kind not in FILES:
             conditions = ", ".join(unsatisfied(self.path))
             why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
@@ -158,7 +166,7 @@ def read_run(path: Path) -> Run:
     Raises ConfigError if it is not a run directory of a workload, the run failed, or a submission has no
     place for it.
     """
-    directory = RunDirectory.read(path)
+    directory = RunDirectory.read(path, [CLIENT])
     benchmark, scenario = place(
         directory.workload, float(directory.config["accuracy_target"]), directory.scenario
     )
@@ -172,7 +180,13 @@ def read_run(path: Path) -> Run:
             f"{path} was run with an audit.config of none of {', '.join(FILES)}: "
             "it is neither a performance run nor a compliance run"
         )
-    return Run(directory, kind, benchmark, scenario)
+    run = Run(directory, kind, benchmark, scenario)
+    if run.report is not None and run.report.load_pattern == "concurrency":
+        raise ConfigError(
+            f"{path} was run with --concurrency, which is neither Offline nor Server: a submission has no"
+            " place for it"
+        )
+    return run
 
 
 @dataclass
@@ -188,6 +202,11 @@ class Result:
     def workload(self) -> Workload:
         """The full benchmark."""
         return next(iter(self.runs.values())).workload
+
+    @property
+    def by_client(self) -> bool:
+        """MLCommons' client made the load of its runs."""
+        return any(run.report is not None for run in self.runs.values())
 
     def forbidden(self, division: str) -> list[Problem]:
         """Return what the rules forbid in its runs."""

@@ -133,6 +133,7 @@ LLAMA3_1_8B = Workload(
     submission=Submission(
         rounds={"v6.0": ("llama3.1-8b",), "v6.1": ("llama3.1-8b",)},
         limits=Limits(ttft_ms=2000, tpot_ms=100, target_ms=20_000),
+        interactive=Limits(ttft_ms=500, tpot_ms=30, target_ms=20_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
     ),
     tiny_model="tiny-llama",
@@ -170,6 +171,7 @@ DEEPSEEK_R1 = Workload(
     submission=Submission(
         rounds={"v6.0": ("deepseek-r1",), "v6.1": ("deepseek-r1",)},
         limits=Limits(ttft_ms=2000, tpot_ms=80, target_ms=60_000),
+        interactive=Limits(ttft_ms=1500, tpot_ms=15, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
         draft_head="the head of deepseek-ai/DeepSeek-R1 (EAGLE-style, 3 steps, top-k 1)",
     ),
@@ -213,6 +215,7 @@ GPT_OSS_120B = Workload(
     submission=Submission(
         rounds={"v6.0": ("gpt-oss-120b",), "v6.1": ("gpt-oss-120b",)},
         limits=Limits(ttft_ms=3000, tpot_ms=80, target_ms=60_000),
+        interactive=Limits(ttft_ms=2000, tpot_ms=15, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
         draft_head="nvidia/gpt-oss-120b-Eagle3-long-context (EAGLE3-style, 3 steps, top-k 1)",
     ),

@@ -37,6 +37,11 @@ def round_of(seeds: tuple[object, ...]) -> Round | None:
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
+def round_of_client(sample_index: object, schedule: object) -> Round | None:
+    """Do as `round_of`, of a client that draws all of the data set, so that it has no seed for that."""
+    return next((r for r in ROUNDS if r.seeds[1:] == (sample_index, schedule)), None)
+
+
 def allows_guesses(workload: Workload) -> bool:
     """Return whether `workload` may be computed with speculative decoding, by the head that it names."""
     return bool(workload.interactive_of and workload.submission.draft_head)

@@ -51,11 +51,16 @@ class Submission:
     """What the submission checker has of a benchmark."""
 
     rounds: Mapping[str, tuple[str, ...]]  # its names of the benchmark, by round
-    limits: Limits
+    limits: Limits  # of Server; of LoadGen's runs those of Interactive, too
     scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
     # The only head that its interactive form may guess tokens with (speculative decoding); "": none
     draft_head: str = ""
     two_targets: bool = False  # accuracy targets of 99 % and 99.9 %: its names contain the target
+    interactive: Limits | None = None  # of Interactive, in results of MLCommons' client; None: it has none
+
+    def limits_of(self, scenario: str) -> Limits:
+        """Return the limits of a run of MLCommons' client."""
+        return self.interactive or self.limits if scenario == "Interactive" else self.limits
 
 
 @dataclass(frozen=True)

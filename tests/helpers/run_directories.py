@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from mpillm.report.request_log import RECORD
 
@@ -35,6 +36,7 @@ MACHINE = {
     "architecture": "x86_64",
     "software": {"torch": "2.13.0", "numpy": "2.4.6", "mlcommons-loadgen": "6.0.17"},
 }
+CLIENT = "inference-endpoint"
 SAMPLES = 24576  # of llama2-70b
 SAMPLED = {"TEST06": 100, "TEST07": 990, "TEST09": 10000}  # answers that LoadGen logs in a compliance run
 # What LoadGen logs of a run as the benchmark asks for it, and the submission checker reads.
@@ -144,6 +146,61 @@ def make_run(
     (path / "mlperf_log_detail.txt").write_text("\n".join(lines) + "\n")
     (path / "mlperf_log_summary.txt").write_text("MLPerf Results Summary\n")
     write(path / "mlperf_log_accuracy.json", list(answers))
+    return path
+
+
+def make_client_run(
+    path: Path,
+    kind: str = "performance",
+    scenario: str = "Offline",
+    answers: Mapping[int, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Make a run of llama3.1-8b whose load MLCommons' client made, of full size except for what is said:
+
+    `settings` of the runtime in its configuration, `summary`: of its report; `answers`: its log of events.
+    """
+    fields = {"benchmarks": ["llama3.1-8b"], "accuracy_target": 0.99, "harness": CLIENT, **config}
+    n = len(answers or {}) or 13368
+    result = {"status": "MEASURED", "harness": {"name": CLIENT, "version": "0.1.0", "asked": n}}
+    make_run(path, kind, scenario, result=result, **fields)
+    for name in ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json"):
+        (path / name).unlink()
+    left = path / "harness" / CLIENT
+    (left / "performance").mkdir(parents=True)
+    runtime = {
+        "min_duration_ms": 600_000,
+        "n_samples_to_issue": n,
+        "dataloader_random_seed": SEEDS["effective_sample_index_rng_seed"],
+        "scheduler_random_seed": SEEDS["effective_schedule_rng_seed"],
+        **(settings or {}),
+    }
+    pattern = {"type": "max_throughput" if scenario == "Offline" else "poisson"}
+    written = {
+        "version": "1.0",
+        "type": "offline" if scenario == "Offline" else "online",
+        "model_params": {"streaming": "on"},
+        "settings": {"runtime": runtime, "load_pattern": pattern},
+    }
+    (left / "config.yaml").write_text(yaml.safe_dump(written))
+    told: dict[str, Any] = {"min": 1, "max": 10**8, "avg": 10**7, "percentiles": {"50.0": 10**7}}
+    told["early_stopping_percentiles"] = {"50.0": 10**7, "99.0": 10**7, "99.9": None}
+    lengths = {"min": 1, "max": 128, "avg": 120.5, "total": 120 * n, "percentiles": {}}
+    found: dict[str, Any] = {"version": "0.1.0", "git_sha": "abc", "test_started_at": 1}
+    found |= {"state": "complete", "complete": True, "duration_ns": 610 * 10**9, "qps": 20.0, "tps": 2400.0}
+    found |= {"n_samples_issued": n, "n_samples_completed": n, "n_samples_failed": 0}
+    found |= {"ttft": told, "tpot": told, "latency": told, "output_sequence_lengths": lengths}
+    write(left / "performance" / "result_summary.json", found | dict(summary or {}))
+    uuids = {f"{index:032x}": index for index in answers or {}}
+    write(left / "sample_idx_map.json", {"performance": uuids})
+    end = {"event_type": "sample.complete", "timestamp_ns": 1}
+    ends = [
+        {**end, "sample_uuid": uuid, "data": ["TextModelOutput", text]}
+        for uuid, text in zip(uuids, (answers or {}).values(), strict=True)
+    ]
+    (left / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in ends))
     return path
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.support import DONE, Starter
+from tests.helpers.official_checker import INFERENCE, check_submission, listed
+from tests.helpers.support import DONE, TEST_FAILED, Starter
 from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
 from tests.peers.test_own_servers import VLLM
 
@@ -21,7 +22,8 @@ LOADS = {
     "poisson": ("--scenarios", "Server", "--server_target_qps", 20, "--min_query_count", 100),
     "concurrency": ("--concurrency", 8),
 }
-CLIENTS = {"inference-endpoint": "inference-endpoint", "aiperf": "aiperf", "guidellm": "guidellm"}
+CLIENT = "inference-endpoint"
+CLIENTS = {CLIENT: CLIENT, "aiperf": "aiperf", "guidellm": "guidellm"}
 CLIENTS["vllm-bench"] = "vllm"
 
 
@@ -36,7 +38,7 @@ def in_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=CLIENTS)
 def harness(request: pytest.FixtureRequest, program: Program) -> str:
     name = str(request.param)
-    if name == "inference-endpoint":  # of no package index: wherever it is
+    if name == CLIENT:  # of no package index: wherever it is
         if not shutil.which(name):
             pytest.skip("there is no inference-endpoint in PATH")
     else:
@@ -66,6 +68,30 @@ def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, say: S
         assert made[name]["mean"] >= result["endpoint"][name]["mean"]
     assert abs(result["tokens"] - n * OUTPUT) <= (0 if harness != "vllm-bench" else n)
     say(f"{load}: {shown(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
+
+
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_a_result_of_its_runs(division: str, model: Path, one: Starter, say: Says) -> None:
+    """What the client leaves of an accuracy and a performance run is a result, and lacks nothing but size."""
+    if not shutil.which(CLIENT):
+        pytest.skip("there is no inference-endpoint in PATH")
+    pytest.importorskip("rouge_score")
+    options: list[object] = ["--harness", CLIENT, "--model_path", model, "--core_options", "ttft_ms:20"]
+    options += ["--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--round", "v6.1"]
+    runs = []
+    for kind, more in (("performance", ()), ("accuracy", ("--test_mode", "AccuracyOnly"))):
+        runs.append(one.folder / kind)
+        one.start(2, *options, *more, core="dummy", log_dir=runs[-1]).end(TIMEOUT_S).must(DONE)
+    one.mpillm("accuracy", runs[1]).must(DONE)
+    where = ("--output", one.folder / "out", "--submitter", "Us", "--system_name", "box")
+    said = one.mpillm("submission", *runs, *where, "--division", division).must(TEST_FAILED).out
+    found = {check for *_, check in listed(said)}
+    lacks = {"scenarios_check"} if division == "closed" else set()
+    assert found == {"min_duration_check", "dataset_check", *lacks}, said
+    if INFERENCE:
+        verdict = check_submission(one.folder / "out")
+        assert verdict.failed == listed(said), verdict.log
+    say(f"{division}: {', '.join(sorted(found))}")
 
 
 def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Says) -> None:

@@ -79,6 +79,8 @@ def test_mlcommons_client(load: Load) -> None:
     assert online["type"] == "online" and online["settings"]["load_pattern"]["target_qps"] == 4.5
     assert online["endpoint_config"]["endpoints"] == ["http://a:1", "http://b:2"]
     assert config(replace(load, concurrency=2))["settings"]["load_pattern"]["target_concurrency"] == 2
+    asked = config(replace(load, min_duration_ms=600_000, all_chunks=True))["settings"]
+    assert asked["runtime"]["min_duration_ms"] == 600_000 and asked["client"]["stream_all_chunks"]
     assert config(replace(load, ignoring=[True, True]))["model_params"]["min_new_tokens"] == 8
 
 
@@ -294,11 +296,11 @@ def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
     path = load.folder / "events.jsonl"
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")):
-        list(kind.read_lines(path, load))
+        list(kind.read_lines(path, len(load.order)))
 
 
 def test_a_line_nested_deep_is_named(load: Load) -> None:
     path = load.folder / "events.jsonl"
     path.write_bytes(b"[" * 200_000)
     with pytest.raises(ConfigError, match=r"events\.jsonl:1: not a JSON object"):
-        list(kind.read_lines(path, load))
+        list(kind.read_lines(path, len(load.order)))
