@@ -490,7 +490,7 @@ def test_weights_in_int4(n_out: int, n_in: int) -> None:
     wide = int4.widened(blocks, scales).to(DEVICE)
     product = Int4Linear(blocks.to(DEVICE), scales.to(DEVICE), torch.bfloat16)
     assert torch.equal(int4_kernels.widened(product._weight, product._scales), wide.to(torch.bfloat16))
-    for n in (1, 3, 8, 16, 17, 64, 65, 300):
+    for n in (1, 3, 8, 16, 17, 64, 65, 128, 129, 300):
         x = torch.randn(n, n_in, generator=random).to(DEVICE, torch.bfloat16)
         wanted = x.float() @ wide.T
         assert error(product(x), wanted) < 8e-3
@@ -500,7 +500,7 @@ def test_weights_in_int4(n_out: int, n_in: int) -> None:
             gate, up = wanted.chunk(2, dim=1)
             assert error(few(x, activated=True), torch.nn.functional.silu(gate) * up) < 2e-2
         else:
-            assert n > 64
+            assert n > 128
 
 
 @needs_assembly

@@ -34,16 +34,19 @@ class _Way(NamedTuple):
     n_programs: int  # wanted
 
 
-# Measured on an H200, for weights in fp8, int4 and bfloat16: the most rows, above which cuBLAS is faster.
-# With what follows the product, large bfloat16 weights are faster here for more.
-MOST_ROWS = {torch.float8_e4m3fn: 8, torch.int16: 64}
-_MOST_ROWS = 16  # of floats
+# Measured on an H200, for weights in fp8, int4 and floats: how to compute up to so many rows; cuBLAS is
+# faster for more. With what follows the product, large weights in bfloat16 are faster here for more.
 _WAYS = {
-    torch.float8_e4m3fn: _Way(32, 128, 4, 2, 512),
-    torch.int16: _Way(32, 128, 4, 2, 512),
+    torch.float8_e4m3fn: {8: _Way(32, 128, 4, 2, 512)},
+    torch.int16: {
+        16: _Way(32, 128, 4, 2, 512),
+        64: _Way(64, 128, 4, 4, 256),
+        128: _Way(128, 128, 3, 8, 128),
+    },
 }
-_WAY = _Way(32, 128, 3, 2, 512)
-_LARGE, _MOST_OF_LARGE, _WAY_OF_LARGE = 48 << 20, 32, _Way(64, 128, 4, 4, 128)
+_WAYS_OF_FLOATS = {16: _Way(32, 128, 3, 2, 512)}
+_LARGE, _WAYS_OF_LARGE = 48 << 20, {**_WAYS_OF_FLOATS, 32: _Way(64, 128, 4, 4, 128)}
+MOST_ROWS = {dtype: max(ways) for dtype, ways in _WAYS.items()}
 _MOST_SPLITS = 8
 
 
@@ -154,12 +157,13 @@ class FewRows:
         self._weight, self._scales = weight, scales
         self._is_int4 = weight.dtype == torch.int16
         self._shape = (weight.shape[1], GROUP * len(weight)) if self._is_int4 else tuple(weight.shape)
-        self.most_rows = self.most_followed = MOST_ROWS.get(weight.dtype, _MOST_ROWS)
+        self._ways = _WAYS.get(weight.dtype, _WAYS_OF_FLOATS)
+        self.most_rows = max(self._ways)
         if scales is None and weight.numel() >= _LARGE:
-            self.most_followed = _MOST_OF_LARGE
-        self._way = _WAYS.get(weight.dtype, _WAY)
+            self._ways = _WAYS_OF_LARGE
+        self.most_followed = max(self._ways)
         # How many programs of each tile have stored their part: zeros again after each product.
-        n_tiles = cdiv(self._shape[0], self._way.columns)
+        n_tiles = cdiv(self._shape[0], min(way.columns for way in self._ways.values()))
         self._arrived = torch.zeros(n_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
@@ -169,7 +173,7 @@ class FewRows:
         add the product to it, and return it.
         """
         n, (n_all, n_in) = len(x), self._shape
-        way = self._way if n <= self.most_rows else _WAY_OF_LARGE
+        way = next(way for most, way in self._ways.items() if n <= most)
         tiles = cdiv(n_all, way.columns)
         splits = min(_MOST_SPLITS, next_power_of_2(cdiv(way.n_programs, tiles)), cdiv(n_in, way.depth))
         out = x.new_empty(n, n_all // 2 if activated else n_all) if residual is None else residual
