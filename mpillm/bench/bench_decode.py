@@ -103,6 +103,10 @@ def bench_decode(config: Options) -> int:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
     core = _core(config, guesses, gpus[0].free)
     info = check_model(core)
+    if info.config.latent is not None:
+        raise ConfigError(
+            "--model_path: the parts of latent attention are not measured", about=["model_path"]
+        )
     check_speculation(core, info)
 
     import torch

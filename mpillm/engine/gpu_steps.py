@@ -185,7 +185,10 @@ class GpuSteps:
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part
-        n_queries = self.kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
+        rank, is_scaled = part.model.kinds[0].rank, part.cache.scales is not None
+        n_queries = self.kernels.context_tile(
+            part.n_heads, part.cache.keys.shape[2], part.dtype, rank, is_scaled
+        )
         return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
 
     def _embed(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.gpu_steps import GpuSteps
 from mpillm.engine.graphs import capture, ladder
-from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
+from mpillm.engine.kernels import attention_kernels, context_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.few_rows import MOST_ROWS
 from mpillm.engine.kernels.launch import Kernel
@@ -143,7 +143,7 @@ def test_a_step_never_waits_for_the_device(sampled: bool) -> None:
 
 def forget_kernels() -> None:
     """Forget them as in a new process; what Triton has on disk stays."""
-    for module in (kernels, attention_kernels, fp8_kernels, expert_kernels):
+    for module in (kernels, attention_kernels, context_kernels, fp8_kernels, expert_kernels):
         for kernel in vars(module).values():
             if isinstance(kernel, Kernel):
                 kernel.compiled.clear()

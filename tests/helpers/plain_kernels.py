@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import rounded, widened
-from mpillm.engine.model.ops import add_norm, combine, gated, route, scaled
+from mpillm.engine.model.ops import add_norm, combine, gated, route, route_grouped, scaled
 
 __all__ = [
     "add_norm",
@@ -19,6 +19,7 @@ __all__ = [
     "gated",
     "rotate_store",
     "route",
+    "route_grouped",
     "scaled",
 ]
 
@@ -106,13 +107,16 @@ def decode_attention(
     n_heads: int,
     window: int = 0,
     sinks: Tensor | None = None,
+    rank: int = 0,
 ) -> None:
     for i, (slot, position) in enumerate(zip(slots.tolist(), positions, strict=True)):
         held = _in_blocks(keys, values, scales, table[slot], int(position) + 1)
         out[i] = _attend(qkv[i : i + 1, :n_heads], *held, position[None], window, sinks)[0].to(out.dtype)
 
 
-def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
+def context_tile(
+    n_heads: int, n_kv_heads: int, dtype: torch.dtype, rank: int = 0, is_scaled: bool = False
+) -> int:
     return 16
 
 
@@ -146,6 +150,7 @@ def context_attention(
     cached: bool,
     window: int = 0,
     sinks: Tensor | None = None,
+    rank: int = 0,
 ) -> None:
     k = keys.shape[1]
     rows = qkv[:, n_heads:] if copied is None else copied

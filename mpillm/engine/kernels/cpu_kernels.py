@@ -17,7 +17,7 @@ from torch import Tensor
 from mpillm.engine.kernels.c_library import address, c_library
 from mpillm.engine.model import ops
 from mpillm.engine.model.families import Activation
-from mpillm.engine.model.ops import Choice, Partial, Unscaled
+from mpillm.engine.model.ops import Partial, Unscaled
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -71,17 +71,11 @@ class CpuKernels:
         self._silu_mul(address(gate_up), address(out), *out.shape)
         return out
 
-    def scaled(self, product: Tensor | Unscaled) -> Tensor:
-        """As `ops.scaled`."""
-        return ops.scaled(product)
-
-    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
-        """As `ops.route`."""
-        return ops.route(scores, n_chosen, experts, normed)
-
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        """As `ops.combine`."""
-        return ops.combine(y, weights)
+    # Nothing of these is worth a kernel on a CPU.
+    scaled = staticmethod(ops.scaled)
+    route = staticmethod(ops.route)
+    route_grouped = staticmethod(ops.route_grouped)
+    combine = staticmethod(ops.combine)
 
     def rotate_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, keys: Tensor, values: Tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.model.ops import Choice, Rounded
+from mpillm.engine.model.ops import Choice, Rounded, in_groups
 from mpillm.engine.weights.entries import BLOCK
 from mpillm.engine.weights.mxfp4 import BIAS, numbers_of
 
@@ -62,8 +62,9 @@ def _count(
 @Kernel
 @triton.jit(do_not_specialize=["n", "n_parts"])
 def _route(
-    scores, weights, order, ends, counts, n, n_experts, first, n_mine, n_parts,
-    NORMED: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    scores, likelihoods, weights, order, ends, counts, n, n_experts, first, n_mine, n_parts, factor,
+    GIVEN: tl.constexpr, NORMED: tl.constexpr, CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     part, expert = tl.program_id(0), tl.arange(0, BLOCK)
     mine = (expert >= first) & (expert < first + n_mine)
@@ -84,10 +85,15 @@ def _route(
         place = end - total + tl.sum(tl.where((each < part)[:, None], count, 0), 0)
     if part == 0:
         tl.store(ends + expert - first, end, mask=mine)
-    likely = tl.exp(score - tl.max(score, 1)[:, None])
+    if GIVEN:
+        likely, _ = _scores(likelihoods, row, expert, n, n_experts)
+    else:
+        likely = tl.exp(score - tl.max(score, 1)[:, None])
     if NORMED:
         likely = tl.where(chosen == 1, likely, 0.0)
-    weight = likely / tl.sum(likely, 1)[:, None]
+    weight = likely * factor
+    if NORMED or not GIVEN:
+        weight = weight / tl.sum(likely, 1)[:, None]
     pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - chosen
     tl.store(weights + pair, tl.where(mine[None, :], weight, 0.0), mask=chosen == 1)
     tl.store(order + place[None, :] + tl.cumsum(here, 0) - here, pair, mask=here == 1)
@@ -98,6 +104,27 @@ def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) ->
 
     Programs have some rows each. With several, each counts its rows' choices first.
     """
+    return _choice(scores, None, n_chosen, experts, normed, 1.0)
+
+
+def route_grouped(
+    scores: Tensor,
+    bias: Tensor,
+    n_chosen: int,
+    experts: range,
+    normed: bool,
+    groups: tuple[int, int],
+    factor: float,
+) -> Choice:
+    """As `ops.route_grouped`, and `route`."""
+    each, ranked = in_groups(scores, bias, groups)
+    return _choice(ranked, each, n_chosen, experts, normed, factor)
+
+
+def _choice(
+    scores: Tensor, likelihoods: Tensor | None, n_chosen: int, experts: range, normed: bool, factor: float
+) -> Choice:
+    """Choose by `scores`, and weigh by `likelihoods` [rows, all experts], or by their softmax."""
     n, n_experts = scores.shape
     weights = torch.empty(n, n_chosen, dtype=torch.float32, device=scores.device)
     order = torch.empty(n * n_chosen, dtype=torch.int32, device=scores.device)
@@ -112,8 +139,10 @@ def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) ->
             CHOSEN=n_chosen, ROWS=rows, BLOCK=block,
         )  # fmt: skip
     _route[(n_parts,)](
-        scores, weights, order, ends, counts, n, n_experts, experts.start, len(experts), n_parts,
-        NORMED=normed, CHOSEN=n_chosen, ROWS=rows, BLOCK=block, PARTS=next_power_of_2(n_parts),
+        scores, scores if likelihoods is None else likelihoods, weights, order, ends, counts, n, n_experts,
+        experts.start, len(experts), n_parts, factor,
+        GIVEN=likelihoods is not None, NORMED=normed, CHOSEN=n_chosen,
+        ROWS=rows, BLOCK=block, PARTS=next_power_of_2(n_parts),
     )  # fmt: skip
     return Choice(weights, order, ends)
 

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.attention_kernels import context_attention as context_attention
-from mpillm.engine.kernels.attention_kernels import context_tile as context_tile
-from mpillm.engine.kernels.attention_kernels import copied_rows as copied_rows
 from mpillm.engine.kernels.attention_kernels import decode_attention as decode_attention
+from mpillm.engine.kernels.context_kernels import context_attention as context_attention
+from mpillm.engine.kernels.context_kernels import context_tile as context_tile
+from mpillm.engine.kernels.context_kernels import copied_rows as copied_rows
 from mpillm.engine.kernels.early_starts import after_previous, let_next_start, starts_early
 from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
+from mpillm.engine.kernels.expert_kernels import route_grouped as route_grouped
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.model import ops
 from mpillm.engine.model.families import CORRECTION, Experts
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
@@ -115,7 +114,7 @@ class Mixture:
     def _chosen(self, x: Tensor) -> Choice:
         if self._correction is not None:
             how = self._n_chosen, self._experts, self._normed, self._groups, self._factor
-            return ops.route_grouped(self.router(x.float()), self._correction, *how)
+            return self._ops.route_grouped(self.router(x.float()), self._correction, *how)
         scores = self.router(x)
         if self._router_bias is not None:
             scores = scores + self._router_bias

@@ -142,10 +142,6 @@ def model_info(config: CoreConfig) -> ModelInfo:
     raw = read_object(source)
     check_architecture(raw, source)
     model = parse_model(raw, source)
-    if model.latent is not None and config.gpu_bytes is not None:
-        raise ConfigError(
-            f"{config.model_path}: latent attention runs only on CPUs (--device cpu)", about=["device"]
-        )
     _check_layout(config, model)
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))

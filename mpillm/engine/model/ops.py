@@ -116,16 +116,21 @@ def route_grouped(
     There are `groups[0]` groups; a row chooses from the `groups[1]` whose two best experts are best together.
     What it weighs them with is times `factor`.
     """
-    each = scores.sigmoid()
-    ranked = (each + bias).view(len(scores), groups[0], len(bias) // groups[0])
-    best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1).topk(groups[1], dim=-1).indices
-    is_open = torch.zeros_like(ranked[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-    ranked = ranked.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+    each, ranked = in_groups(scores, bias, groups)
     chosen = ranked.topk(n_chosen, dim=-1).indices
     weights = each.gather(1, chosen)
     if normed:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return choice_of(weights * factor, chosen, experts)
+
+
+def in_groups(scores: Tensor, bias: Tensor, groups: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return sigmoids, and what experts are ranked by: -inf in groups that a row may not choose from."""
+    each = scores.sigmoid()
+    ranked = (each + bias).view(len(scores), groups[0], len(bias) // groups[0])
+    best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1).topk(groups[1], dim=-1).indices
+    is_open = torch.zeros_like(ranked[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return each, ranked.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
 
 
 def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> Choice:

@@ -65,7 +65,7 @@ class PagedAttention:
         if n:
             rows = self.table, self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(
-                turned[:n], *held, *rows, out[:n], self.n_heads, kind.window, kind.sinks
+                turned[:n], *held, *rows, out[:n], self.n_heads, kind.window, kind.sinks, kind.rank
             )
         if self.contexts is not None:
             self._attend_with_contexts(self.contexts, turned, held, out, kind)
@@ -98,4 +98,5 @@ class PagedAttention:
                     *(qkv, rows, *held, self.table, tiles, out, self.n_heads, reads_blocks),
                     kind.window,
                     kind.sinks,
+                    kind.rank,
                 )

@@ -46,4 +46,15 @@ class Ops(Protocol):
 
     def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
 
+    def route_grouped(
+        self,
+        scores: Tensor,
+        bias: Tensor,
+        n_chosen: int,
+        experts: range,
+        normed: bool,
+        groups: tuple[int, int],
+        factor: float,
+    ) -> Choice: ...
+
     def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...

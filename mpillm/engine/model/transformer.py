@@ -62,6 +62,7 @@ class Layer:
             config.window(index),
             max_seq_len if config.window(index) and config.local_rope_theta is not None else 0,
             weights.get(f"{attention}.sinks").float() if family.sinks else None,
+            latent.kv_lora_rank if latent is not None else 0,
         )
         self.norm_biases: tuple[Tensor | None, Tensor | None] = None, None  # of the two norms of inputs
         if family.layer_norms:

@@ -110,14 +110,6 @@ def test_bytes_and_lengths_of_a_rank() -> None:
     assert first == second == pytest.approx(2 * alone, abs=32)
 
 
-def test_latent_attention_is_for_cpus(tmp_path: Path) -> None:
-    raw = preset_json("tiny-llama") | {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8}
-    raw |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match="latent attention runs only on CPUs"):
-        check_model(config(tmp_path, gpu_bytes=8 << 30, load_format="dummy"))
-
-
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     code = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.sampler import SamplingParams
@@ -13,6 +14,7 @@ from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.step import Step
 from tests.helpers.families import make_family
+from tests.helpers.gpu_steps_on_cpu import gpu_worker
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
 pytest.importorskip("transformers")
@@ -40,6 +42,19 @@ def test_bfloat16(tmp_path: Path, name: str) -> None:
         answer(make_core(tmp_path, dtype=dtype), make_batch(PROMPTS)) for dtype in ("bfloat16", "float32")
     )
     assert sum(a[:1] == b[:1] for a, b in zip(found, wanted, strict=True)) >= len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_tokens": 7, "max_batch_size": 3}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, int]
+) -> None:
+    """With plain kernels they give the answers of a CPU's steps."""
+    make_family(name, tmp_path)
+    wanted = answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS))
+    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
+    core = make_core(tmp_path, dtype="float32", gpu_bytes=8 << 30, **options)
+    assert answer(core, make_batch(PROMPTS)) == wanted
 
 
 @pytest.mark.parametrize("policy", ["max_util", "no_evict"])
