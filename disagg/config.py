@@ -4,10 +4,11 @@ It is what TensorRT-LLM reads (`trtllm-serve disaggregated -c`), with a section 
 
 Sections. A disaggregated file has `context_servers` and `generation_servers`, an aggregated one only
 `executors`. With `disagg_cluster`, by which servers register with TensorRT-LLM's leader, sections may be
-missing. All three take the keys of `ServerConfig`. Any other key in a section is an LLM argument and is kept
-in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`), it is
-refused as misspelt, and so is a key inside `kv_cache_config` and the other mappings of which something is
-read.
+missing. All three take the keys of `ServerConfig`; in our own runs each may also be a list of such mappings,
+for instances that differ (`executors[0]`, `executors[1]`). Any other key in a section is an LLM argument and
+is kept in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`),
+it is refused as misspelt, and so is a key inside `kv_cache_config` and the other mappings of which something
+is read.
 
 Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options for the leader (`options`). As
 in TensorRT-LLM, any other key at the top level applies to every section, and the same key with two values is
@@ -19,8 +20,8 @@ All instances of a run serve one model: sections may repeat `model` and `backend
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import ConfigError, nearest
@@ -40,6 +41,7 @@ from .schema import (
     URL,
     checked,
     refuse,
+    section_kind,
 )
 from .text_file import read_text
 from .yaml_text import plain, read, write
@@ -51,7 +53,7 @@ _CLOSE, _SLIP = 0.85, 0.93
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The instances of one section; all of them are alike. Parallel sizes are in ranks."""
+    """The instances of one section, or of one of a list; all are alike. Parallel sizes are in ranks."""
 
     num_instances: int = 1
     tensor_parallel_size: int = 1
@@ -88,13 +90,16 @@ class DisaggConfig:
     context_servers: ServerConfig | None = None
     generation_servers: ServerConfig | None = None
     executors: ServerConfig | None = None
+    # In the place of these, by name: sections that are lists in the file.
+    lists: Mapping[str, tuple[ServerConfig, ...]] = field(default_factory=dict)
     # TensorRT-LLM's options for the leader, unchanged.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
         """ "disaggregated" or "aggregated"."""
-        return "disaggregated" if self.executors is None else "aggregated"
+        aggregated = self.executors is not None or SECTIONS[2] in self.lists
+        return "aggregated" if aggregated else "disaggregated"
 
     @property
     def is_half(self) -> bool:
@@ -108,9 +113,20 @@ class DisaggConfig:
 
     @property
     def sections(self) -> tuple[tuple[str, ServerConfig], ...]:
-        """Name and content of the sections present, in the order in which their instances take ranks."""
-        named = ((name, getattr(self, name)) for name in SECTIONS)
-        return tuple((name, server) for name, server in named if server is not None)
+        """Name and content of the sections present, in the order in which their instances take ranks.
+
+        Those of a list have their index in their names: `executors[1]`.
+        """
+        made: list[tuple[str, ServerConfig]] = []
+        for name in SECTIONS:
+            if (there := getattr(self, name)) is not None:
+                made.append((name, there))
+            made += [(f"{name}[{i}]", server) for i, server in enumerate(self.lists.get(name, ()))]
+        return tuple(made)
+
+    def with_sections(self, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
+        """Return it with what `change` makes of each section, given its name and content."""
+        return replace(self, **_as_fields({name: change(name, server) for name, server in self.sections}))
 
     @property
     def n_workers(self) -> int:
@@ -134,6 +150,7 @@ def dump(config: DisaggConfig) -> str:
     data.update((key, getattr(config, key)) for key in RUN_WIDE if getattr(config, key) is not None)
     data.update(config.options)
     defaults = vars(ServerConfig())
+    sections: dict[str, Any] = {}
     for name, server in config.sections:
         # Written even if 1: people look for them.
         sizes = ("num_instances", "tensor_parallel_size", "pipeline_parallel_size")
@@ -144,8 +161,34 @@ def dump(config: DisaggConfig) -> str:
         }
         if server.urls:
             section["urls"] = list(server.urls)
-        data[name] = section | dict(server.extra)
-    return write(data)
+        section |= dict(server.extra)
+        kind = section_kind(name)
+        sections[kind] = section if kind == name else [*sections.get(kind, ()), section]
+    return write(data | sections)
+
+
+def _as_fields(sections: Mapping[str, ServerConfig]) -> dict[str, Any]:
+    """Return the fields of a `DisaggConfig` that have these sections, by their names."""
+    plain = {name: server for name, server in sections.items() if name == section_kind(name)}
+    lists: dict[str, tuple[ServerConfig, ...]] = {}
+    for name, server in sections.items():
+        if name not in plain:
+            lists[section_kind(name)] = (*lists.get(section_kind(name), ()), server)
+    return {**plain, "lists": lists}
+
+
+def _flat(source: str, data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the content of each section in `data`, by its name."""
+    found: dict[str, Any] = {}
+    for kind in SECTIONS:
+        if kind not in data:
+            continue
+        value = data[kind]
+        if isinstance(value, list):
+            found |= {f"{kind}[{i}]": one for i, one in enumerate(value)} or {kind: value}
+        else:
+            found[kind] = {} if value is None and kind != SECTIONS[2] else value
+    return {name: checked(f"{source}: {name}", value, MAPPING) for name, value in found.items()}
 
 
 def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
@@ -166,24 +209,19 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
         _check_inner(f"{source}: {key}", key, value)
     hostname, port = options.pop("hostname", DisaggConfig.hostname), options.pop("port", DisaggConfig.port)
 
-    sections = {
-        name: checked(
-            f"{source}: {name}", {} if data[name] is None and name != SECTIONS[2] else data[name], MAPPING
-        )
-        for name in SECTIONS
-        if name in data
-    }
-    are_named = tuple(sections) in (SECTIONS[:2], SECTIONS[2:])
-    if not are_named and (DISCOVERY not in options or SECTIONS[2] in sections):
+    sections = _flat(source, data)
+    kinds = tuple(dict.fromkeys(map(section_kind, sections)))
+    are_named = kinds in (SECTIONS[:2], SECTIONS[2:])
+    if not are_named and (DISCOVERY not in options or SECTIONS[2] in kinds):
         raise ConfigError(
-            f"{source}: the sections are {' and '.join(sections) or 'missing'}; "
+            f"{source}: the sections are {' and '.join(kinds) or 'missing'}; "
             "must be both context_servers and generation_servers (disaggregated), "
             "or only executors (aggregated)"
         )
     run_wide = {key: _run_wide(source, key, data, sections) for key in RUN_WIDE}
     servers = {name: _server(source, name, section, handed_down) for name, section in sections.items()}
     _check_addresses(source, f"{hostname}:{port}", servers)
-    fields: dict[str, Any] = {**run_wide, **servers}
+    fields: dict[str, Any] = {**run_wide, **_as_fields(servers)}
     return DisaggConfig(hostname, port, **fields, options=options)
 
 
@@ -237,7 +275,7 @@ def _server(
             del values[key]
         if value is None and (key in NULLABLE or key in READ):
             continue
-        checked(where, value, COUNT if (key, name) == ("num_instances", "executors") else rule)
+        checked(where, value, COUNT if (key, section_kind(name)) == ("num_instances", "executors") else rule)
         _check_inner(where, key, value)
         if key in SERVER:
             known[key] = value

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .config import DisaggConfig
 from .errors import ConfigError
-from .schema import SECTIONS
+from .schema import SECTIONS, section_kind
 
 _KINDS = dict(zip(SECTIONS, ("context", "generation", "executor"), strict=True))
 
@@ -37,10 +37,15 @@ def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
     made: list[Instance] = []
     first = 0
     for section, server in config.sections:
+        if section != section_kind(section):
+            raise ConfigError(
+                f"{path}: {section_kind(section)} is a list, which is for the instances of one run; of"
+                " servers each section is one mapping"
+            )
         if len(server.urls) != server.num_instances:
             raise ConfigError(f"{path}: {section} has no urls, which its servers need")
         for url in server.urls:
             ranks = range(first, first + server.ranks_per_instance)
-            made.append(Instance(len(made), _KINDS[section], section, url, ranks))
+            made.append(Instance(len(made), _KINDS[section_kind(section)], section, url, ranks))
             first = ranks.stop
     return made

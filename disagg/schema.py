@@ -21,6 +21,12 @@ ROUTERS = (
     "remote_http",
 )
 
+
+def section_kind(section: str) -> str:
+    """Return which of `SECTIONS` one is, also if it is one of a list: ``executors[1]``."""
+    return section.partition("[")[0]
+
+
 # A rule is what an error says is allowed, and the test for it. `type(x) is int`, because True is an int too.
 Rule = tuple[str, Callable[[Any], bool]]
 COUNT: Rule = ("an integer, at least 1", lambda x: type(x) is int and x >= 1)

@@ -22,7 +22,7 @@ from typing import Any
 from .config import DisaggConfig, ServerConfig
 from .errors import ConfigError
 from .placement import place
-from .schema import SECTIONS
+from .schema import SECTIONS, section_kind
 
 CONTROL = frozenset(("harness", "leader"))
 """The roles of control ranks."""
@@ -58,6 +58,7 @@ class InstancePlan:
     role: str  # ctx, gen or executor
     ranks: tuple[int, ...]  # in instance order
     server: ServerConfig
+    section: str = ""  # where the file has `server`
 
     @property
     def leader(self) -> int:
@@ -239,7 +240,7 @@ def check_pairs(config: DisaggConfig) -> None:
     """Raise ConfigError if context or generation instances are missing, which only TensorRT-LLM takes."""
     if config.mode != "disaggregated" or config.is_half:
         return
-    there = {name for name, server in config.sections if server.num_instances}
+    there = {section_kind(name) for name, server in config.sections if server.num_instances}
     if lacking := [name for name in SECTIONS[:2] if name not in there]:
         raise ConfigError(
             f"{' and '.join(lacking)}: no instances; a request needs a context instance and a generation"
@@ -288,11 +289,12 @@ def _wrong_size(config: DisaggConfig, world_size: int) -> str:
 
 def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple[InstancePlan, ...]:
     """Give the instances their ranks: contiguous, unless that splits TP groups that need not be split."""
-    servers = [(ROLES[name], server) for name, server in config.sections for _ in range(server.num_instances)]
+    servers = [(name, server) for name, server in config.sections for _ in range(server.num_instances)]
 
     def numbered(ranks: Sequence[Sequence[int]]) -> tuple[InstancePlan, ...]:
         return tuple(
-            InstancePlan(i, role, tuple(ranks[i]), server) for i, (role, server) in enumerate(servers)
+            InstancePlan(i, ROLES[section_kind(name)], tuple(ranks[i]), server, name)
+            for i, (name, server) in enumerate(servers)
         )
 
     contiguous, start = [], workers.start
@@ -301,14 +303,14 @@ def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple
         start += server.ranks_per_instance
     in_order = numbered(contiguous)
     n_splits = _splits(in_order, nodes)
-    if n_splits == 0:
+    if n_splits == 0 or len(config.sections) > 2:  # `place` knows two sizes
         return in_order
 
     on_node: dict[str, list[int]] = {}
     for rank in workers:
         on_node.setdefault(nodes[rank], []).append(rank)
     sections = [server for _, server in config.sections]
-    # In an aggregated run they are the same section: all groups count as the first's.
+    # If there is only one, all groups count as the first's.
     first, last = sections[0], sections[-1]
     n_groups = [s.num_instances * s.ranks_per_instance // s.tensor_parallel_size for s in sections]
     chosen = place(

@@ -20,7 +20,8 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.fields.effects import PLAN
 from mpillm.report.columns import prose
-from mpillm.runtime.plan_memory import memory_lines
+from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
 _SHOWN = shown(
@@ -85,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
         from mpillm.runtime import own_servers  # few plans have any
 
         notes += own_servers.server_lines(made, own_servers.server_plans(config, made, {}))
+    if not clients:
+        notes += share_lines(core_configs(config, made, [one.leader for one in made.instances], {}))
     notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}
     json_output.tell(figures)

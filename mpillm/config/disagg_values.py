@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
-from disagg.schema import SECTIONS, SERVER
+from disagg.schema import SECTIONS, SERVER, section_kind
 from mpillm import fields
 from mpillm.configurator import Field
 from mpillm.configurator.found import Found, Level, Origin
@@ -130,8 +130,8 @@ def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_whole: bool
             Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model
         )
     for section, server in yaml.sections:
-        sizes = SIZES[section] if server.num_instances else ()
-        stated |= _stated(sizes, section, server, path)
+        if section == section_kind(section) and server.num_instances:
+            stated |= _stated(SIZES[section], section, server, path)
     if is_whole and (kept := yaml.options.get(PERF_METRICS.name)) is not None:
         where = Origin(Level.YAML, f"{path}: {PERF_METRICS.name}")
         stated[PERF_METRICS.field.name] = Stated(Found(kept, where), str(kept))
@@ -144,7 +144,10 @@ def of_a_section(section: str, server: ServerConfig, path: str, is_whole: bool) 
     `is_whole`: its instances are no servers of their own.
     """
     theirs = without_option(server)
-    places = (EXPERTS, *CORE, ROUTER, *(() if is_whole else SERVER_ONLY))
+    sizes = (
+        () if section == section_kind(section) else SIZES[section_kind(section)]
+    )  # of a list: each has its own
+    places = (*sizes, EXPERTS, *CORE, ROUTER, *(() if is_whole else SERVER_ONLY))
     return _stated(tuple(place for place in places if place not in theirs), section, server, path)
 
 
@@ -214,12 +217,6 @@ def _put(there: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any
     """Return `there` with a value where `keys` lead, from the outside in."""
     key, *inner = keys
     return {**there, key: _put(there.get(key) or {}, inner, value) if inner else value}
-
-
-def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
-    """Return `yaml` with what `change` makes of each section, given its name and content."""
-    changed: dict[str, Any] = {name: change(name, server) for name, server in yaml.sections}
-    return dataclasses.replace(yaml, **changed)
 
 
 # What the leader does if nothing is stated; what TensorRT-LLM's does by default.

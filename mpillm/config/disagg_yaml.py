@@ -9,7 +9,7 @@ import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
-from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, with_sections, written
+from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, written
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Level
 
@@ -153,6 +153,6 @@ def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
     values = {
         place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT
     }
-    return with_sections(
-        made, lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})
+    return made.with_sections(
+        lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})
     )

@@ -224,7 +224,9 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
         one = facts.instances.get(instance["instance"]) if facts is not None else None
         # A client waits for its servers: that it holds requests says nothing of them.
         share, doing = instance["busy_fraction"], instance.get("busy_with", busy_with(False))
-        work = f"{instance['samples']:,} {what}, {instance['tokens']:,} tokens, {doing} {100 * share:.0f} %"
+        part = _part_of_the_tokens(instance, result["per_instance"], facts)
+        work = f"{instance['samples']:,} {what}, {instance['tokens']:,} tokens{part}"
+        work += f", {doing} {100 * share:.0f} %"
         rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
@@ -234,6 +236,21 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
             rows.append(("", f"speculation: {accepted} of {drafted} guessed tokens were right ({share})"))
         rows += [("", advice) for advice in _advice(instance)]
     return rows
+
+
+def _part_of_the_tokens(
+    instance: Mapping[str, Any], every: Sequence[Mapping[str, Any]], facts: Facts | None
+) -> str:
+    """Return what part of the tokens of its role an instance computed, for the line that says how many.
+
+    "" if it is the only one, or the roles are not known.
+    """
+    if facts is None or instance["instance"] not in facts.instances:
+        return ""
+    roles = {number: one.role for number, one in facts.instances.items()}
+    role = roles[instance["instance"]]
+    tokens = [one["tokens"] for one in every if roles.get(one["instance"]) == role]
+    return f" ({100 * instance['tokens'] / sum(tokens):.0f} %)" if len(tokens) > 1 and sum(tokens) else ""
 
 
 def _advice(instance: Mapping[str, Any]) -> Iterator[str]:

@@ -64,10 +64,13 @@ class Leader(Role):
         stall_timeout_s: float,
         report: Callable[[Failure], None],
         prefix_routing: PrefixRouting = PrefixRouting(),  # noqa: B008 - never changed
+        *,
+        all_at_once: bool = False,
     ) -> None:
         """`entry_policy` chooses among the instances where requests start, `generation_policy` among the
         generation instances that continue them. `report`: tells rank 0 of an instance that is silent.
-        `prefix_routing`: of the policy kv_cache_aware.
+        `prefix_routing`: of the policy kv_cache_aware. `all_at_once`: the test has all its requests from the
+        start, and counts how long it takes.
         """
         self._route = route
         self._plan = plan
@@ -86,6 +89,8 @@ class Leader(Role):
         )
         self._granted: set[int] = set()
         self._waiting: deque[Batch] = deque()
+        self._all_at_once = all_at_once
+        self._n_waiting = self._tokens_waiting = 0  # requests, and their KV tokens
         self._window = 0
         self._dispatched = 0  # since the last grant to the harness
         # KV tokens by request id; ids are small and reused, so this stays small.
@@ -129,6 +134,8 @@ class Leader(Role):
         pool.grant(pool.position(instance), *grant)
         self._granted.add(instance)
         if len(self._granted) == len(self._plan.instances):
+            for each in filter(None, (self._entry, self._generation)):
+                each.weigh()
             self._window = max(_MIN_WINDOW, 2 * int(self._entry.free_requests.sum()))
             self._grant_harness(self._window)
 
@@ -143,6 +150,8 @@ class Leader(Role):
             if self._generation is not None:
                 self._generation.grow(grown)
         self._needs[index_of(ids)] = needs
+        self._n_waiting += len(ids)
+        self._tokens_waiting += total(needs)
 
     def _on_done(self, received: Received) -> None:
         instance = self._instance_at[received.source]
@@ -214,13 +223,16 @@ class Leader(Role):
     def _drop_waiting(self, ids: list[int]) -> set[int]:
         """Remove those of `ids` that wait here from the queue; return them."""
         dropped: set[int] = set()
+        n_tokens = 0
         for _ in range(len(self._waiting)):
             batch = self._waiting.popleft()
             mine = np.isin(batch.rows["id"], ids)
-            dropped.update(batch.rows["id"][mine].tolist())
+            given_up = batch.rows["id"][mine]
+            dropped.update(given_up.tolist())
+            n_tokens += total(self._needs[index_of(given_up)])
             if not mine.all():
                 self._waiting.append(batch.select(~mine) if mine.any() else batch)
-        self._return_window(len(dropped))
+        self._left_queue(len(dropped), n_tokens)
         return dropped
 
     # --- a run that goes on without an instance ---
@@ -256,12 +268,13 @@ class Leader(Role):
         sent = 0
         while self._waiting and (n := self._send_next(self._waiting[0])):
             sent += n
-        self._return_window(sent)
         return sent > 0
 
-    def _return_window(self, left: int) -> None:
-        """Tell the harness, now and then, that this many requests no longer wait here."""
-        self._dispatched += left
+    def _left_queue(self, n: int, n_tokens: int) -> None:
+        """Note that requests no longer wait here; tell the harness, now and then."""
+        self._n_waiting -= n
+        self._tokens_waiting -= n_tokens
+        self._dispatched += n
         if self._dispatched * 4 >= self._window:
             self._grant_harness(self._dispatched)
             self._dispatched = 0
@@ -271,11 +284,13 @@ class Leader(Role):
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[index_of(rows["id"])]
         generation, n = -1, len(rows)
+        # The harness would have sent more, had it any.
+        left = self._tokens_waiting if self._all_at_once and 2 * self._n_waiting < self._window else None
         if self._generation is not None:
-            generation, n = self._generation.pick(needs)
+            generation, n = self._generation.pick(needs, left)
             if not n:
                 return 0
-        entries = self._entry.assign(needs[:n], Batch(rows[:n], batch.tokens))
+        entries = self._entry.assign(needs[:n], Batch(rows[:n], batch.tokens), left)
         n = len(entries)
         if not n:
             return 0
@@ -297,6 +312,7 @@ class Leader(Role):
             self._waiting.popleft()
         else:
             self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
+        self._left_queue(n, total(needs))
         return n
 
     def _return_credits(self, pool: InstancePool, ids: NDArray[np.uint32]) -> None:

@@ -56,7 +56,8 @@ class PrefixPool(InstancePool):
         blocks = granted // _CACHES_GRANTED // self._routing.tokens_per_block
         self._most_blocks[position] = min(blocks, _MOST_BLOCKS // len(self.instances))
 
-    def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
+    def assign(self, needs: NDArray[np.int64], requests: Batch, left: int | None = None) -> NDArray[np.int64]:
+        """Do as `InstancePool.assign`, without regard to what is `left`."""
         ends = np.cumsum(requests.rows["n_tokens"], dtype=np.int64).tolist()
         chosen: list[int] = []
         for need, start, end in zip(needs.tolist(), [0, *ends], ends, strict=False):

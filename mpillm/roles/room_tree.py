@@ -2,7 +2,8 @@
 
 A segment tree, as arrays: node 1 is the root, node i has the children 2 i and 2 i + 1, and the leaves are
 the instances in their order. Each node knows, of the instances below it that take requests: the most and the
-fewest free tokens, the least load, how many they are and the sum of their loads.
+fewest free tokens, the least load, the sum of their weights (how many they are, if all are alike), and
+the sum of what they owe: their loads times their weights.
 """
 
 from __future__ import annotations
@@ -22,25 +23,31 @@ class RoomTree:
         self._most_free = [-1] * (2 * leaf)
         self._least_free = [_NEVER] * (2 * leaf)
         self._least_load = [_NEVER] * (2 * leaf)
-        self._count = [0] * (2 * leaf)
-        self._sum = [0] * (2 * leaf)
+        self._weight: list[float] = [0] * (2 * leaf)
+        self._owed = [0] * (2 * leaf)
 
-    def update(self, position: int, takes: bool, free: int, load: int) -> None:
-        """Set an instance's free tokens and its load; `takes`: it takes one more request at least."""
+    def update(
+        self, position: int, takes: bool, free: int, load: int, weight: float = 1, owed: int | None = None
+    ) -> None:
+        """Set an instance's free tokens and its load; `takes`: it takes one more request at least.
+
+        `weight`: its share of loads, and `owed` what its load is a share of, if not all have the same weight.
+        """
         node = self._first_leaf + position
-        most, fewest, least, count, total = (
+        most, fewest, least, weights, total = (
             self._most_free,
             self._least_free,
             self._least_load,
-            self._count,
-            self._sum,
+            self._weight,
+            self._owed,
         )
         if takes:
             most[node] = fewest[node] = free
-            least[node] = total[node] = load
-            count[node] = 1
+            least[node] = load
+            total[node] = load if owed is None else owed
+            weights[node] = weight
         else:
-            most[node], fewest[node], least[node], total[node], count[node] = -1, _NEVER, _NEVER, 0, 0
+            most[node], fewest[node], least[node], total[node], weights[node] = -1, _NEVER, _NEVER, 0, 0
         node >>= 1
         while node:
             a = 2 * node
@@ -48,7 +55,7 @@ class RoomTree:
             most[node] = most[a] if most[a] > most[b] else most[b]
             fewest[node] = fewest[a] if fewest[a] < fewest[b] else fewest[b]
             least[node] = least[a] if least[a] < least[b] else least[b]
-            count[node] = count[a] + count[b]
+            weights[node] = weights[a] + weights[b]
             total[node] = total[a] + total[b]
             node >>= 1
 
@@ -87,21 +94,21 @@ class RoomTree:
                     heapq.heappush(heap, (least[child], place, self._leftmost(child), child))
         return -1
 
-    def those_with(self, need: int) -> tuple[int, int]:
-        """Return how many instances have `need` free tokens, and the sum of their loads."""
+    def those_with(self, need: int) -> tuple[float, int]:
+        """Return the weights of the instances with `need` free tokens, and what they owe, both summed."""
         most, fewest = self._most_free, self._least_free
-        count = total = 0
+        weight, total = 0.0, 0
         waiting = [1]
         while waiting:
             node = waiting.pop()
             if most[node] < need:
                 continue
             if fewest[node] >= need:
-                count += self._count[node]
-                total += self._sum[node]
+                weight += self._weight[node]
+                total += self._owed[node]
             else:
                 waiting += (2 * node, 2 * node + 1)
-        return count, total
+        return weight, total
 
     def _leftmost(self, node: int) -> int:
         while node < self._first_leaf:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from disagg import WorldPlan
-from disagg.world_plan import ROLES
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE
 from mpillm.config.run_config import RunConfig
@@ -15,7 +14,6 @@ from mpillm.devices import OwnGpu
 from mpillm.servers.kinds import kind_of
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
-SECTIONS = {role: section for section, role in ROLES.items()}
 CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
@@ -31,7 +29,7 @@ def check_flags(config: RunConfig, plan: WorldPlan) -> None:
     """Raise ConfigError if flags contradict each other, or the limits that the engine was built for."""
     from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
 
-    for section in dict.fromkeys(SECTIONS[instance.role] for instance in plan.instances):
+    for section in dict.fromkeys(instance.section for instance in plan.instances):
         config.of(section).build(TrtllmHarnessConfig)
 
 
@@ -42,7 +40,7 @@ def _core_config(
     me, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.part.node_ranks if config.part else node_ranks
-    config = config.of(SECTIONS[instance.role])
+    config = config.of(instance.section)
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
     return CoreConfig(
         core_type=config.core_type,

@@ -5,6 +5,7 @@ Nothing here needs MPI, and nothing is written except the data set of a scaled-d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import check_flags, core_configs
-from mpillm.runtime.plan_memory import idle_gpus
+from mpillm.runtime.plan_memory import idle_gpus, share_lines
 from mpillm.runtime.rank_roles import check_handoff, what_runs
 from mpillm.runtime.yaml_effects import check_yaml
 from mpillm.workloads.rounds import why_not
@@ -88,8 +89,9 @@ class Prepared:
         if not (config.audit_conf or config.compliance_test):  # which change the test themselves
             lines += self.settings.forecast.lines()
         if planned.gpus:
-            rank, gpu = next(iter(planned.gpus.items()))
-            lines.append(f"GPUs: {len(planned.gpus)} ({planned.reports[rank].gpus[gpu.device].name})")
+            names = Counter(planned.reports[rank].gpus[gpu.device].name for rank, gpu in planned.gpus.items())
+            kinds = names if len(names) == 1 else (f"{n} {name}" for name, n in names.items())
+            lines.append(f"GPUs: {len(planned.gpus)} ({', '.join(kinds)})")
         return [
             f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode},"
             f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
@@ -148,6 +150,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     _check_speculation(config, core_class)
     _check_tuning(config, core_class, cores)
     yaml = what_runs(config, yaml, plan, cores)
+    if not core_class.is_client:  # the servers' sizes are their own
+        notes += share_lines(cores)
     outlives_losses = config.on_instance_loss == "continue"
     if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
         if config.given("on_instance_loss"):

@@ -75,6 +75,30 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     return [*lines, *idle, *([f"here a run would be refused: {refused}"] if refused else [])]
 
 
+def share_lines(cores: Sequence[CoreConfig]) -> list[str]:
+    """Return a line for each role whose instances take different numbers of requests at once.
+
+    It says what share of the requests under way each gets; `cores`: one of each instance.
+    """
+    lines = []
+    for role in dict.fromkeys(core.role for core in cores):
+        sizes: dict[int, list[int]] = {}  # instances, by their size
+        for core in cores:
+            if core.role == role:
+                sizes.setdefault(core.max_batch_size, []).append(core.instance)
+        total = sum(size * len(some) for size, some in sizes.items())
+        shares = [
+            f"instance{'s' if len(some) > 1 else ''} {ranges(some, ', ')} {100 * size / total:.0f} %"
+            f"{' each' if len(some) > 1 else ''} (max_batch_size {size})"
+            for size, some in sizes.items()
+        ]
+        if len(sizes) > 1:
+            lines.append(
+                f"shares of the requests under way: {', '.join(shares)}; who answers sooner gets more in all"
+            )
+    return lines
+
+
 def _instances(some: Sequence[int]) -> str:
     return f"a rank of instance{'s' if len(some) > 1 else ''} {ranges(some, ', ')}"
 

@@ -240,6 +240,7 @@ class Rank:
                 self._sampler.meter = GpuMeter(gpu.device)
                 self._gpu_uuid = self._gpus[gpu.device].uuid
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
+        self._ending.directory = Path(setup.log_dir)
         machine = None
         self._first_of_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
         if self._first_of_node:
@@ -278,6 +279,7 @@ class Rank:
             session.make_half if session else None,
             self._control.report,
             self._loop.wake,
+            all_at_once=not (self._serves or self._config.harness) and self._config.scenario == "Offline",
         )
         polls = [role.poll for role in self._roles]
         # What asks comes first: the leader has its requests in the same turn.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
 from disagg.errors import ConfigError
-from disagg.world_plan import ROLES
 from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
@@ -19,7 +18,6 @@ from mpillm.config.disagg_values import (
     CORE,
     ROUTER,
     router_arguments,
-    with_sections,
     written,
 )
 from mpillm.config.run_config import RunConfig
@@ -31,7 +29,7 @@ from mpillm.errors import Failure
 from mpillm.roles.follower import Follower
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Importer, Role
-from mpillm.runtime.core_configs import CORE_ROLES, SECTIONS, core_configs
+from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:
     from mpillm.roles.prefix_pool import PrefixRouting
@@ -52,13 +50,13 @@ def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None
 
     `models`: what the check of each of `cores` returned.
     """
-    dtypes = {
-        core.role: dtype
+    dtypes = dict.fromkeys(
+        (core.role, dtype)
         for core, model in zip(cores, models, strict=True)
-        if (dtype := getattr(model, "kv_dtype", None))
-    }
-    if len(set(dtypes.values())) > 1:
-        kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes.items())
+        if core.role != "executor" and (dtype := getattr(model, "kv_dtype", None))
+    )
+    if len({dtype for _, dtype in dtypes}) > 1:
+        kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes)
         raise ConfigError(
             f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype,"
             " or dtype and kv_cache_config.dtype of both sections, must be the same",
@@ -79,14 +77,14 @@ def what_runs(
             plan.ranks[plan.leader_rank].node,
             [plan.ranks[instance.leader].node for instance in plan.instances],
         )
-    of_role = {core.role: core for core in cores}
+    of_section = {plan.instances[core.instance].section: core for core in cores}
 
     def in_force(section: str, server: ServerConfig) -> ServerConfig:
-        core = of_role[CORE_ROLES[ROLES[section]]]
+        core = of_section[section]
         values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
         return written(server, {**values, ROUTER: config.of(section).traffic_distribution_policy})
 
-    return replace(with_sections(yaml, in_force), model=config.model_path)
+    return replace(yaml.with_sections(in_force), model=config.model_path)
 
 
 def make_roles(
@@ -98,11 +96,13 @@ def make_roles(
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     report: Callable[[Failure], None],
     wake: Callable[[], None],
+    *,
+    all_at_once: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `wake`:
-    see `LLMCore`.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`, `all_at_once`: see
+    `Leader`; `wake`: see `LLMCore`.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -120,7 +120,7 @@ def make_roles(
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
-        with config.of(SECTIONS[plan.instances[me.instance].role]).autoapply():
+        with config.of(plan.instances[me.instance].section).autoapply():
             core = core_class(core_config, comms.instance)
         core.wake = wake
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
@@ -130,10 +130,19 @@ def make_roles(
         from mpillm.roles.leader import Leader  # only one rank needs it
 
         entry, generation = (
-            config.of(SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
+            config.of(plan.instances[i].section).traffic_distribution_policy for i in (0, -1)
         )
         roles.append(
-            Leader(route, plan, entry, generation, config.stall_timeout, report, prefix_routing(config))
+            Leader(
+                route,
+                plan,
+                entry,
+                generation,
+                config.stall_timeout,
+                report,
+                prefix_routing(config),
+                all_at_once=all_at_once,
+            )
         )
     if route is not None and make_harness is not None:
         roles.append(make_harness(route, plan.leader_rank))

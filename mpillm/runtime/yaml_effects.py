@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from disagg import ServerConfig
 from disagg.errors import ConfigError
+from disagg.schema import section_kind
 from mpillm.config.disagg_values import (
     LEADER_READS,
     PERF_METRICS,
@@ -32,6 +33,8 @@ def check_yaml(config: RunConfig) -> list[str]:
     Raises ConfigError if a setting can't be ignored.
     """
     core = BackendRegistry.declared(config.core_type)
+    if config.yaml:
+        _check_lists(config, core.is_client)
     if core.is_client:  # the YAML is its servers'
         if config.yaml:
             _check_guesses(config)
@@ -65,6 +68,25 @@ def check_leaders_yaml(config: RunConfig) -> list[str]:
         return []
     routers = [_of_the_router(config, section, server) for section, server in config.yaml.sections]
     return [*_of_the_leader(config, LEADER_READS), *(line for lines in routers for line in lines)]
+
+
+def _check_lists(config: RunConfig, of_servers: bool) -> None:
+    """Raise ConfigError if a list of sections is for servers, or says two things of what is one."""
+    assert config.yaml is not None
+    routers: dict[str, tuple[str, object]] = {}
+    for section, server in config.yaml.sections:
+        kind = section_kind(section)
+        if section != kind and of_servers:
+            raise ConfigError(
+                f"{config.disagg_config}: {kind} is a list, which is for the instances of one run; of servers"
+                " each section is one mapping"
+            )
+        first, router = routers.setdefault(kind, (section, dict(server.router)))
+        if dict(server.router) != router:
+            raise ConfigError(
+                f"{config.disagg_config}: {section}.router: must be the same as {first}.router; one leader"
+                " chooses among the instances of both"
+            )
 
 
 def _of_own_servers(config: RunConfig) -> list[str]:

@@ -11,7 +11,7 @@ import disagg
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
 from mpillm.builder.checkpoint import QuantizerConfig
-from mpillm.config.disagg_values import CORE, ROUTER, same, with_sections
+from mpillm.config.disagg_values import CORE, ROUTER, same
 from mpillm.config.run_config import RunConfig
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.nvidia.configs import TrtllmEndpointConfig
@@ -111,7 +111,7 @@ def disagg_yaml(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
             extra.pop("disable_overlap_scheduler", None)
         return dataclasses.replace(server, kv_cache_config={**server.kv_cache_config, **cache}, extra=extra)
 
-    made = dataclasses.replace(with_sections(made, section), model=what.model, backend=what.backend)
+    made = dataclasses.replace(made.with_sections(section), model=what.model, backend=what.backend)
     return disagg.parse(disagg.dump(made), "generated configuration")
 
 

@@ -112,6 +112,49 @@ def test_routers_are_trtllms_in_any_case(router: str) -> None:
     }
 
 
+LISTS = """
+model: m
+context_servers:
+- {num_instances: 2, max_batch_size: 4}
+- {tensor_parallel_size: 2}
+generation_servers: {num_instances: 3}
+"""
+
+
+def test_a_section_may_be_a_list() -> None:
+    config = parse(LISTS)
+    names = ["context_servers[0]", "context_servers[1]", "generation_servers"]
+    assert [name for name, _ in config.sections] == names
+    assert (config.mode, config.n_workers) == ("disaggregated", 7)
+    assert parse(dump(config)) == config
+    made = plan(config, 8)
+    assert [(one.role, one.section, len(one.ranks)) for one in made.instances] == [
+        *[("ctx", names[0], 1)] * 2,
+        ("ctx", names[1], 2),
+        *[("gen", names[2], 1)] * 3,
+    ]
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert parse("executors: [{}, {}]").mode == "aggregated"
+    changed = config.with_sections(lambda name, server: ServerConfig(max_num_tokens=len(name)))
+    assert [server.max_num_tokens for _, server in changed.sections] == list(map(len, names))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("executors: []", "executors: [] (a list); must be a mapping"),
+        ("executors: [3]", "executors[0]: 3 (an integer); must be a mapping"),
+        ("executors: [{}, {num_instances: 0}]", "executors[1].num_instances: 0 (an integer); must be"),
+        ("executors: [{model: a}, {model: b}]", "executors[1].model: 'b' (a string); must be the same as"),
+        ("context_servers: [{}]", "the sections are context_servers; must be both"),
+    ],
+)  # fmt: skip
+def test_a_wrong_list_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert said in str(error.value)
+
+
 def test_executors_make_an_aggregated_run() -> None:
     config = parse("executors: {num_instances: 3, tensor_parallel_size: 2}")
     assert config.mode == "aggregated"

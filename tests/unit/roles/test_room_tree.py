@@ -49,7 +49,7 @@ class Counting(list[int]):
 def counted(pool: InstancePool) -> InstancePool:
     """Return the same pool, whose tree counts looks."""
     tree = pool._tree
-    for name in ("_most_free", "_least_free", "_least_load", "_count", "_sum"):
+    for name in ("_most_free", "_least_free", "_least_load", "_weight", "_owed"):
         setattr(tree, name, Counting(getattr(tree, name)))
     return pool
 
