@@ -157,8 +157,9 @@ class Job:
         if self.starts_runs:  # as one process; its mpiruns use all of the allocation
             return [f"exec {command}"]
         parts = [
-            # After a loss rank 0 has time to say so, whatever the site's default.
-            f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0' if self.is_run else ''}",
+            # After a loss rank 0 has time to say so, whatever the site's default; but Slurm finds only after
+            # minutes that a node is lost, whose tasks srun would wait for.
+            f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
             *(f"--{name} {value}" for name, value in options if value is not None),
         ]
         return " \\\n".join([*parts, command]).split("\n")

@@ -1,11 +1,11 @@
-"""Random faults by seed: ``python -m tests.random_faults [--srun] [--first SEED] [--rounds N] [--out FILE]``,
-as root.
+"""Random faults by seed: ``python -m tests.random_faults [--srun] [--first SEED] [--rounds N] [--out FILE]
+[--keep DIR]``, as root.
 
 Each round is a run on one host or on three, of namespaces, with Open MPI or MPICH, which is hit once, in a
 phase: ranks are killed or stopped, a host loses its power or its cable, mpirun or a daemon of its is killed;
 while up to 16 processes take the cores. It must end in time, leave no process, name who was hit and nobody
-else, and leave a result and a page that say the same. A line per round goes to FILE; the exit code is 1 if
-one fell.
+else, and leave a result and a page that say the same. A line per round goes to FILE, the run directories of
+those that fell to DIR; the exit code is 1 if one fell.
 
 With ``--srun`` the three hosts are the nodes of a Slurm (`tools.slurm`), whose srun starts the run: Open MPI
 by PMIx, MPICH by PMI2.
@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
         words += ["--core_type", "dummy", "--core_options", TIMES]
     if isinstance(on, UnderSlurm):
         return on.start(
-            ["-N", 3, "-n", SIZE, "--ntasks-per-node", 2],
+            ["-N", 3, "-n", SIZE, "--ntasks-per-node", 2, "--wait", 60],
             *words,
             "--log_dir",
             on.starter.folder / "run",
@@ -288,6 +289,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--srun", action="store_true", help="in a Slurm, started by its srun")
     parser.add_argument("--out", type=Path, help="a file for lines of JSON")
+    parser.add_argument("--keep", type=Path, help="a folder for the run directories of rounds that fell")
     given = parser.parse_args(argv)
     fell = 0
     for seed in range(given.first, given.first + given.rounds):
@@ -299,6 +301,8 @@ def main(argv: Sequence[str]) -> int:
             except Exception as error:  # noqa: BLE001 - the other seeds go on
                 how, why = "FELL", str(error) if isinstance(error, AssertionError) else traceback.format_exc()
                 fell += 1
+                if given.keep and (run := Path(folder) / "run").exists():
+                    shutil.copytree(run, given.keep / f"{'srun' if given.srun else 'mpirun'}-{seed}")
             tempfile.tempdir = None
             del os.environ["TMPDIR"]
         line = asdict(one) | {"how": how, "seconds": round(time.monotonic() - began, 1)}

@@ -81,7 +81,8 @@ class Hosts:
         return found
 
     def cut_power(self, host: str) -> None:
-        """End a host with all its processes at once. Its network goes with it, so nobody is told."""
+        """End a host with all its processes at once. Its network goes first, so nobody is told."""
+        self.plug(host, in_=False)
         os.kill(self._pids[host], signal.SIGKILL)
 
     def plug(self, host: str, *, in_: bool) -> None:

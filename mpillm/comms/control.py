@@ -113,7 +113,8 @@ class RankControl:
         self.rank0 = rank0
         self.sees_rank0 = rank0.pids == visible_pids()
         if self.sees_rank0:
-            kept_connections.keep()
+            ends = rank0.lifelines if self.transport.rank == 0 else None
+            kept_connections.keep(port=ends.port if ends is not None else 0)
         elif rank0.lifelines is not None:
             self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
 

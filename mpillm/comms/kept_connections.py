@@ -4,9 +4,9 @@ Slurm's PMIx server ends the whole step, with SIGKILL, as soon as a connection t
 rank of Open MPI reports that one of its own has: often before rank 0 has named who is lost. So a process that
 shares the rank's file descriptors keeps its connections open until the step has ended. It lets go at once of
 the rank's lifeline, by which rank 0 hears of the loss, and of all that is no connection. If rank 0 does not
-end the run, Slurm does, when the time is up. Rank 0 needs none: nobody could report its own loss. Until all
-have joined, rank 0 does not know the others' processes: nothing is kept then, and srun's own words name who
-is lost.
+end the run, Slurm does, when the time is up. Rank 0 has one, too: the others hear of its loss by the
+lifelines that end there, and one of them says so (see `report.afterwards`). Until all have joined, rank 0
+does not know the others' processes: nothing is kept then, and srun's own words name who is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THEN_S = 1.0  # the step has ended on this node, whose last rank it was, but ra
 _CLONE_FILES = 0x400
 _CLONE = {"x86_64": 56, "aarch64": 220}  # the system call's number
 _WAKE = signal.SIGUSR1
-_STATE = struct.Struct("?i")  # whether all have joined, and the lifeline
+_STATE = struct.Struct("?ii")  # whether all have joined, the lifeline, and the port of the others'
 
 
 class KeptConnections:
@@ -59,9 +59,10 @@ class KeptConnections:
                 os._exit(0)
         self._pid = pid
 
-    def keep(self, lifeline: int) -> None:
-        """From now on keep all connections but this one as soon as the rank has ended."""
-        _STATE.pack_into(self._shared, 0, True, lifeline)
+    def keep(self, lifeline: int, port: int) -> None:
+        """From now on keep all connections but this one, and those to this port, as soon as the rank has
+        ended."""
+        _STATE.pack_into(self._shared, 0, True, lifeline, port)
 
     def end(self) -> None:
         """End the process: the rank takes its leave in an orderly way."""
@@ -76,18 +77,26 @@ class KeptConnections:
         die_with_parent(_WAKE)
         while os.getppid() == rank:
             signal.sigwait([_WAKE])
-        joined, lifeline = _STATE.unpack_from(self._shared)
+        joined, lifeline, port = _STATE.unpack_from(self._shared)
         if not joined:
             return
         step = select.poll()
         for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             with contextlib.suppress(OSError):  # the folder's own, which is closed by now
-                if fd == lifeline or not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):  # noqa: PTH115
+                is_socket = os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")  # noqa: PTH115
+                if fd == lifeline or not is_socket or (port and _port(fd) == port):
                     os.close(fd)
                 elif _is_to_pmix(fd):
                     step.register(fd, select.POLLRDHUP)
         step.poll(_KEPT_S * 1000)
         time.sleep(_THEN_S)
+
+
+def _port(fd: int) -> int:
+    """Return a socket's own port; 0 if it has none."""
+    with socket.socket(fileno=os.dup(fd)) as one:
+        name = one.getsockname()
+    return int(name[1]) if isinstance(name, tuple) and len(name) > 1 else 0
 
 
 def _is_to_pmix(fd: int) -> bool:
@@ -113,8 +122,7 @@ def ends_with_a_rank() -> bool:
 def prepare() -> None:
     """Prepare to keep this rank's connections open after its end, if its launcher makes that necessary."""
     global _kept
-    launcher = find_launcher()
-    if launcher is None or launcher.first or _kept or not ends_with_a_rank():
+    if _kept or not ends_with_a_rank():
         return
     try:
         _kept = KeptConnections()
@@ -123,10 +131,13 @@ def prepare() -> None:
     atexit.register(take_leave)
 
 
-def keep(lifeline: int = -1) -> None:
-    """Keep them from now on, except for this one: rank 0 knows this rank."""
+def keep(lifeline: int = -1, port: int = 0) -> None:
+    """Keep them from now on, except for this one: rank 0 knows this rank.
+
+    `port`: on rank 0, where the lifelines of the others end.
+    """
     if _kept is not None:
-        _kept.keep(lifeline)
+        _kept.keep(lifeline, port)
 
 
 def take_leave() -> None:

@@ -91,7 +91,15 @@ def steps(mpirun: Sequence[str], pmi: str, folder: Path) -> list[Step]:
     ]
     heads = {"mpirun": (*_MPILLM, "mpirun", *mpirun)}
     if pmi:
-        heads["srun"] = ("srun", f"--mpi={pmi}", "-n", str(ranks), "--kill-on-bad-exit=0", *_MPILLM)
+        heads["srun"] = (
+            "srun",
+            f"--mpi={pmi}",
+            "-n",
+            str(ranks),
+            "--kill-on-bad-exit=0",
+            "--wait=60",
+            *_MPILLM,
+        )
     for launcher, head in heads.items():
         test = (*head, "run", "--core_type", "dummy", "--join_deadline", "60")
         end = ("--heartbeat_timeout", "20", "--load_deadline", "60")

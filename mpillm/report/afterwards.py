@@ -1,4 +1,5 @@
-"""The files of a run whose rank 0 could not finish them, or did not know why it ended: its launcher does.
+"""The files of a run whose rank 0 could not finish them, or did not know why it ended: its launcher does, or
+another rank under srun, which knows nothing of runs.
 
 What this needs is imported only then.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from disagg.errors import ConfigError
 from launch.witness import Cause
 
 
@@ -17,12 +19,35 @@ def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     for the user, and the exit code of the run: 0 if it had ended with a valid result. A run that has ended is
     left as it is.
     """
-    from disagg.errors import ConfigError
-
     try:
         return _amended(path, cause, code)
     except (ConfigError, OSError) as error:  # a file can't be read or written
         return f"{cause.text if cause else 'the run has failed'}\n  its files stay as they are: {error}", code
+
+
+def stand_in(path: Path, rank0: str, rank: int, code: int) -> str:
+    """Do as `amend`, on a rank that finds that rank 0 has ended; return a text for the user.
+
+    `rank0`: where it was. All ranks may call this; the first one does it, for the others it is "". A cause
+    that rank 0 has written stays.
+    """
+    from mpillm.files import read_object
+    from mpillm.report.run_directory import UNFINISHED
+
+    claim = path / "stands_in"
+    try:
+        claim.open("x").close()
+    except OSError:  # another rank does it, or the folder is not seen here
+        return ""
+    try:
+        result = read_object(path / "result.json")
+        said = [failure.get("cause") for failure in result.get("failures") or ()]
+        cause = Cause(f"rank 0 ({rank0}) has ended without an exit code; rank {rank} says so", 0)
+        return amend(path, cause if said == [UNFINISHED] else None, code)[0]
+    except ConfigError:
+        return ""
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def _amended(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:

@@ -42,6 +42,9 @@ CERTIFICATE = "certificate.json"
 HARNESS_LOG = "harness.log"  # what another client printed (--harness)
 HARNESS = "harness"  # the folder of its files
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
+UNFINISHED = "this run goes on, or rank 0 was killed before it could say why it ends"
+"""The cause in the result.json of a run that has not ended."""
+
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
     "result.json",
@@ -198,7 +201,7 @@ class RunRecord:
 
         Some launchers kill all ranks when one is lost: Slurm with PMIx, within 20 ms.
         """
-        failure = Failure("this run goes on, or rank 0 was killed before it could say why it ends", 0)
+        failure = Failure(UNFINISHED, 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
         result = {**self.result, **self._kept, **ended, "phases_s": self.phases_s}
         result["failures"] = failures_json((failure,))

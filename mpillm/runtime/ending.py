@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mpi4py import MPI
@@ -28,6 +29,7 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch import roll_call
 from launch.environment import tell_exit_code
+from launch.launcher import find_launcher
 from mpillm.comms import segments
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
@@ -106,6 +108,7 @@ class Ending(ABC):
         self._limits = control.limits
         self._beats = beats
         self._roles = roles
+        self.directory: Path | None = None  # the run's, once it is known
         self.last_report: Callable[[], DrainReport] | None = None  # of this rank, once it has its roles
 
     # --- the main thread ---
@@ -275,9 +278,24 @@ class RankEnding(Ending):
         return ExitCode.INSTANCE_LOST
 
     def _say_rank0_lost(self, cause: str) -> None:
-        """On rank 1: report that rank 0 is silent, and kill it. If it has ended, its launcher reports it."""
+        """Report that rank 0 is lost.
+
+        If it has ended, its launcher does so, or one rank if that is srun, which only knows of tasks. If it
+        is silent, rank 1 does, and kills it.
+        """
         rank0 = self._control.rank0
-        if self._control.transport.rank != 1 or rank0 is None or self._control.rank0_ended():
+        if rank0 is None:
+            return
+        if self._control.rank0_ended():
+            launcher = find_launcher()
+            if launcher is not None and launcher.is_srun and self.directory is not None:
+                from mpillm.report import afterwards  # few runs need it
+
+                where, rank = f"{rank0.host}, pid {rank0.pid}", self._control.transport.rank
+                if said := afterwards.stand_in(self.directory, where, rank, ExitCode.INSTANCE_LOST):
+                    self._watch.note(said)
+            return
+        if self._control.transport.rank != 1:
             return
         self._watch.note(
             f"rank 0 (harness) on {rank0.host}, pid {rank0.pid},"

@@ -22,7 +22,9 @@ from mpillm.comms import kept_connections
 kept_connections.prepare()
 ports = map(int, sys.argv[1:])
 pmix, lifeline, other = [socket.create_connection(("127.0.0.1", port)) for port in ports]
-if os.environ.get("JOINED") != "no":
+if os.environ["SLURM_PROCID"] == "0":
+    kept_connections.keep(port=lifeline.getsockname()[1])
+elif os.environ.get("JOINED") != "no":
     kept_connections.keep(lifeline.fileno())
 print("ready", flush=True)
 if sys.stdin.readline() == "leave":
@@ -69,8 +71,12 @@ def is_closed(connection: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.parametrize("rank", [{}, {"SLURM_PROCID": "0"}], indirect=True, ids=["rank 1", "rank 0"])
 def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
-    """Until the server that started it closes its connection: the step has ended."""
+    """Until the server that started it closes its connection: the step has ended.
+
+    Rank 0 is known by those that end at its port.
+    """
     rank.process.kill()
     wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
     assert rank.process.stdout is not None
@@ -91,9 +97,9 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     "rank",
-    [{"SLURM_PROCID": "0"}, {"PMIX_NAMESPACE": ""}, {"OMPI_COMM_WORLD_RANK": "1"}, {"JOINED": "no"}],
+    [{"PMIX_NAMESPACE": ""}, {"OMPI_COMM_WORLD_RANK": "1"}, {"JOINED": "no"}],
     indirect=True,
-    ids=["rank 0", "not PMIx", "mpirun", "before all have joined"],
+    ids=["not PMIx", "mpirun", "before all have joined"],
 )
 def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
     rank.process.send_signal(signal.SIGKILL)

@@ -91,7 +91,7 @@ def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
         logs = tmp_path / "my runs" / folder
         assert (done.returncode, done.stderr) == (code, "")
         srun, _, command = done.stdout.partition(" python3 -m ")
-        assert srun == "--mpi=pmi2 --kill-on-bad-exit=0"
+        assert srun == "--mpi=pmi2 --kill-on-bad-exit=0 --wait=60"
         assert command == f"mpillm run --model_path a b --log_dir {logs}/run\n"
         assert logs.is_dir()
     assert "#SBATCH --gpus-per-node=h200:8\n" in Path("mpillm-runs/job.sub").read_text()
