@@ -16,15 +16,26 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpillm.comms.kv_socket import Cache, KvStore
-from mpillm.comms.messages import DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import (
+    DONE,
+    NO_INSTANCE,
+    NO_TOKEN,
+    NO_TOKENS,
+    RESPONSE,
+    Batch,
+    RequestFlag,
+    ResponseFlag,
+)
 from mpillm.cores.base import Credits, LLMCore
 from mpillm.cores.capabilities import HandsOverToRuns, OwnMemory
 from mpillm.phases import Phase
+from mpillm.roles.handoff import First, Kv
 from mpillm.roles.instance import InstanceRole
 
 if TYPE_CHECKING:
@@ -62,6 +73,25 @@ class _Half(InstanceRole):
         super()._on_responses(Batch(rows, np.array(tokens, np.int32)))
 
 
+class _Fate(Enum):
+    """What becomes of a context-only request, for whoever asked."""
+
+    AWAITED = auto()
+    OVER = auto()  # its cache was fetched, or nobody has fetched it in time
+    DROPPED = auto()  # nobody waits for the answer
+
+
+# The last row of a request whose blocks are free: whether it has the first token, and its flags. In all other
+# states it waits.
+_LAST_ROWS: dict[tuple[First, _Fate], tuple[bool, ResponseFlag]] = {
+    (First.GOES_ON, _Fate.OVER): (True, ResponseFlag(0)),
+    (First.GOES_ON, _Fate.DROPPED): (False, ResponseFlag.CANCELLED),
+    (First.ENDED, _Fate.AWAITED): (True, ResponseFlag.FIRST),
+    (First.ENDED, _Fate.OVER): (True, ResponseFlag.FIRST),
+    (First.ENDED, _Fate.DROPPED): (False, ResponseFlag.CANCELLED),
+}
+
+
 @dataclass
 class _Context:
     """A context-only request that has memory for its context."""
@@ -70,10 +100,13 @@ class _Context:
     cache: Cache | None = None  # once all of it is in this rank's memory
     left: bool = False  # all of it has left the engine's blocks
     released: bool = False  # those blocks
-    first: int | None = None  # token
-    ended: bool = False  # with its first token
-    over: bool = False  # fetched, or nobody has fetched it in time
-    dropped: bool = False  # nobody waits for the answer
+    first: First = First.AWAITED
+    first_token: int = NO_TOKEN
+    fate: _Fate = _Fate.AWAITED
+
+    @property
+    def kv(self) -> Kv:
+        return Kv.MOVED if self.left and self.cache is not None else Kv.MOVING
 
 
 class ContextServer(_Half):
@@ -127,7 +160,8 @@ class ContextServer(_Half):
             for id_ in overdue:
                 self._store.drop(id_)
         for id_ in (*over, *overdue):
-            self._contexts[id_].over = True
+            if self._contexts[id_].fate is _Fate.AWAITED:
+                self._contexts[id_].fate = _Fate.OVER
             self._forget(id_)
         changed += over + overdue
         for id_ in dict.fromkeys(changed):
@@ -176,7 +210,7 @@ class ContextServer(_Half):
         super()._on_drop(source, ids)
         for id_ in ids:
             if id_ in self._contexts:
-                self._contexts[id_].dropped = True
+                self._contexts[id_].fate = _Fate.DROPPED
                 self._store.drop(id_)
                 self._forget(id_)
                 self._settle(id_)
@@ -189,10 +223,13 @@ class ContextServer(_Half):
                 continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if (context := self._contexts.get(id_)) is not None:
-                context.first, context.ended = int(responses.tokens[start]), final
+                context.first, context.first_token = (
+                    First.ENDED if final else First.GOES_ON,
+                    int(responses.tokens[start]),
+                )
                 # An answer that ends with its first token is told when its id is free, too.
                 held_back[i] = final
-                if not final and not context.dropped:
+                if not final and context.fate is not _Fate.DROPPED:
                     self._store.open(id_)  # before the HTTP thread asks for its key
             elif final:
                 self._asked.pop(id_, None)
@@ -207,25 +244,20 @@ class ContextServer(_Half):
         """Free the engine's blocks as soon as possible, then the rest if nobody waits for it."""
         context = self._contexts[id_]
         if not context.released:
-            if context.cache is None or not context.left or context.first is None:
+            if context.kv is not Kv.MOVED or context.first is First.AWAITED:
                 return
             context.released = True
             self._kv.release_kv(id_)
-            if not (context.ended or context.dropped or context.over):
+            if (context.first, context.fate) == (First.GOES_ON, _Fate.AWAITED):
+                assert context.cache is not None
                 self._store.put(id_, context.cache)
                 self._kept[id_] = time.monotonic(), context.n_tokens
                 self._kept_tokens += context.n_tokens
             context.cache = None
-        assert context.first is not None
-        if context.dropped:
-            self._tell_end(id_, [], ResponseFlag.CANCELLED)
-        elif context.ended:
-            self._tell_end(id_, [context.first], ResponseFlag.FIRST)
-        elif context.over:
-            self._tell_end(id_, [context.first], ResponseFlag(0))
-        else:
-            return
-        del self._contexts[id_]
+        if (last := _LAST_ROWS.get((context.first, context.fate))) is not None:
+            has_token, flags = last
+            self._tell_end(id_, [context.first_token] if has_token else [], flags)
+            del self._contexts[id_]
 
 
 class Arrival(NamedTuple):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.comms.messages import (
@@ -46,30 +47,72 @@ if TYPE_CHECKING:  # its import starts MPI
 _SLOTS = 256  # most KV caches on the way to one receiver
 
 
+class Kv(Enum):
+    """Where the KV cache of an offered request is, for either instance."""
+
+    OFFERED = auto()  # in the context instance; the other has no room yet
+    MOVING = auto()
+    MOVED = auto()  # all of it has left, or arrived
+
+
+class First(Enum):
+    """What is known of a request's first token."""
+
+    AWAITED = auto()
+    GOES_ON = auto()  # the answer does
+    ENDED = auto()  # the answer, with it
+
+
+class _Receiver(Enum):
+    """What the context instance's leader knows of the generation instance."""
+
+    HOLDS = auto()  # the request, or will
+    LET_GO = auto()  # of a request that ended with its first token
+    LOST = auto()  # nothing more comes from it
+
+
+# Which receivers let the context instance release a request, by where its KV cache is and what was told of
+# its first token; in all other states it waits.
+_RELEASED_FOR: dict[tuple[Kv, First], tuple[_Receiver, ...]] = {
+    (Kv.MOVED, First.GOES_ON): tuple(_Receiver),
+    (Kv.MOVED, First.ENDED): (_Receiver.LET_GO, _Receiver.LOST),
+    (Kv.OFFERED, First.ENDED): (_Receiver.LET_GO, _Receiver.LOST),
+    (Kv.OFFERED, First.GOES_ON): (_Receiver.LOST,),
+}
+
+
+class _End(Enum):
+    """What becomes of a request that the generation instance's leader need not keep any longer."""
+
+    ADMITTED = auto()
+    RELEASED = auto()  # the memory of its KV cache is
+    DROPPED = auto()  # there was no memory for it
+
+
+# In all other states it waits.
+_ENDS: dict[tuple[Kv, First], _End] = {
+    (Kv.MOVED, First.GOES_ON): _End.ADMITTED,
+    (Kv.MOVED, First.ENDED): _End.RELEASED,
+    (Kv.OFFERED, First.ENDED): _End.DROPPED,
+}
+_ENDS_WITHOUT_SENDER: dict[Kv, _End] = {Kv.MOVED: _End.RELEASED, Kv.OFFERED: _End.DROPPED}
+
+
 @dataclass
 class _Given:
     """An offered request, as the context instance's leader sees it."""
 
     instance: int
-    accepted: bool = False
-    left: bool = False  # the KV cache has
-    told: bool = False  # the receiver knows the first token, or that the answer ended with it
-    ended: bool = False  # with its first token
-    let_go: bool = False  # the receiver has dropped it
-    timed: bool = False  # the time of the KV cache's move is wanted
+    timed: bool  # the time of the KV cache's move is wanted
+    kv: Kv = Kv.OFFERED
+    first: First = First.AWAITED  # as the receiver knows it
+    receiver: _Receiver = _Receiver.HOLDS
     moves_since: float = 0.0  # time.perf_counter()
     moved_us: int | None = None  # how long that took, if `timed`
-    lost: bool = False  # the receiver is: nothing more comes from it
 
     @property
     def done(self) -> bool:
-        if self.lost:
-            return self.told and (self.left or not self.accepted)
-        return (
-            self.told
-            and (self.left or (self.ended and not self.accepted))
-            and (self.let_go or not self.ended)
-        )
+        return self.receiver in _RELEASED_FOR.get((self.kv, self.first), ())
 
 
 class HandedOver(NamedTuple):
@@ -86,11 +129,16 @@ class _Taken:
 
     source: int
     request: Batch
+    kv: Kv = Kv.OFFERED
     slot: int = NO_SLOT  # once it is accepted
-    arrived: bool = False
-    first_token: int | None = None
+    first: First = First.AWAITED
+    first_token: int = NO_TOKEN
     cancelled: bool = False  # before the core knew of it
-    lost: bool = False  # its sender is, while the KV cache was arriving
+    lost: bool = False  # its sender is
+
+    @property
+    def end(self) -> _End | None:
+        return _ENDS_WITHOUT_SENDER.get(self.kv) if self.lost else _ENDS.get((self.kv, self.first))
 
 
 class HandoffSender:
@@ -121,7 +169,7 @@ class HandoffSender:
             instance = int(request.rows["generation"][0])
             by_instance.setdefault(instance, []).append(request)
             timed = bool(request.rows["flags"][0] & RequestFlag.TIMES)
-            self._given[int(request.rows["id"][0])] = _Given(instance, timed=timed)
+            self._given[int(request.rows["id"][0])] = _Given(instance, timed)
         for instance, batches in by_instance.items():
             OFFER.send(self._transport, self._receivers[instance], concat(batches))
 
@@ -144,7 +192,7 @@ class HandoffSender:
         """Release what was offered to an instance that is lost, once its context is computed."""
         for id_, given in self._given.items():
             if given.instance == instance:
-                given.lost = True
+                given.receiver = _Receiver.LOST
                 self._maybe_done.append(id_)
 
     def tell_first(self, tokens: dict[int, int | None]) -> None:
@@ -152,7 +200,7 @@ class HandoffSender:
         by_receiver: dict[int, list[tuple[int, int]]] = {}
         for id_, token in tokens.items():
             given = self._given[id_]
-            given.told, given.ended = True, token is None
+            given.first = First.ENDED if token is None else First.GOES_ON
             self._maybe_done.append(id_)
             by_receiver.setdefault(self._receivers[given.instance], []).append(
                 (id_, NO_TOKEN if token is None else token)
@@ -164,7 +212,7 @@ class HandoffSender:
         """Release finished requests; return those of which this instance holds nothing any more."""
         for id_ in self._core.poll_kv():
             given = self._given[id_]
-            given.left = True
+            given.kv = Kv.MOVED
             self.n_moving -= 1
             if given.timed:
                 given.moved_us = min(int(1e6 * (time.perf_counter() - given.moves_since)), 2**31 - 1)
@@ -174,16 +222,16 @@ class HandoffSender:
         for id_ in done:
             self._core.release_kv(id_)
         gone = [(id_, self._given.pop(id_)) for id_ in done]
-        return [HandedOver(id_, given.ended, given.moved_us) for id_, given in gone]
+        return [HandedOver(id_, given.first is First.ENDED, given.moved_us) for id_, given in gone]
 
     def _on_accept(self, source: int, accepted: Pairs) -> None:
         for id_, slot in accepted:
             given = self._given[id_]
             if slot == NO_SLOT:
-                given.let_go = True
+                given.receiver = _Receiver.LET_GO
                 self._maybe_done.append(id_)
             else:
-                given.accepted, given.moves_since = True, time.perf_counter()
+                given.kv, given.moves_since = Kv.MOVING, time.perf_counter()
                 self.n_moving += 1
                 self._core.send_kv(id_, given.instance, slot)
 
@@ -224,11 +272,7 @@ class HandoffReceiver:
         for id_, taken in list(self._taken.items()):
             if self._senders[taken.source] == instance:
                 taken.lost = True
-                if taken.slot == NO_SLOT:
-                    self._waiting.remove(taken)
-                    del self._taken[id_]
-                elif taken.arrived:
-                    self._settle(id_)
+                self._settle(id_)
 
     def poll(self) -> bool:
         """Accept offers that there is room for, admit what has arrived; return whether there was any."""
@@ -238,7 +282,7 @@ class HandoffReceiver:
             if not self._core.receive_kv(taken.request, self._senders[taken.source], self._slots[-1]):
                 break
             self._waiting.popleft()
-            taken.slot = self._slots.pop()
+            taken.kv, taken.slot = Kv.MOVING, self._slots.pop()
             id_ = int(taken.request.rows["id"][0])
             accepted.setdefault(taken.source, []).append((id_, taken.slot))
             if taken.cancelled:
@@ -247,7 +291,7 @@ class HandoffReceiver:
             ACCEPT.send(self._transport, source, accepts)
         arrived = self._core.poll_kv()
         for id_ in arrived:
-            self._taken[id_].arrived = True
+            self._taken[id_].kv = Kv.MOVED
             self._slots.append(self._taken[id_].slot)
             self._settle(id_)
         return bool(accepted or arrived)
@@ -255,7 +299,7 @@ class HandoffReceiver:
     def cancel(self, ids: list[int]) -> None:
         """Cancel offered requests, wherever they are by now. The core knows those that it has room for."""
         for id_ in ids:
-            if (taken := self._taken.get(id_)) is not None and taken.slot == NO_SLOT:
+            if (taken := self._taken.get(id_)) is not None and taken.kv is Kv.OFFERED:
                 taken.cancelled = True
             else:
                 self._core.cancel([id_])
@@ -263,22 +307,18 @@ class HandoffReceiver:
     def _settle(self, id_: int) -> None:
         """Admit the request once KV cache and first token are there, or drop it if its answer has ended."""
         taken = self._taken[id_]
-        if taken.lost:
-            self._core.release_kv(id_)
-        elif taken.first_token == NO_TOKEN:
-            if taken.slot == NO_SLOT:
-                self._waiting.remove(taken)
-            elif taken.arrived:
-                self._core.release_kv(id_)
-            else:
-                return
-            ACCEPT.send(self._transport, taken.source, [(id_, NO_SLOT)])
-        elif taken.first_token is not None and taken.arrived:
+        if (end := taken.end) is None:
+            return
+        if end is _End.ADMITTED:
             self._core.admit(taken.request, taken.first_token)
             self.admitted += 1
             self.running.add(id_)
+        elif end is _End.RELEASED:
+            self._core.release_kv(id_)
         else:
-            return
+            self._waiting.remove(taken)
+        if end is not _End.ADMITTED and not taken.lost:
+            ACCEPT.send(self._transport, taken.source, [(id_, NO_SLOT)])
         del self._taken[id_]
 
     def _on_warm_up(self, source: int, n_requests: int) -> None:
@@ -292,5 +332,7 @@ class HandoffReceiver:
 
     def _on_first(self, source: int, firsts: Pairs) -> None:
         for id_, token in firsts:
-            self._taken[id_].first_token = token
+            taken = self._taken[id_]
+            taken.first = First.ENDED if token == NO_TOKEN else First.GOES_ON
+            taken.first_token = token
             self._settle(id_)
