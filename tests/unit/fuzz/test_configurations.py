@@ -13,7 +13,8 @@ import disagg
 from disagg import ConfigError
 from launch import sbatch
 from launch.launcher import find_launcher, refuse_copies
-from launch.mpirun import slots, spans_hosts
+from launch.mpirun import slots
+from launch.mpirun_words import spans_hosts
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import BY_NAME, FIELDS

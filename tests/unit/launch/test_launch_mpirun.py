@@ -21,15 +21,8 @@ from disagg.errors import ConfigError
 from launch import find_mpirun, mpirun, supervisor
 from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
-from launch.mpirun import (
-    command_line,
-    exit_code,
-    on_this_host,
-    parse_arguments,
-    slots,
-    spans_hosts,
-    usable_cores,
-)
+from launch.mpirun import command_line, exit_code, on_this_host, slots, usable_cores
+from launch.mpirun_words import parse_arguments, spans_hosts
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
 OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")
