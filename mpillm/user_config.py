@@ -111,6 +111,7 @@ class Registered(NamedTuple):
 
     cls: type
     settings: tuple[HarnessType | AccuracyTarget | PowerSetting, ...]
+    variant: str = ""  # of NVIDIA's: one of several for a system
 
 
 class ConfigRegistry:
@@ -119,14 +120,19 @@ class ConfigRegistry:
     registered: ClassVar[list[Registered]] = []
 
     @classmethod
-    def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting) -> Callable[[T], T]:
-        """Class decorator: this configuration is for that harness, accuracy and power; unnamed ones: any."""
-        for setting in settings:
+    def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting | str) -> Callable[[T], T]:
+        """Class decorator: this configuration is for that harness, accuracy and power; unnamed ones: any.
+
+        A text names a variant: where there is a class without one for its system, that counts.
+        """
+        known = tuple(setting for setting in settings if not isinstance(setting, str))
+        variant = "".join(setting for setting in settings if isinstance(setting, str))
+        for setting in known:
             if not isinstance(setting, (HarnessType, AccuracyTarget, PowerSetting)):
                 raise TypeError(f"register({setting!r}): not a HarnessType, AccuracyTarget or PowerSetting")
 
         def decorate(config: T) -> T:
-            cls.registered.append(Registered(config, settings))
+            cls.registered.append(Registered(config, known, variant))
             return config
 
         return decorate

@@ -247,7 +247,11 @@ def _python_entries(path: str, text: str, kind: KindOfTest) -> tuple[Entry, ...]
 def _classes(path: str, form: Form) -> Iterator[tuple[str, int, Values]]:
     """Yield the registered classes: name, line, and values by name with the file:line of each."""
     lines = functools.cache(_lines)
-    for cls, settings in ConfigRegistry.registered:
+    every = ConfigRegistry.registered
+    plain = {(one.settings, getattr(one.cls, "system", "")) for one in every if not one.variant}
+    for cls, settings, variant in every:
+        if variant and (settings, getattr(cls, "system", "")) in plain:
+            continue
         line = lines(path).get((cls.__name__, ""), 1)
         items: Values = {}
         for base in reversed(cls.__mro__[:-1]):

@@ -16,6 +16,7 @@ PASSED_OVER: dict[str, Field] = {
         "gpu_inference_streams": _HARNESS,
         "server_num_issue_query_threads": "LoadGen issues queries from one thread",
         "numa_config": "where ranks run is the launcher's: mpirun --bind-to, --map-by",
+        "workspace_size": "the engine takes what is left beside weights and KV cache",
         "use_graphs": "the engine decides where it uses CUDA graphs",
         "warmup_iterations": "each core warms up as far as it needs",
         "enable_metrics": "what a run does is always measured",

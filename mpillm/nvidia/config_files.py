@@ -3,7 +3,8 @@
 The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a
 submission). Its dictionary EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from
 the tree's package `code`: while the file is loaded, modules with those names give it our fields, and nothing
-of that package runs. The older form, registered classes, is in `mpillm.user_config`.
+of that package runs. The older form, registered classes, is in `mpillm.user_config`; there it is a file
+``configs/<benchmark>/<scenario>/__init__.py`` with classes for many systems.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "model
 _PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree
 _DURATIONS = (fields.min_duration.name, fields.max_duration.name)
 _ANY_SYSTEM = "minimal"
+_OLDER = "__init__"
+_FLAGS = ("trtllm_build_flags", "trtllm_checkpoint_flags", "trtllm_runtime_flags")
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
 _BY_NAME: Mapping[str, Field] = {
     **fields.BY_NAME,
@@ -51,17 +54,42 @@ class _Fields(types.ModuleType):
         return _BY_NAME[name]
 
 
+class _MergedFlags(type):
+    """Of the older form's classes: each has the flags of its bases, too."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], values: dict[str, Any]) -> _MergedFlags:
+        for flags in _FLAGS:
+            merged: dict[str, Any] = {}
+            for base in bases:
+                merged |= getattr(base, flags, {})
+            if merged:
+                values[flags] = merged | values.get(flags, {})
+        return super().__new__(cls, name, bases, values)
+
+
+class _BenchmarkConfiguration(metaclass=_MergedFlags):
+    """The base of the older form's classes."""
+
+
+def _older_module() -> types.ModuleType:
+    """Return what the older form imports as `configs.configuration`."""
+    module = types.ModuleType("configs.configuration")
+    vars(module).update({name: one for name, one in vars(user_config).items() if not name.startswith("_")})
+    vars(module)["BenchmarkConfiguration"] = _BenchmarkConfiguration
+    return module
+
+
 def _modules() -> dict[str, types.ModuleType]:
     """Return NVIDIA's modules by name, with the packages that they are in."""
     names = ("code.llmlib.fields", *(f"code.fields.{name}" for name in _FIELD_MODULES))
     modules: dict[str, types.ModuleType] = {name: _Fields(name) for name in names}
-    modules["code.common.constants"] = user_config
+    modules["code.common.constants"] = modules["code.common.systems.system_list"] = user_config
     for name in [*modules]:
         while "." in name:
             package, _, last = name.rpartition(".")
             setattr(modules.setdefault(package, types.ModuleType(package)), last, modules[name])
             name = package
-    return modules
+    return modules | {"configs.configuration": _older_module()}  # `configs` itself is the tree's
 
 
 def _tree(path: str) -> Path | None:
@@ -77,7 +105,7 @@ def importable(path: str) -> Iterator[None]:
     neighbours, tree = Path(path).absolute().parent, _tree(path)
     folders = [str(folder) for folder in (neighbours, tree) if folder]
     given = _modules()
-    before = dict(sys.modules)
+    before, path_before = dict(sys.modules), [*sys.path]
 
     def is_the_files(name: str, module: Any) -> bool:
         top, file = name.partition(".")[0], getattr(module, "__file__", None)
@@ -95,8 +123,7 @@ def importable(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in folders:
-            sys.path.remove(folder)
+        sys.path[:] = path_before  # files of the older form add to it
         forget()
         sys.modules.update({name: before[name] for name in before.keys() - sys.modules.keys()})
 
@@ -170,17 +197,19 @@ def of_path(path: str) -> dict[str, str]:
     Raises ConfigError for another workload, before the file, which may import modules of that workload, runs.
     """
     file = Path(path).absolute()
-    system, scenario = file.parents[1].name, file.parent.name
+    system, scenario, workload = file.parents[1].name, file.parent.name, file.stem
     if _tree(path) is None or scenario not in (*SCENARIOS, INTERACTIVE):
         return {}
+    if workload == _OLDER:
+        system, workload = _ANY_SYSTEM, system
     try:
-        fields.benchmarks.parse(file.stem, "")
+        fields.benchmarks.parse(workload, "")
     except ConfigError:
         raise ConfigError(
-            f"{path}: mpillm has no workload {file.stem}; it has {', '.join(WORKLOADS)}"
+            f"{path}: mpillm has no workload {workload}; it has {', '.join(WORKLOADS)}"
         ) from None
     return {
-        "benchmark": file.stem,
+        "benchmark": workload,
         "scenario": scenario,
         **({"system": system} if system != _ANY_SYSTEM else {}),
     }
