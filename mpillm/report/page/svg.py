@@ -74,7 +74,7 @@ def lines(chart: Chart, wide: bool = False) -> str:
             joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in told)
             parts.append(f'<polyline class="c{colour % 8}" points="{joined}"/>')
     if chart.names is not None:
-        parts += _points(chart, place, _WIDE_LETTER if wide else _LETTER)
+        parts += _points(chart, place, _WIDE_LETTER if wide else _LETTER, width)
     keys = "".join(
         f'<li><i class="c{colour % 8}"></i>{html.escape(label)}</li>' for label, _, colour in chart.lines
     )
@@ -160,9 +160,12 @@ def around(low: float, high: float) -> tuple[float, float]:
 
 
 def _points(
-    chart: Chart, place: Callable[[float, float], tuple[float, float]], letter: float
+    chart: Chart, place: Callable[[float, float], tuple[float, float]], letter: float, right: float
 ) -> Iterator[str]:
-    """Yield the points of a chart, with their numbers, the first words of their names."""
+    """Yield the points of a chart, with their numbers, the first words of their names.
+
+    `right`: where the picture ends.
+    """
     found: list[tuple[float, float, str]] = []
     for _, ys, colour in chart.lines:
         for x, y, name in zip(chart.x, ys, chart.names or (), strict=True):
@@ -175,11 +178,14 @@ def _points(
             )
             found.append((across, down, name.partition(" ")[0]))
     for across, down, text in labels(found, letter):
-        yield f'<text x="{across}" y="{down}" dx="7" dy="-5">{html.escape(text)}</text>'
+        to_left = across + letter * (len(text) + 1) > right
+        side = 'dx="-7" dy="-5" text-anchor="end"' if to_left else 'dx="7" dy="-5"'
+        yield f'<text x="{across}" y="{down}" {side}>{html.escape(text)}</text>'
 
 
 def labels(points: Sequence[tuple[float, float, str]], letter: float) -> list[tuple[float, float, str]]:
-    """Return texts for points, (across, down, number) of each: where some would overlap, one has all numbers.
+    """Return texts for points, (across, down, number) of each: where some would overlap, one has all numbers,
+    at the rightmost of them.
 
     `letter`: the width of a letter. page.js does the same for what it draws.
     """
@@ -188,7 +194,7 @@ def labels(points: Sequence[tuple[float, float, str]], letter: float) -> list[tu
         new = (across, down, [number])
         while (old := next((one for one in placed if _overlap(one, new, letter)), None)) is not None:
             placed.remove(old)
-            new = (*old[:2], [*old[2], *new[2]])
+            new = (*max(old[:2], new[:2]), [*old[2], *new[2]])
         placed.append(new)
     return [(across, down, numbers_text(numbers)) for across, down, numbers in placed]
 

@@ -60,7 +60,7 @@
     for (const line of chart.lines) line.y.forEach((y, i) => {
       if (y == null) return;
       let text = { at: [u.valToPos(chart.x[i], "x", true), u.valToPos(y, "y", true)], names: [chart.names[i].split(" ")[0]] }, old;
-      while ((old = texts.findIndex(t => overlap(t, text))) >= 0) { const [t] = texts.splice(old, 1); text = { at: t.at, names: [...t.names, ...text.names] }; }
+      while ((old = texts.findIndex(t => overlap(t, text))) >= 0) { const [t] = texts.splice(old, 1); text = { at: t.at[0] > text.at[0] ? t.at : text.at, names: [...t.names, ...text.names] }; }
       texts.push(text);
     });
     for (const { at, names } of texts) {
