@@ -34,7 +34,7 @@ from pathlib import Path
 from tests.e2e import test_host_kills as host_kills
 from tests.e2e.test_kills_in_phases import TIMES
 from tests.helpers.clusters import OnHosts, UnderSlurm, python_on
-from tests.helpers.held_cores import GO, HELD, HOLD
+from tests.helpers.holds import GO, HELD, HOLD
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.test_instance_loss import OUTPUT, TEST, check_answers, check_told, wait_for_answers
 from tests.e2e.test_kills_in_phases import EXECUTORS, TIMES
 from tests.helpers.clusters import OnHosts, or_skip, python_on
-from tests.helpers.held_cores import GO, HELD, HOLD
+from tests.helpers.holds import GO, HELD, HOLD
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_instance_loss import GRACE, OUTPUT, TEST, check_answers, check_told, signal_rank
 from tests.e2e.test_kills_in_phases import EXECUTORS, KINDS, N_SAMPLES, PAIRS
-from tests.helpers.held_cores import GO, HELD, HOLD, VICTIM
+from tests.helpers.holds import GO, HELD, HOLD, VICTIM
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,

@@ -1,4 +1,4 @@
-"""A core that keeps a phase of a run from ending: run as ``--core_type tests.helpers.held_cores:Held``.
+"""A core that keeps a phase of a run from ending, as the variables of `holds` say.
 
 Every rank imports this module, so it can hold, and end, ranks without a core, too.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -16,15 +15,8 @@ from mpi4py import MPI
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.messages import Batch
 from mpillm.cores.dummy import DummyCore
+from tests.helpers.holds import GO, HOLD, VICTIM
 
-HELD = "tests.helpers.held_cores:Held"
-HOLD, VICTIM = "MPILLM_TEST_HOLD", "MPILLM_TEST_VICTIM"
-"""PHASE:RANK that waits in its phase until GO is there; PHASE:RANK that kills itself in its phase.
-
-The phases are load, warmup, drain and stop; and, once all ranks are released from the last one, free
-(communicators) and finalize.
-"""
-GO = Path("go")  # in the run's working directory
 _LONGEST_S = 120.0
 
 

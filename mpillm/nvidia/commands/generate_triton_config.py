@@ -12,6 +12,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.topology import TopologyFields
+from mpillm.nvidia.triton.embedded import numpy_note
 from mpillm.nvidia.triton.repository import remove_repositories, triton_stages
 
 _ALSO = (
@@ -40,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
         argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
     )
     stages = triton_stages(config)
-    for line in dict.fromkeys(filter(None, (stage.in_vain() for stage in stages))):
+    notes = [stage.in_vain() for stage in stages]
+    notes += [numpy_note() for stage in stages if stage.embedded is not None]
+    for line in dict.fromkeys(filter(None, notes)):
         print(f"mpillm: note: {line}", file=sys.stderr)
     execute(stages, force=config.force, dry_run=config.dry_run)
     if not config.dry_run:

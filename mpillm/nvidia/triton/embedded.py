@@ -6,6 +6,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,18 @@ def model_program(config: Mapping[str, Any]) -> str | None:
         return None
     module = _MODULES.get(config["name"], "embedded")
     return _PROGRAM.format(version=sysconfig.get_python_version(), packages=site_packages(), module=module)
+
+
+def numpy_note() -> str:
+    """Return a line for the user if the models' Python has a NumPy that is too new for some servers."""
+    found = list(distributions(name="numpy", path=[site_packages()]))
+    if not found or int(found[0].version.partition(".")[0]) < 2:
+        return ""
+    return (
+        f"models find NumPy {found[0].version} in {site_packages()}: a tritonserver whose Python backend was"
+        " made for NumPy 1 hands them tensors with wrong contents, without an error; make triton installs one"
+        " below 2"
+    )
 
 
 def site_packages() -> str:

@@ -41,12 +41,12 @@ TRITONSERVER = ServerKind(
     {},
     health="/v2/health/ready",
     failures=(
+        KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
         KnownFailure(
             r"failed to load '.*' version \d+|UNAVAILABLE: ",
             "it could not load a model",
             "look at the lines with 'failed to load' in its log",
         ),
-        KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
     ),
     core_type="triton_grpc",
     model_option="triton_model_repo",

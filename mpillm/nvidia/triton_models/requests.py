@@ -83,6 +83,14 @@ NO_END = -1  # as an `end_id`: no token ends the answer
 OWN_END = -2  # the model's own end tokens do, as without an `end_id`: for an ensemble, which must give one
 
 
+# A tritonserver made for NumPy 1 does not fail with NumPy 2: its tensors have wrong contents.
+_OTHER_NUMPY = (
+    ""
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0"
+    else f" (if the request says otherwise: NumPy {np.__version__} does not fit this server, one below 2 may)"
+)
+
+
 class Refused(Exception):
     """A request that can't be answered, with the input that it is about."""
 
@@ -132,13 +140,16 @@ def read(
 
     ids = tensors.get("input_ids")
     if ids is None or not ids.size:
-        raise Refused("input_ids: it is missing or empty")
-    prompt = ids.reshape(-1)[: number("input_lengths", int, ids.size)].tolist()
+        raise Refused(f"input_ids: it is missing or empty{_OTHER_NUMPY}")
+    length = number("input_lengths", int, ids.size)
+    if length > ids.size:
+        raise Refused(f"input_lengths {length}: there are {ids.size} input_ids{_OTHER_NUMPY}")
+    prompt = ids.reshape(-1)[:length].tolist()
     max_output = number("request_output_len", int, 0)
     if not prompt:
-        raise Refused("input_lengths: must be at least 1")
+        raise Refused(f"input_lengths: must be at least 1{_OTHER_NUMPY}")
     if max_output < 1:
-        raise Refused(f"request_output_len {max_output}: must be at least 1")
+        raise Refused(f"request_output_len {max_output}: must be at least 1{_OTHER_NUMPY}")
     top_k, top_p = number("runtime_top_k", int, None), number("runtime_top_p", float, 1.0)
     temperature = number("temperature", float, 1.0)
     if top_k is None and not 0 < top_p < 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.nvidia.triton.embedded import site_packages
+from mpillm.nvidia.triton.embedded import numpy_note, site_packages
 from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix
 
 
@@ -30,3 +30,10 @@ def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: p
     (made / "installed").touch()
     assert (made_prefix(), site_packages()) == (made, str(made / purelib))
     assert find_tritonserver(None) == str(made / "bin" / "tritonserver")
+    for version, noted in (("1.26.4", False), ("2.1.0", True)):
+        info = made / purelib / f"numpy-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
+        assert (f"models find NumPy {version} in {made}" in numpy_note()) == noted
+        (info / "METADATA").unlink()
+        info.rmdir()

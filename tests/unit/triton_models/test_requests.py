@@ -84,6 +84,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
         ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
         ({"input_lengths": [0]}, "input_lengths: must be at least 1"),
+        ({"input_lengths": [5]}, "input_lengths 5: there are 4 input_ids"),
         ({"input_ids": []}, "input_ids: it is missing or empty"),
         ({"stop_words_list": [[7], [2]]}, "a list of words ends one at 2, of 1 tokens"),
         ({"stop_words_list": [7, 1]}, r"has the shape \[2\]: expected \[2, n\]"),
