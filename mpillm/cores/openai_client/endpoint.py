@@ -8,7 +8,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from launch.bounded_http import MOST_PAGE
@@ -58,6 +58,7 @@ class Endpoint:
         self._post = self._start_line("POST", COMPLETIONS)
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
+        self.said: Any = None  # in its statistics last: see `server_counts`
         self.calls: set[Owed] = set()  # that it owes
         self.heard_at = 0.0  # when it last said something, or was first asked again
         self.answered = 0.0  # when it was sent the latest of the requests that it has answered

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.http_connection import HttpError
@@ -72,6 +73,45 @@ def reading_of(text: str) -> Reading:
     return Reading(**found)
 
 
+def of_iterations(text: str, before: Reading) -> Reading:
+    """Return what TensorRT-LLM's statistics say: a JSON array of the iterations since they were read last.
+
+    `before`: what they said then, which stands where there was none since.
+    """
+    try:
+        rows = [row for row in json.loads(text) if isinstance(row, dict)]
+    except (ValueError, RecursionError):
+        return before
+    if not rows:
+        return before._replace(running=0.0, waiting=0.0)
+    last, cache = rows[-1], _part(rows[-1], "kvCacheStats")
+    used, most = _number(cache, "usedNumBlocks"), _number(cache, "maxNumBlocks")
+    reused, size = _number(cache, "reusedBlocks"), _number(cache, "tokensPerBlock")
+    told = (_number(_part(row, "specDecodingStats"), "numAcceptedTokens") for row in rows)
+    guessed = [n for n in told if n is not None]
+    return before._replace(
+        running=_number(last, "numActiveRequests"),
+        waiting=_number(last, "numQueuedRequests"),
+        kv_cache_usage=used / most if used is not None and most else before.kv_cache_usage,
+        cached_tokens=before.cached_tokens if reused is None or size is None else reused * size,
+        accepted_guesses=(before.accepted_guesses or 0.0) + sum(guessed)
+        if guessed
+        else before.accepted_guesses,
+    )
+
+
+def _part(row: dict[str, Any], name: str) -> dict[str, Any]:
+    found = row.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
 async def read_all(endpoints: Sequence[Endpoint]) -> list[Reading]:
     """Return what each server says; nothing of one that can't be asked."""
     return await asyncio.gather(*map(_read, endpoints))
@@ -83,7 +123,14 @@ async def _read(endpoint: Endpoint) -> Reading:
     except HttpError as error:
         _log.info("%s/metrics: %s", endpoint.url, error)
         return Reading()
-    return reading_of(reply.decode("utf-8", "replace")) if status == 200 else Reading()
+    if status != 200:
+        return Reading()
+    text = reply.decode("utf-8", "replace")
+    if not text.lstrip().startswith("["):
+        return reading_of(text)
+    found = of_iterations(text, endpoint.said or Reading())
+    endpoint.said = found
+    return found
 
 
 def grown(before: Sequence[Reading], after: Sequence[Reading]) -> dict[str, float]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
-from mpillm.cores.openai_client.server_counts import Reading, grown, reading_of
+from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_all, reading_of
 from mpillm.report.doubts import doubts
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
@@ -141,3 +145,46 @@ def test_a_server_that_ignores_min_tokens(least: int) -> None:
     told = doubts({"per_instance": [statistics]}, others_serve=True)
     assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * (least == 5)
     assert statistics["short_answers"] == 4 * (least == 5)
+
+
+ITERATION = {
+    "numActiveRequests": 5,
+    "numQueuedRequests": 3,
+    "kvCacheStats": {"maxNumBlocks": 1000, "usedNumBlocks": 600, "tokensPerBlock": 64, "reusedBlocks": 7},
+    "specDecodingStats": {"numDraftTokens": 20, "numAcceptedTokens": 15},
+}
+
+
+def test_iterations_of_tensorrt_llm() -> None:
+    """Each answer has the iterations since the one before: counts are added up, the rest is the last's."""
+    first = of_iterations(json.dumps([ITERATION, ITERATION]), Reading())
+    assert first == Reading(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_guesses=30.0)
+    none = of_iterations("[]", first)
+    assert none == first._replace(running=0.0, waiting=0.0)
+    second = of_iterations(json.dumps([ITERATION]), none)
+    assert grown([first], [second]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[1, null]", '[{"kvCacheStats": 3, "numActiveRequests": "many"}]', "[" * 10**5]
+)
+def test_iterations_that_are_none(text: str) -> None:
+    found = of_iterations(text, Reading(cached_tokens=4.0))
+    assert (found.kv_cache_usage, found.cached_tokens, found.accepted_guesses) == (None, 4.0, None)
+
+
+def test_a_server_with_iterations_is_read_again() -> None:
+    """As `trtllm-serve`: what it says is gone once it was read."""
+    pages = [json.dumps([ITERATION]), "[]", json.dumps([ITERATION])]
+
+    async def read() -> list[Reading]:
+        endpoint = Endpoint("127.0.0.1:1")
+
+        async def fetch(*_: object) -> tuple[int, dict[str, str], bytes]:
+            return 200, {}, pages.pop(0).encode()
+
+        endpoint.fetch = fetch  # type: ignore[method-assign, assignment]
+        return [(await read_all([endpoint]))[0] for _ in range(3)]
+
+    first, _, last = asyncio.run(read())
+    assert grown([first], [last]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
