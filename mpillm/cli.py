@@ -42,6 +42,7 @@ COMMANDS = {
     "advise": "propose how to use some GPUs for a test: instances, layouts, contexts to generation",
     "rerun": "repeat the run of a run directory, and say what is different",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
+    "selftest": "try a kind of server or a core on what is installed here, case by case, in one report",
     "report": "write the page of a run, report.html, again",
     "runs": "list runs, newest first, and write an index page of them",
     "accuracy": "score the answers of an accuracy run",
@@ -57,7 +58,7 @@ COMMANDS = {
 
 _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch", "run-harness", "run-llm-server"),
-    "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify"),
+    "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify", "selftest"),
     "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
     "prepare": (
         "fetch-model",

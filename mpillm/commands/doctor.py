@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 def _report_cluster(path: Path, config: Options, argv: Sequence[str]) -> int:
     """Take every step of a cluster report; write it. Return 1 if one failed."""
     from mpillm.comms.start import mpi_library
-    from mpillm.doctor import cluster_report
+    from mpillm.doctor import cluster_report, steps
 
     if one_of_several() is not None:
         raise EveryRankError("--cluster_report starts ranks itself: type it once, without mpirun or srun")
@@ -133,15 +133,11 @@ def _report_cluster(path: Path, config: Options, argv: Sequence[str]) -> int:
         raise ConfigError(f"--cluster_report {path}: {error.strerror}") from None
     except EveryRankError:
         library = ""
-    all_done = []
-    with tempfile.TemporaryDirectory(prefix="cluster-report-", dir=_folder(Path(config.log_dir))) as folder:
-        for step in cluster_report.steps(words, cluster_report.slurm_pmi(library), Path(folder)):
-            print(f"  {step.name} …", flush=True)
-            all_done.append(cluster_report.take(step, Path(folder)))
-            path.write_text(cluster_report.report(argv, library, all_done), encoding="utf-8")
-    print("", *cluster_report.summary(all_done), "", f"report: {path}", sep="\n", flush=True)
-    failed = any(done.status is Status.FAILURE for done in all_done)
-    return int(ExitCode.STAGE_FAILED if failed else ExitCode.DONE)
+    first = steps.head("Cluster report", ["doctor", *argv], library)
+    with tempfile.TemporaryDirectory(prefix="cluster-report-", dir=_folder(Path(config.log_dir))) as made:
+        folder = Path(made)
+        found = cluster_report.steps(words, cluster_report.slurm_pmi(library), folder)
+        return steps.take_all(found, folder, path, first, cluster_report.GOOD, cluster_report.STEP_S)
 
 
 def _folder(log_dir: Path) -> Path:

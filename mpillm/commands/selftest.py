@@ -1,0 +1,56 @@
+"""``python -m mpillm selftest``: whether a kind of server or a core does what it should, in a report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch.launcher import EveryRankError, one_of_several
+from launch.places import RUNS
+from mpillm.comms.start import mpi_library
+from mpillm.config.options import parse_run
+from mpillm.configurator import option
+from mpillm.configurator.command_line import Parser
+from mpillm.doctor import steps
+from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
+from mpillm.experiments.selftest import GOOD, Tried, cases
+from mpillm.fields import seconds
+
+
+class Options(SeriesOptions, group=GROUP):
+    """Options of ``selftest``."""
+
+    output = SeriesOptions.output.but("the report, a text that can be sent", default="selftest.txt")
+    step_deadline = option("longest time of a case, seconds", seconds, default=1800.0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Try the cases; print and write what came of them. Return STAGE_FAILED if one did not come out."""
+    parser = Parser(
+        prog="mpillm selftest",
+        description="Try a kind of server (--server) or a core (--core_type) on what is installed here: both"
+        " scenarios, layouts that this machine can have, its answers beside the embedded engine's, its"
+        " counts, and whether it is named when it is lost. Other options are those of run, for each case.",
+        epilog="examples:\n  python -m mpillm selftest --server=vllm --model_path DIR\n"
+        "  python -m mpillm selftest --core_type=trtllm_executor --engine_dir DIR --output report.txt",
+    )
+    options, words = parse_series(argv, Options, parser)
+    if one_of_several() is not None:
+        raise EveryRankError("selftest starts ranks itself: type it once, without mpirun or srun")
+    file = Path(options.output or "")
+    log_dir = Path(options.log_dir or RUNS)
+    parse_run(words)
+    try:
+        file.write_text("", encoding="utf-8")  # now, not after minutes
+        log_dir.mkdir(parents=True, exist_ok=True)
+        library = mpi_library()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except EveryRankError:
+        library = ""
+    first = steps.head("Self test", ["selftest", *argv], library)
+    with tempfile.TemporaryDirectory(prefix="selftest-", dir=log_dir) as made:
+        tried = Tried(words, options.mpirun_options, Path(made).absolute(), options.step_deadline)
+        return steps.take_all(cases(tried), tried.folder, file, first, GOOD, options.step_deadline)
