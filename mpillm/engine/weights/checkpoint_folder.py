@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import uuid
@@ -52,6 +53,8 @@ _COMPANIONS = (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_PARAMETER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
+_LARGEST_BIAS = 1 << 20
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
 
 
@@ -252,7 +255,8 @@ def _floats(data: bytes, dtype: str) -> NDArray[Any]:
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """Return the file of every tensor of `model`.
 
-    Raises ConfigError if one is missing, truncated, or of a wrong shape or type.
+    Raises ConfigError if one is missing, truncated, or of a wrong shape or type, and if layers there have
+    parameters that `model` has not.
     """
     files = weight_files(folder)
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
@@ -285,4 +289,31 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
         allowed = floats if entry.dtype in floats else (entry.dtype,)
         if dtype not in allowed:
             raise ConfigError(f"{file}: tensor {name} is of type {dtype}; can read {', '.join(allowed)}")
+    _check_others({name: there for name, there in found.items() if name not in expected}, model)
     return {name: found[name][0] for name in expected}
+
+
+def _check_others(others: Mapping[str, tuple[Path, Entry]], model: ModelConfig) -> None:
+    """Raise ConfigError if tensors that a model does not read are parameters of layers: another model's.
+
+    A bias of zeros is none: some tools write one for each product. Nor are layers behind the last of a model
+    with latents: they guess several tokens at once.
+    """
+    for name, (file, entry) in others.items():
+        found = _PARAMETER.fullmatch(name)
+        if found is None or (model.latent is not None and int(found[1]) >= model.n_layers):
+            continue
+        if found[2] == "bias" and math.prod(entry.shape) <= _LARGEST_BIAS and not any(_bytes_of(file, name)):
+            continue
+        raise ConfigError(
+            f"{file}: config.json describes no model that has the tensor {name}; without it a run would give"
+            " other tokens"
+        )
+
+
+def _bytes_of(file: Path, name: str) -> bytes:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        start, end = json.loads(stream.read(length))[name]["data_offsets"]
+        stream.seek(8 + length + start)
+        return stream.read(end - start)

@@ -170,6 +170,32 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path: Path) -> None
         model_info(core_config(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "is_wrong"),
+    [
+        ("model.layers.1.self_attn.q_proj.bias", True),  # Qwen2's
+        ("model.layers.1.self_attn.q_norm.weight", True),  # Qwen3's
+        ("model.layers.3.input_layernorm.weight", True),  # behind the last
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.1.mlp.down_proj.input_scale", False),
+        ("vision.weight", False),
+    ],
+)
+def test_weights_of_another_family(tmp_path: Path, name: str, is_wrong: bool) -> None:
+    """Parameters of layers that config.json does not describe are named; a bias of zeros is none."""
+    make_family("LlamaForCausalLM", tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    save_file({**whole, name: torch.ones(64)}, file, {"format": "pt"})
+    if is_wrong:
+        with pytest.raises(ConfigError, match=f"no model that has the tensor {name}"):
+            model_info(core_config(tmp_path))
+    else:
+        model_info(core_config(tmp_path))
+    save_file({**whole, "model.layers.1.mlp.down_proj.bias": torch.zeros(64)}, file, {"format": "pt"})
+    model_info(core_config(tmp_path))
+
+
 def test_random_weights_in_place_of_them(folders: tuple[Path, Any]) -> None:
     core = make_core(folders[0], dtype="float32", load_format="dummy")
     found = answer(core, make_batch(PROMPTS))
