@@ -13,9 +13,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-import disagg
 from disagg.errors import ConfigError
-from mpillm import __version__
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
@@ -41,13 +39,13 @@ from mpillm.report.doubts import doubts, of_another_harness
 from mpillm.report.goodput import goodput
 from mpillm.report.page.facts import facts_of
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, other_harness_rows, other_loads
-from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown, unwritable
+from mpillm.report.result import other_harness_rows, other_loads
+from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.client_program import Bounds, ClientProgram, command_of
 from mpillm.runtime.join import Planned, Prepared, prepare
-from mpillm.runtime.leave_environment import leave_environment
 from mpillm.runtime.rank0 import Purpose
+from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_guesses
 
@@ -60,7 +58,7 @@ _OF_ENDPOINT = (
 
 
 class HarnessSession(ServeSession):
-    """As of `serve`, until the client has ended; see `rank0.RunSession`."""
+    """As of `serve`, until the client has ended."""
 
     KEEPS_TIMELINE = True
 
@@ -69,7 +67,7 @@ class HarnessSession(ServeSession):
     ) -> None:
         """Raises ConfigError if the client can't do what it is asked, or is not there."""
         planned = prepared.planned
-        self._prepared, self._planned = prepared, planned
+        self._prepared = prepared
         self._asked = planned.config
         self.kind = kind_of(planned.config.harness or "")
         self._order = _order(prepared)
@@ -199,7 +197,7 @@ class HarnessSession(ServeSession):
                 guesses_forbidden=workload is not None and not allows_guesses(workload),
             ),
         ]
-        leave_environment(self._record.path, self._planned, reports, result)
+        self.keep_reports(reports)
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"
 
     def _figures(self, report: Measured) -> dict[str, Any]:
@@ -263,9 +261,7 @@ class HarnessSession(ServeSession):
 
     def finished(self) -> int:
         record = self._record
-        add_costs(record.result, self._metrics.totals, self._timeline)
-        record.write_result()
-        page = self.page()
+        page = self.leave_result()
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = other_harness_rows(record.result, path_shown(record.path), facts)
         self._console.summary([*rows, ("page", page)])
@@ -337,11 +333,8 @@ def _open(
     planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
 ) -> tuple[HarnessSession, list[str]]:
     prepared = prepare(planned, lambda: record().path)
-    try:
-        session = HarnessSession(prepared, record, console, control)
-    except OSError as error:
-        raise unwritable(planned.config, record().path, error) from error
-    config, plan, dataset = planned.config, planned.plan, prepared.dataset
+    session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
+    dataset = prepared.dataset
     lines = [
         f"run directory {path_shown(record().path)}",
         *planned.notes,
@@ -350,13 +343,7 @@ def _open(
         f"{session.kind.title}: {session.how()}, {_where(session)}",
         f"its command: {session.command}",
     ]
-    return session, [
-        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {len({rank.node for rank in plan.ranks})},"
-        f" {plan.mode}, core {config.core_type}, {planned.reports[0].versions['MPI']}",
-        "",
-        disagg.table(plan),
-        *(f"  {line}" for line in lines),
-    ]
+    return session, announced(planned, lines)
 
 
 def _where(session: HarnessSession) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
-from mpillm import __version__
 from mpillm.comms.messages import JoinReport
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_yaml import context_servers, disagg_config
@@ -62,13 +61,10 @@ class Prepared:
     tokenizer: Tokenizer
     settings: LoadGenSettings
 
-    def announcement(self, directory: str) -> list[str]:
-        """Return lines to print before the run loads; `directory`: the run directory as the user names it."""
+    def announcement(self) -> list[str]:
+        """Return lines to print before the run loads, behind the one that names its directory."""
         planned, config, dataset = self.planned, self.planned.config, self.dataset
-        plan = planned.plan
-        nodes = len({rank.node for rank in plan.ranks})
-        model = f", model {Path(config.model_path).name}" if config.model_path else ""
-        lines = [f"run directory {directory}", *planned.notes]
+        lines = list(planned.notes)
         if any(core.enable_kv_cache_reuse for core in planned.cores):
             lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
         lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
@@ -92,13 +88,7 @@ class Prepared:
             names = Counter(planned.reports[rank].gpus[gpu.device].name for rank, gpu in planned.gpus.items())
             kinds = names if len(names) == 1 else (f"{n} {name}" for name, n in names.items())
             lines.append(f"GPUs: {len(planned.gpus)} ({', '.join(kinds)})")
-        return [
-            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode},"
-            f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
-            "",
-            disagg.table(plan),
-            *(f"  {line}" for line in lines),
-        ]
+        return lines
 
 
 def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:

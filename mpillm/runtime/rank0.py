@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from disagg import InstancePlan
 from launch.callers import own_addresses
@@ -16,63 +16,16 @@ from launch.environment import tell_directory
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
-from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
+from mpillm.comms.messages import JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
-from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
-from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.ranklog import how_it_ended, log_name
 from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
-from mpillm.roles.instance import InstanceRole
-from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, plan_run
-
-
-class RunSession(Protocol):
-    """What a run has on rank 0 from when all ranks have joined."""
-
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
-        """Return the role that asks; `leader`: the leader's rank.
-
-        `loop`: for other threads, when the role has something to do.
-        """
-
-    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
-        """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
-
-    def poll(self) -> bool:
-        """Do what is due during the test; called often."""
-
-    def lose(self, instance: int) -> float:
-        """Note that an instance is lost, and the run goes on; return the seconds since the test started."""
-
-    def drain(self) -> bool:
-        """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
-
-    def ready(self) -> str:
-        """Note that all ranks are ready; return a note for the console."""
-
-    def tested(self) -> None:
-        """Note what is known when the test has ended, before the ranks report."""
-
-    def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Note what the ranks report of the test; return a note for the console."""
-
-    def finished(self) -> int:
-        """Print the last lines, as everything has ended well; return the exit code."""
-
-    def page(self) -> str:
-        """Write the run's page; return its path for the console. Never raises."""
-
-    def failed(self, reports: dict[int, DrainReport]) -> str:
-        """Note in the result what is known; return what else to tell on the console, or "".
-
-        `reports`: what ranks told as a signal ended them.
-        """
+from mpillm.runtime.run_session import RunSession
 
 
 class Purpose(NamedTuple):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import disagg
 from disagg.errors import ConfigError
-from mpillm import __version__
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
@@ -26,17 +24,17 @@ from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import Served
 from mpillm.errors import ExitCode
 from mpillm.report.console import Console
-from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, served_rows, test_result
-from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown, unwritable
-from mpillm.report.telemetry import RunTelemetry
-from mpillm.report.timeline import Timeline
+from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of
 from mpillm.runtime.join import Planned
-from mpillm.runtime.leave_environment import leave_environment
 from mpillm.runtime.rank0 import Purpose
+from mpillm.runtime.run_session import RunSession, announced, opened
+
+if TYPE_CHECKING:
+    from mpillm.roles.harness import Totals
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +42,8 @@ _KEPT_S = 10.0  # what was served is written so often
 _TIMELINE_S = 0.5
 
 
-class ServeSession:
-    """See `rank0.RunSession`."""
+class ServeSession(RunSession):
+    """Of a run that serves."""
 
     KEEPS_TIMELINE = False  # a server's would grow for as long as it serves
 
@@ -64,23 +62,15 @@ class ServeSession:
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
         config, plan = planned.config, planned.plan
-        self._planned, self._plan = planned, plan
-        self._console = console
-        self._control = control
-        self._config = config
-        self._last_start = max(report.started for report in planned.reports.values())
         self._measured_at = self._kept_at = 0.0
         self._kept_samples = 0
-        self._telemetry = RunTelemetry()
         self.served = _served(planned)
         self._half: HalfServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
-        self._record = record()
-        self._record.write_plan(planned.yaml, plan, planned.reports)
+        timeline = record().path / TIMELINE if self.KEEPS_TIMELINE else None
+        super().__init__(planned, record(), console, control, timeline)
         self._record.result["url"] = self.url
-        timeline = self._record.path / TIMELINE if self.KEEPS_TIMELINE else None
-        self._timeline = Timeline((instance.index for instance in plan.instances), timeline)
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
@@ -109,6 +99,12 @@ class ServeSession:
         self._mailbox = mailbox
         self._frontend: Frontend | None = None
 
+    @property
+    def totals(self) -> Totals:
+        """What was asked and answered, since the frontend has started."""
+        self._metrics.totals.started = self._frontend.started if self._frontend else 0.0
+        return self._metrics.totals
+
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
         self._mailbox.wake = loop.wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
@@ -122,10 +118,8 @@ class ServeSession:
         now = time.monotonic()
         if now - self._measured_at > _TIMELINE_S:
             self._measured_at = now
-            for instance in self._plan.instances:
-                if (measured := self._control.ranks[instance.leader].measured) is not None:
-                    self._timeline.add(instance.index, *measured)
-            self._telemetry.look(self._metrics.totals)
+            self.note_measured()
+            self._telemetry.look(self.totals)
         if now - self._kept_at > _KEPT_S:
             self._kept_at = now
             self._keep()
@@ -133,11 +127,10 @@ class ServeSession:
 
     def _keep(self) -> None:
         """Write what has been served so far: a killed rank 0 writes nothing more."""
-        totals = self._metrics.totals
+        totals = self.totals
         if totals.samples == self._kept_samples or self._frontend is None:
             return
         self._kept_samples = totals.samples
-        totals.started = self._frontend.started
         so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
         so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
         so_far["compiled"] = None  # only the ranks know, when they end
@@ -146,11 +139,6 @@ class ServeSession:
         except OSError as error:  # a full disk ends no server
             _log.warning("what was served so far is not kept: %s", error)
         self._record.keep(so_far)
-
-    def lose(self, instance: int) -> float:
-        self._timeline.lose(instance)
-        started = self._frontend.started if self._frontend else 0.0
-        return time.perf_counter() - started if started else 0.0
 
     def drain(self) -> bool:
         return self._frontend is not None and self._frontend.end_early()
@@ -166,23 +154,14 @@ class ServeSession:
     # --- what all ranks have done; a note for the console ---
 
     def ready(self) -> str:
-        startup = time.time() - self._last_start
-        self._record.result["startup_s"] = round(startup, 4)
-        serving = f"serving {', '.join(self.served.names)} at {self.url}"
-        return f"{startup:.2f} s after the last rank was started; {serving}"
-
-    def tested(self) -> None:
-        """Do nothing: nobody judges what was served."""
+        return f"{super().ready()}; serving {', '.join(self.served.names)} at {self.url}"
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        totals = self._metrics.totals
-        totals.started = self._frontend.started if self._frontend else 0.0
+        totals = self.totals
         aborted = self._metrics.aborted
         self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
         self._record.result |= {"status": "SERVED", "aborted": aborted}
-        leave_environment(self._record.path, self._planned, reports, self._record.result)
-        self._timeline.close()
-        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
+        self.keep_reports(reports)
         return (
             f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
         )
@@ -190,24 +169,15 @@ class ServeSession:
     # --- the end ---
 
     def finished(self) -> int:
-        add_costs(self._record.result, self._metrics.totals, self._timeline)
-        self._record.write_result()
+        page = self.leave_result()
         rows = served_rows(self._record.result, path_shown(self._record.path))
-        self._console.summary([*rows, ("page", self.page())])
+        self._console.summary([*rows, ("page", page)])
         return int(ExitCode.DONE)
-
-    def page(self) -> str:
-        return leave_page(
-            self._record.path,
-            partial(self._telemetry.write, totals=self._metrics.totals),
-            self._config.price_per_gpu_hour,
-        )
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
         if reports and self._record.result["status"] != "SERVED":
             self.drained(reports)
-        totals = self._metrics.totals
-        totals.started = self._frontend.started if self._frontend else 0.0
+        totals = self.totals
         self._record.result |= {
             "samples": totals.samples,
             "errors": totals.errors,
@@ -247,12 +217,8 @@ def _served(planned: Planned) -> Served:
 def _open(
     planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
 ) -> tuple[ServeSession, list[str]]:
-    try:
-        session = ServeSession(planned, record, console, control)
-    except OSError as error:
-        raise unwritable(planned.config, record().path, error) from error
-    served, plan = session.served, planned.plan
-    nodes = len({rank.node for rank in plan.ranks})
+    session = opened(lambda: ServeSession(planned, record, console, control), planned, record)
+    served = session.served
     longest = served.limits.max_prompt_len
     of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
     lines = [
@@ -261,13 +227,7 @@ def _open(
         f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
         f"{of_prompts}",
     ]
-    return session, [
-        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"
-        f" core {planned.config.core_type}, {planned.reports[0].versions['MPI']}",
-        "",
-        disagg.table(plan),
-        *(f"  {line}" for line in lines),
-    ]
+    return session, announced(planned, lines)
 
 
 def _about(config: RunConfig) -> dict[str, object]:

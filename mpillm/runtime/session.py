@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mpillm.comms.loop import EventLoop
@@ -14,7 +14,6 @@ from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
-from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
@@ -25,17 +24,14 @@ from mpillm.report.doubts import doubts
 from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
-from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
-from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
+from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
-from mpillm.report.telemetry import RunTelemetry
-from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.runtime.join import Planned, Prepared, has_text, prepare
-from mpillm.runtime.leave_environment import leave_environment
 from mpillm.runtime.rank0 import Purpose
+from mpillm.runtime.run_session import RunSession, announced, opened
 from mpillm.submission.compliance_tests import prepare_audit
 from mpillm.workloads.rounds import allows_guesses
 
@@ -44,36 +40,32 @@ _PROGRESS_S = 0.1
 _LOG_S = 10.0
 
 
-class Session:
-    """A test's objects on rank 0; created, complete, once all ranks have joined. See `rank0.RunSession`."""
+class Session(RunSession):
+    """Of a test that LoadGen drives."""
 
     def __init__(
         self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
     ) -> None:
         """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
-        config, plan = prepared.planned.config, prepared.planned.plan
+        config = prepared.planned.config
         self._prepared = prepared
-        self._config = config
-        self._plan = plan
-        self._record = record
-        self._console = console
-        self._control = control
+        self._totals = Totals()
         # LoadGen's audit.config, or ""
         scaled = config.workload.n_samples if config.workload and config.workload.scaled else None
         self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path, scaled)
-        record.write_plan(prepared.planned.yaml, plan, prepared.planned.reports)
+        super().__init__(prepared.planned, record, console, control, record.path / TIMELINE)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
         self._outputs: Outputs | None = None
         if config.save_outputs or has_text(config):
             path = record.path / "outputs.jsonl" if config.save_outputs else None
             self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
-        self._totals = Totals()
-        self._telemetry = RunTelemetry()
-        self._timeline = Timeline((instance.index for instance in plan.instances), record.path / TIMELINE)
         self._requests = RequestLog(record.path)
-        self._last_start = max(report.started for report in prepared.planned.reports.values())
         self._progress_at = self._logged_at = 0.0
+
+    @property
+    def totals(self) -> Totals:
+        return self._totals
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Harness:
         """Return the harness role; `leader`: the leader's rank."""
@@ -97,9 +89,6 @@ class Session:
             self._requests,
         )
 
-    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
-        """Return None: a test has both halves."""
-
     def poll(self) -> bool:
         """During the test: record what the instances have computed, and draw the progress."""
         now, totals = time.monotonic(), self._totals
@@ -109,9 +98,7 @@ class Session:
         self._requests.flush()
         if totals.in_flight or not totals.samples:
             self._telemetry.look(totals)
-        for instance in self._plan.instances:
-            if (measured := self._control.ranks[instance.leader].measured) is not None:
-                self._timeline.add(instance.index, *measured)
+        self.note_measured()
         if totals.in_flight or not totals.samples:
             computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
             steady = bool(self._config.show_steady_state_progress)
@@ -137,20 +124,7 @@ class Session:
                 )
         return False
 
-    def lose(self, instance: int) -> float:
-        self._timeline.lose(instance)
-        return time.perf_counter() - self._totals.started if self._totals.started else 0.0
-
-    def drain(self) -> bool:
-        """Refuse to end early: a signal ends a test's run."""
-        return False
-
     # --- after a phase of all ranks: its note for the console ---
-
-    def ready(self) -> str:
-        startup = time.time() - self._last_start
-        self._record.result["startup_s"] = round(startup, 4)
-        return f"{startup:.2f} s after the last rank was started"
 
     def tested(self) -> None:
         """Read LoadGen's verdict: it is known, and told, if a rank is lost before the others have
@@ -186,9 +160,7 @@ class Session:
             reuse_wanted=self._config.enable_kv_cache_reuse,
             guesses_forbidden=workload is not None and not allows_guesses(workload),
         )
-        self._timeline.close()
-        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
-        leave_environment(directory, self._prepared.planned, reports, result)
+        self.keep_reports(reports)
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     def _of_server(self) -> dict[str, Any]:
@@ -208,9 +180,7 @@ class Session:
     def finished(self) -> int:
         """After the last phase: print the summary, return the exit code."""
         record, config = self._record, self._config
-        add_costs(record.result, self._totals, self._timeline)  # now: an instance may be lost after the test
-        record.write_result()
-        page = self.page()
+        page = self.leave_result()
         if self._outputs and has_text(config):
             self._console.answers(self._outputs.shown())
         facts, _ = facts_of(RunFiles.read(record.path))
@@ -218,13 +188,6 @@ class Session:
         self._console.summary([*rows, ("page", page)])
         invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
-
-    def page(self) -> str:
-        return leave_page(
-            self._record.path,
-            partial(self._telemetry.write, totals=self._totals),
-            self._config.price_per_gpu_hour,
-        )
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
         """Add to the result what was counted before the failure; return LoadGen's verdict, if there is
@@ -244,12 +207,10 @@ def _open(
     planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
 ) -> tuple[Session, list[str]]:
     prepared = prepare(planned, lambda: record().path)
-    path = record().path
-    try:
-        session = Session(prepared, record(), console, control)
-    except OSError as error:
-        raise unwritable(planned.config, path, error) from error
-    return session, prepared.announcement(path_shown(path))
+    session = opened(lambda: Session(prepared, record(), console, control), planned, record)
+    model = planned.config.model_path
+    lines = [f"run directory {path_shown(record().path)}", *prepared.announcement()]
+    return session, announced(planned, lines, f", model {Path(model).name}" if model else "")
 
 
 def _about(config: RunConfig) -> dict[str, object]:

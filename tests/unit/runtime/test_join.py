@@ -27,6 +27,7 @@ from mpillm.report.console import Console
 from mpillm.runtime.join import plan_run, prepare
 from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank0 import Rank0
+from mpillm.runtime.run_session import announced
 from mpillm.runtime.session import TEST
 from tests.helpers.configured import DUMMY
 
@@ -65,11 +66,10 @@ def test_a_run_is_planned_and_prepared() -> None:
     prepared = prepare(planned, nowhere)
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
-    lines = prepared.announcement("build/here")
+    lines = announced(planned, prepared.announcement())
     assert lines[0].startswith("mpillm ") and lines[0].endswith(
         "ranks: 3, nodes: 2, aggregated, core dummy, Some MPI 1"
     )
-    assert "  run directory build/here" in lines
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 

@@ -1,0 +1,178 @@
+"""What every kind of run has on rank 0, once all ranks have joined."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import disagg
+from mpillm import __version__
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.transport import Transport
+from mpillm.cores.base import LLMCore
+from mpillm.files import write_json
+from mpillm.report.console import Console
+from mpillm.report.page.page import leave_page
+from mpillm.report.result import add_costs
+from mpillm.report.run_directory import RunRecord, unwritable
+from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.telemetry import RunTelemetry
+from mpillm.report.timeline import Timeline
+from mpillm.roles.instance import InstanceRole
+from mpillm.roles.role import Role
+from mpillm.runtime.join import Planned
+
+if TYPE_CHECKING:
+    from mpillm.roles.harness import Totals
+
+S = TypeVar("S")
+
+
+class RunSession(ABC):
+    """The objects of a run on rank 0: what it counts, and what it leaves in the run directory."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        record: RunRecord,
+        console: Console,
+        control: Rank0Control,
+        timeline: Path | None,
+    ) -> None:
+        """Write the plan to the run directory. Raises OSError if it can't be written.
+
+        `timeline`: the file for what the instances compute, if one is to be written.
+        """
+        self._planned, self._config, self._plan = planned, planned.config, planned.plan
+        self._record, self._console, self._control = record, console, control
+        self._last_start = max(report.started for report in planned.reports.values())
+        record.write_plan(planned.yaml, planned.plan, planned.reports)
+        self._telemetry = RunTelemetry()
+        self._timeline = Timeline((instance.index for instance in planned.plan.instances), timeline)
+
+    @property
+    @abstractmethod
+    def totals(self) -> Totals:
+        """What was asked and answered."""
+
+    @property
+    def started(self) -> float:
+        """When the test began, time.perf_counter(); 0.0: it has not."""
+        return self.totals.started
+
+    @abstractmethod
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
+        """Return the role that asks; `leader`: the leader's rank.
+
+        `loop`: for other threads, when the role has something to do.
+        """
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
+        """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
+        return None
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Do what is due during the test; called often."""
+
+    def note_measured(self) -> None:
+        """Add to the timeline what the instances have computed since."""
+        for instance in self._plan.instances:
+            if (measured := self._control.ranks[instance.leader].measured) is not None:
+                self._timeline.add(instance.index, *measured)
+
+    def lose(self, instance: int) -> float:
+        """Note that an instance is lost, and the run goes on; return the seconds since the test started."""
+        self._timeline.lose(instance)
+        return time.perf_counter() - self.started if self.started else 0.0
+
+    def drain(self) -> bool:
+        """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
+        return False
+
+    def ready(self) -> str:
+        """Note that all ranks are ready; return a note for the console."""
+        startup = time.time() - self._last_start
+        self._record.result["startup_s"] = round(startup, 4)
+        return f"{startup:.2f} s after the last rank was started"
+
+    def tested(self) -> None:  # noqa: B027 - nobody judges what was served
+        """Note what is known when the test has ended, before the ranks report."""
+
+    @abstractmethod
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """Note what the ranks report of the test; return a note for the console."""
+
+    def keep_reports(self, reports: Mapping[int, DrainReport]) -> None:
+        """Keep the ranks' telemetry; write software and machines, and by name servers and client of a test.
+
+        Raises OSError.
+        """
+        self._timeline.close()
+        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
+        machines = {
+            self._plan.ranks[rank].node: report.machine
+            for rank, report in sorted(reports.items())
+            if report.machine
+        }
+        write_json(self._record.path / "machines.json", machines)
+        result = self._record.result
+        names = {name for one in result["per_instance"] for name in one.get("frameworks", ())}
+        had = {"servers": ", ".join(sorted(names))}
+        if other := result.get("harness"):
+            had["harness"] = f"{other['name']} {other['version']}".rstrip()
+        environment = describe_environment(self._planned.reports[0].versions["MPI"])
+        write_json(self._record.path / ENVIRONMENT, environment | had)
+
+    @abstractmethod
+    def finished(self) -> int:
+        """Print the last lines, as everything has ended well; return the exit code."""
+
+    def leave_result(self) -> str:
+        """Write result and page; return the page's path for the console."""
+        # Now: an instance may be lost after the test.
+        add_costs(self._record.result, self.totals, self._timeline)
+        self._record.write_result()
+        return self.page()
+
+    def page(self) -> str:
+        """Write the run's page; return its path for the console. Never raises."""
+        return leave_page(
+            self._record.path,
+            partial(self._telemetry.write, totals=self.totals),
+            self._config.price_per_gpu_hour,
+        )
+
+    @abstractmethod
+    def failed(self, reports: dict[int, DrainReport]) -> str:
+        """Note in the result what is known; return what else to tell on the console, or "".
+
+        `reports`: what ranks told as a signal ended them.
+        """
+
+
+def opened(make: Callable[[], S], planned: Planned, record: Callable[[], RunRecord]) -> S:
+    """Return what `make` makes: a session. Raises RunError if the run directory can't be written."""
+    try:
+        return make()
+    except OSError as error:
+        raise unwritable(planned.config, record().path, error) from error
+
+
+def announced(planned: Planned, lines: Sequence[str], model: str = "") -> list[str]:
+    """Return what the console says before a run loads: what it is, its plan, and more lines."""
+    plan, config = planned.plan, planned.config
+    nodes = len({rank.node for rank in plan.ranks})
+    return [
+        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode},"
+        f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
+        "",
+        disagg.table(plan),
+        *(f"  {line}" for line in lines),
+    ]
