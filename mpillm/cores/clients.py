@@ -1,8 +1,13 @@
-"""What cores share whose ranks are clients of servers elsewhere: the split of servers, and common limits."""
+"""What cores share whose ranks are clients of servers elsewhere: the split of servers, the answers' queue."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
+
+from mpillm.comms.messages import RESPONSE, Batch
 
 MOST_AT_ONCE = 1024
 """Requests at a server for which no limit is stated: more than any server runs at once."""
@@ -30,3 +35,26 @@ def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> t
     clients = len(range(server, n_clients, len(urls)))  # of this server
     mine = index // len(urls)
     return [urls[server]], max(1, at_once // clients + (mine < at_once % clients))
+
+
+class Answers:
+    """Rows of answers on their way from a client's threads to the rank's main thread, in order."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[int, int, int, Sequence[int]]] = deque()  # id, n tokens, flags, tokens
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, id_: int, flags: int, tokens: Sequence[int]) -> int:
+        """Add a row; `flags`: of `ResponseFlag`. Return how many wait now, with this one."""
+        self._rows.append((id_, len(tokens), int(flags), tokens))
+        return len(self._rows)
+
+    def take(self) -> Batch | None:
+        """Return all that are there; None if there are none."""
+        ready = [self._rows.popleft() for _ in range(len(self._rows))]
+        if not ready:
+            return None
+        rows = np.array([row[:3] for row in ready], RESPONSE)
+        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))

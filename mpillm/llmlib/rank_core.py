@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from collections import deque
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from disagg.errors import ConfigError
-from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore
+from mpillm.cores.clients import Answers
 from mpillm.llmlib.cores.base import LLMRequest
 from mpillm.llmlib.factory import LLMServerFactory, n_cores
 from mpillm.llmlib.server import LLMServer
@@ -38,8 +36,7 @@ class RankCore(LLMCore):
         super().__init__(config, comms)
         self._context = contextvars.copy_context()
         self._server: LLMServer | None = None
-        # id, tokens, whether it is the first
-        self._answers: deque[tuple[int, np.ndarray[Any, np.dtype[np.int32]], bool]] = deque()
+        self._answers = Answers()
         self._begun: set[int] = set()  # requests whose first token was told
 
     @classmethod
@@ -122,22 +119,17 @@ class RankCore(LLMCore):
     def poll_responses(self) -> Batch | None:
         for core in self.server.cores:
             core.check()
-        rows, tokens = [], []
-        for _ in range(len(self._answers)):
-            id_, answer, is_first = self._answers.popleft()
-            if is_first:
-                self._begun.add(id_)
-                answer, flags = answer[:1], ResponseFlag.FIRST
-            else:
-                flags = ResponseFlag.FINAL if id_ in self._begun else ResponseFlag.FIRST | ResponseFlag.FINAL
-                self._begun.discard(id_)
-            rows.append((id_, len(answer), flags))
-            tokens.append(answer)
-        return Batch(np.array(rows, RESPONSE), np.concatenate(tokens)) if rows else None
+        return self._answers.take()
 
     def _complete(self, request_id: int, output_tokens: list[int], is_first_token: bool) -> None:
-        """The cores call this in their threads."""
-        self._answers.append((request_id, np.array(output_tokens, np.int32), is_first_token))
+        """The cores call this in their threads, of one request in one."""
+        if is_first_token:
+            self._begun.add(request_id)
+            self._answers.add(request_id, ResponseFlag.FIRST, output_tokens[:1])
+            return
+        flags = ResponseFlag.FINAL if request_id in self._begun else ResponseFlag.FIRST | ResponseFlag.FINAL
+        self._begun.discard(request_id)
+        self._answers.add(request_id, flags, output_tokens)
 
 
 @cache

@@ -7,18 +7,15 @@ import logging
 import math
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
-
 from disagg.errors import ConfigError, about
-from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of, until_when
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, share_of, until_when
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
@@ -100,7 +97,7 @@ class EndpointCore(LLMCore):
         self._before: list[Reading] = []  # what the servers had counted when the test began
         self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
         self._reader: asyncio.Task[None] | None = None
-        self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        self._answers = Answers()
         self._failed: EndpointError | None = None
         self._fails_at = 0.0  # time.perf_counter(): when that is told
         self._frameworks: list[str | None] = []  # of the servers
@@ -355,13 +352,13 @@ class EndpointCore(LLMCore):
 
     def has_work(self) -> bool:
         return (
-            (bool(self._rows) and time.perf_counter() - self._handed_on >= _GATHER_S)
+            (bool(self._answers) and time.perf_counter() - self._handed_on >= _GATHER_S)
             or (self._failed is not None and time.perf_counter() >= self._fails_at)
             or (self._thread is not None and self._thread.error is not None)
         )
 
     def quiet_s(self) -> float:
-        at = self._handed_on + _GATHER_S if self._rows else math.inf
+        at = self._handed_on + _GATHER_S if self._answers else math.inf
         if self._failed is not None:
             at = min(at, self._fails_at)
         return at - time.perf_counter()
@@ -371,12 +368,9 @@ class EndpointCore(LLMCore):
             raise RunError(Failure(str(self._failed), self.config.rank))
         if self._thread is not None and self._thread.error is not None:
             raise RuntimeError("the HTTP client failed") from self._thread.error
-        if not self._rows:
-            return None
-        self._handed_on = time.perf_counter()
-        ready = [self._rows.popleft() for _ in range(len(self._rows))]
-        rows = np.array([row[:3] for row in ready], RESPONSE)
-        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))
+        if self._answers:
+            self._handed_on = time.perf_counter()
+        return self._answers.take()
 
     def cancel(self, ids: Iterable[int]) -> None:
         assert self._thread is not None
@@ -455,8 +449,8 @@ class EndpointCore(LLMCore):
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        self._rows.append((id_, len(tokens), int(flags), tokens))
-        if len(self._rows) == 1:  # else the main thread, which takes all, knows of an earlier one
+        # Of those behind the first, the main thread, which takes all, knows already.
+        if self._answers.add(id_, flags, tokens) == 1:
             self.wake()
 
 

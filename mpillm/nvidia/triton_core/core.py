@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of, until_when
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, share_of, until_when
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel
@@ -82,7 +81,7 @@ class TritonGrpcCore(LLMCore):
         self._numbers: dict[int, int] = {}  # the same, by id
         self._number = itertools.count(1)
         self._frameworks: set[str] = set()  # of the servers' models
-        self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        self._answers = Answers()
         at_once = 1 if self._harness.streaming else self._at_once * len(self._urls)
         self._gather = max(1, at_once // _GATHER_PART)
         self._next_watch = self._next_rows = 0.0
@@ -153,13 +152,14 @@ class TritonGrpcCore(LLMCore):
             stream = next(one for one in self._clients.open if one.url == url)
             self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
             end = time.monotonic() + limit
-            while not self._rows:
+            while not self._answers:
                 self._watch()
                 if time.monotonic() > end:
                     raise self._failure(f"tritonserver {url} gave no token within {limit:g} s")
                 time.sleep(0.001)
-            _, n_tokens, flags, _ = self._rows.popleft()
-            if flags & ResponseFlag.ERROR or not n_tokens:
+            answer = self._answers.take()
+            assert answer is not None
+            if answer.rows["flags"][0] & ResponseFlag.ERROR or not len(answer.tokens):
                 raise self._failure(f"tritonserver {url} gave no token: {self._last_error}")
 
     def warm_up_requests(self) -> Batch:
@@ -231,20 +231,16 @@ class TritonGrpcCore(LLMCore):
 
     def _due(self) -> float:
         """Return when there is something to do, if nothing comes before."""
-        rows, watch = len(self._rows), self._next_watch if self._calls else math.inf
+        rows, watch = len(self._answers), self._next_watch if self._calls else math.inf
         if rows >= self._gather:
             return 0.0
         return min(self._next_rows, watch) if rows else watch
 
     def poll_responses(self) -> Batch | None:
         self._watch()
-        if not self._rows:
-            return None
-        if not self._harness.streaming:
+        if self._answers and not self._harness.streaming:
             self._next_rows = time.monotonic() + _GATHER_S
-        ready = [self._rows.popleft() for _ in range(len(self._rows))]
-        rows = np.array([row[:3] for row in ready], RESPONSE)
-        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))
+        return self._answers.take()
 
     def cancel(self, ids: Iterable[int]) -> None:
         for id_ in ids:
@@ -340,7 +336,6 @@ class TritonGrpcCore(LLMCore):
         return True
 
     def _add(self, id_: int, flags: int, tokens: list[int]) -> None:
-        self._rows.append((id_, len(tokens), flags, tokens))
         # Those behind the first of a message are known to the main thread, or soon will be.
-        if len(self._rows) in (1, self._gather):
+        if self._answers.add(id_, flags, tokens) in (1, self._gather):
             self.wake()
