@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .errors import ConfigError
-from .yaml_text import shown
+from .yaml_text import value_text
 
 # In the order in which their instances take ranks.
 SECTIONS = ("context_servers", "generation_servers", "executors")
@@ -154,4 +154,4 @@ def checked(where: str, value: Any, rule: Rule) -> Any:
 
 def refuse(where: str, value: object, allowed: str) -> NoReturn:
     """Raise the error for a wrong value: where it is, what it is, what it must be."""
-    raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")
+    raise ConfigError(f"{where}: {value_text(value)}; must be {allowed}")

@@ -23,7 +23,7 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
     """
     data = value_of(text, source)
     if not isinstance(data, dict):
-        found = "empty" if data is None else shown(data)
+        found = "empty" if data is None else value_text(data)
         raise ConfigError(
             f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors"
         )
@@ -123,16 +123,16 @@ def _plain(value: Any, where: str, left: Iterator[int]) -> Any:
     if isinstance(value, Mapping):
         return {_name(key, where): _plain(item, f"{where}.{key}", left) for key, item in value.items()}
     allowed = "null, true, false, a finite number, a string, a list or a mapping"
-    raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")
+    raise ConfigError(f"{where}: {value_text(value)}; must be {allowed}")
 
 
 def _name(key: object, where: str) -> str:
     if isinstance(key, str):
         return key
-    raise ConfigError(f"{where}: the key {shown(key)}; must be a string")
+    raise ConfigError(f"{where}: the key {value_text(key)}; must be a string")
 
 
-def shown(value: object) -> str:
+def value_text(value: object) -> str:
     """Return `value` for an error message: shortened, with its type, because `'2'` is not `2`."""
     if value is None:
         return "null"

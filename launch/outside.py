@@ -54,7 +54,7 @@ class Shown(io.TextIOWrapper):
         super().write(text)
 
 
-def shown(stream: TextIO) -> TextIO:
+def safe_stream(stream: TextIO) -> TextIO:
     """Return what takes the place of Python's own standard output or error; another stream is given back."""
     if type(stream) is not io.TextIOWrapper:
         return stream

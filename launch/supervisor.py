@@ -148,7 +148,7 @@ class Supervisor:
         return pumps
 
     def _say(self, text: str) -> None:
-        self._lines.write(said(text), self._lines.err)
+        self._lines.write(own_line(text), self._lines.err)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if not self._echoes.has(number):
@@ -246,11 +246,11 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
         psutil.wait_procs(others, timeout=1.0)
 
 
-def said(text: str) -> str:
+def own_line(text: str) -> str:
     """Return a line of the launcher's own."""
     return f"mpillm mpirun: {text}\n"
 
 
 def say(text: str) -> None:
     """Write a line of the launcher's own to stderr."""
-    print(said(text), end="", file=sys.stderr, flush=True)
+    print(own_line(text), end="", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from disagg.errors import ConfigError, nearest
 from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
-from launch.outside import shown
+from launch.outside import safe_stream
 from launch.signals import stop_signals
 from mpillm import __version__
 from mpillm.core_names import WINGS, brought, lacks
@@ -121,7 +121,7 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run a command; tell of errors."""
     _open_closed()
     _know_home()
-    sys.stdout, sys.stderr = shown(sys.stdout), shown(sys.stderr)
+    sys.stdout, sys.stderr = safe_stream(sys.stdout), safe_stream(sys.stderr)
     try:
         code = run(argv)
         sys.stdout.flush()  # so that we report a full disk, not Python at its exit

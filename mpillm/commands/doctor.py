@@ -23,7 +23,7 @@ from mpillm.config.values import Values, collect
 from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
-from mpillm.doctor.findings import Line, Status, World, shown, worst
+from mpillm.doctor.findings import Line, Status, World, report_lines, worst
 from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import seconds
 from mpillm.fields.results import OutputFields
@@ -169,7 +169,7 @@ def _report(config: Options, lines: Sequence[Line], n_ranks: int, world: World) 
         where = f", nodes: {len(nodes)}" if nodes else ""
         print(
             f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n",
-            *shown(lines, world.nodes),
+            *report_lines(lines, world.nodes),
             sep="\n",
             flush=True,
         )

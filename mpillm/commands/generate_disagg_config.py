@@ -24,12 +24,12 @@ from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
-from mpillm.fields import DEADLINES, shown
+from mpillm.fields import DEADLINES, command_fields
 from mpillm.fields.results import OutputFields
 from mpillm.files import write_text
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
-_SHOWN = shown(
+_SHOWN = command_fields(
     "workload", "topology", "checkpoint", "build", also=(*_ALSO, *(place.field.name for place in CORE))
 )
 

@@ -12,7 +12,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
-from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
+from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
 
 _ALSO = (
     "core_type",
@@ -24,7 +24,7 @@ _ALSO = (
     "llm_gen_config_path",
     "build_deadline",
 )
-_SHOWN = shown("workload", "stages", "checkpoint", "build", also=_ALSO)
+_SHOWN = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 
 def engine_stages(config: RunConfig) -> Operation:

@@ -17,14 +17,14 @@ from mpillm.configurator import Field, json_output
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
-from mpillm.fields import MODEL_AND_LIMITS, shown
+from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.fields.effects import PLAN
 from mpillm.report.columns import prose
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
-_SHOWN = shown(
+_SHOWN = command_fields(
     *("workload", "topology", "own servers", "plan", "model"),
     also=("tritonserver", *PORTS, *MODEL_AND_LIMITS, "engine_dir"),
 )

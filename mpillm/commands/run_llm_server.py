@@ -27,7 +27,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
-from mpillm.fields import MODEL_AND_LIMITS, shown
+from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.files import as_writable
 
 _ALSO = (
@@ -41,7 +41,7 @@ _ALSO = (
     "load_deadline",
     "stall_timeout",
 )
-_SHOWN = shown(
+_SHOWN = command_fields(
     "workload", "topology", "checkpoint", "build", "triton", "server", also=(*_ALSO, *MODEL_AND_LIMITS)
 )
 

@@ -39,7 +39,7 @@ class Place:
     def name(self) -> str:
         return ".".join(self.key)
 
-    def of(self, server: ServerConfig) -> Any:
+    def value_in(self, server: ServerConfig) -> Any:
         """Return the value there, in the YAML's words; None if there is none."""
         value = _at(server, self.key)
         return server.extra.get(self.also) if value is None and self.also else value
@@ -153,7 +153,7 @@ def of_a_section(section: str, server: ServerConfig, path: str, is_whole: bool) 
 
 def without_option(server: ServerConfig) -> list[Place]:
     """Return where a section states a value that TensorRT-LLM has and an option of ours lacks."""
-    return [place for place in (*CORE, ROUTER) if not _has(place, place.of(server))]
+    return [place for place in (*CORE, ROUTER) if not _has(place, place.value_in(server))]
 
 
 def _has(place: Place, value: Any) -> bool:
@@ -166,7 +166,7 @@ def _has(place: Place, value: Any) -> bool:
 def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
     stated = {}
     for place in places:
-        value = place.of(server)
+        value = place.value_in(server)
         if value in _NOTHING:
             continue
         where = f"{path}: {section}.{place.name}"
@@ -252,7 +252,7 @@ def without_effect(
     places = [place for place in (EXPERTS, ROUTER, *CORE) if place not in beyond]
     places += SERVER_ONLY if is_server else ()
     read = {place.key for place in places} | _other_names(server, places) | {("moe_tensor_parallel_size",)}
-    if ROUTER.of(server) == "kv_cache_aware":
+    if ROUTER.value_in(server) == "kv_cache_aware":
         read |= {("router", name) for name in ROUTER_ARGUMENTS}
     known = ("kv_cache_config", "cache_transceiver_config", "router", *(() if is_server else ("urls",)))
     stated = {name: getattr(server, name) for name in known if getattr(server, name)}

@@ -22,17 +22,20 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
     """Return the layers of user and command: command line, the file that it names, the command's defaults."""
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
-    if (path := said(own, fields.config_file).value) is not None:
+    if (path := found_for(own, fields.config_file).value) is not None:
         from mpillm.config import config_file  # takes time to import, and few commands have one
 
-        given = {key: said(own, key) for key in config_file.KEYS}
-        if said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
+        given = {key: found_for(own, key) for key in config_file.KEYS}
+        if (
+            found_for(own, fields.use_triton).value
+            and given[fields.harness_type].origin.level <= Level.CONTEXT
+        ):
             given[fields.harness_type] = Found("triton", COMMAND_LINE)
         file = config_file.load(
             path,
             {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT},
             config_file.KindOfTest(
-                said(own, fields.test_mode).value, said(own, fields.compliance_test).value
+                found_for(own, fields.test_mode).value, found_for(own, fields.compliance_test).value
             ),
         )
         own.update(file)
@@ -40,11 +43,11 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
     return own
 
 
-def said(own: Configuration, field: Field) -> Found:
+def found_for(own: Configuration, field: Field) -> Found:
     return own.resolve([field]).get(field, Found(None, DEFAULT))
 
 
-def stated(
+def stated_values(
     options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
 ) -> dict[str, Found]:
     """Return each field's value and layer, from all layers but the YAML: see `disagg_values.lay_yaml`."""
@@ -61,17 +64,19 @@ def stack(
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)
     test = named_test(
-        said(own, fields.benchmarks), said(own, fields.scenarios), said(own, fields.accuracy_target)
+        found_for(own, fields.benchmarks),
+        found_for(own, fields.scenarios),
+        found_for(own, fields.accuracy_target),
     )
     benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
     if benchmarks is not None and len(benchmarks) == 1:
-        known_workload = workloads.get(benchmarks[0], said(own, fields.model_scale).value)
+        known_workload = workloads.get(benchmarks[0], found_for(own, fields.model_scale).value)
         if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
             scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
             test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(defaults_of(known_workload, scenarios[0], said(own, fields.test_mode).value))
+        workload.update(defaults_of(known_workload, scenarios[0], found_for(own, fields.test_mode).value))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
-    path, origin, _ = said(own, fields.llm_gen_config_path)
+    path, origin, _ = found_for(own, fields.llm_gen_config_path)
     if path is not None:
         from mpillm.models.model_files import GenerationConfig  # its records take time to make
 

@@ -24,7 +24,7 @@ from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN, SERVE
 
 # What `run` shows in --help.
-RUN_FIELDS = fields.shown(
+RUN_FIELDS = fields.command_fields(
     *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
@@ -32,7 +32,7 @@ RUN_FIELDS = fields.shown(
 
 
 # What `serve` shows.
-SERVE_FIELDS = fields.shown(
+SERVE_FIELDS = fields.command_fields(
     *(
         "serve",
         "workload",
@@ -85,7 +85,7 @@ def parse(
     """
     known = _with_all(shown)
     add_fields(parser, known, shown, defaults)
-    return RunConfig.resolved(layers.stated(parser.texts(argv), known, defaults))
+    return RunConfig.resolved(layers.stated_values(parser.texts(argv), known, defaults))
 
 
 def parse_stage(
@@ -111,14 +111,14 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> l
     add_fields(parser, known, shown)
     options = parser.texts(argv)
     made = []
-    for benchmark in layers.said(layers.of_the_user(options, None), fields.benchmarks).value or (None,):
+    for benchmark in layers.found_for(layers.of_the_user(options, None), fields.benchmarks).value or (None,):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = layers.said(layers.of_the_user(named, None), fields.scenarios)
+        scenarios = layers.found_for(layers.of_the_user(named, None), fields.scenarios)
         if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
-            made.append(RunConfig.resolved(layers.stated(named, known, None)))
+            made.append(RunConfig.resolved(layers.stated_values(named, known, None)))
         else:
             made += [
-                RunConfig.resolved(layers.stated({**named, "scenarios": scenario}, known, None))
+                RunConfig.resolved(layers.stated_values({**named, "scenarios": scenario}, known, None))
                 for scenario in scenarios.value
             ]
     return made

@@ -109,14 +109,14 @@ class RunConfig(Values, AllFields):
 
         return RunConfig.resolved(lay_yaml(self.stated, self.found, yaml, self.named))
 
-    def of(self, section: str) -> RunConfig:
+    def in_section(self, section: str) -> RunConfig:
         """Return the values that hold for the instances of a YAML's section."""
         return self.sections.get(section, self)
 
     @property
     def entry_section(self) -> RunConfig:
         """The values that hold for the instances where requests start."""
-        return self.of(self.yaml.sections[0][0]) if self.yaml and self.sections else self
+        return self.in_section(self.yaml.sections[0][0]) if self.yaml and self.sections else self
 
     @property
     def clients_of_a_server(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 from disagg.errors import ConfigError, nearest
-from disagg.yaml_text import plain, shown
+from disagg.yaml_text import plain, value_text
 from mpillm.configurator.effect import EVERYWHERE, Effect
 
 if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
@@ -227,7 +227,7 @@ class Field(Generic[T]):
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that contains itself
             raise ConfigError(f"{source}: {error}") from None
         except (TypeError, AttributeError):  # a value of a kind that the field has no text for
-            raise ConfigError(f"{source} {shown(value)}: expected {self._expected}") from None
+            raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
         return self.parse(text, source)

@@ -98,7 +98,7 @@ def worst(lines: Iterable[Line]) -> Status:
     return max((line.status for line in lines), key=order.index, default=Status.OK)
 
 
-def shown(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+def report_lines(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyType({})) -> list[str]:
     """Return the lines for a person: in columns, advice below, and a count at the end.
 
     `nodes`: by rank.

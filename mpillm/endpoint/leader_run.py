@@ -58,7 +58,7 @@ def lead(config: RunConfig) -> int:
 
 def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:
     """Return the servers of a section, with its router."""
-    of = config.of(section)
+    of = config.in_section(section)
     (server,) = (server for name, server in (config.yaml.sections if config.yaml else ()) if name == section)
     routing = PrefixRouting(**router_arguments(server, of.tokens_per_block))
     router = make_pool([*range(len(workers))], of.traffic_distribution_policy, routing)

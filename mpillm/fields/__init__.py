@@ -72,7 +72,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
 }
 
 
-def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
+def command_fields(*groups: str, also: Iterable[str] = ()) -> list[Field]:
     """Return a command's options: the fields of `groups`, those in `also`, and all that may set any."""
     found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
     while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:

@@ -44,7 +44,7 @@ def _said(source: str) -> bool:
     return source.startswith(("command line", "environment variable "))
 
 
-def shown(words: list[str]) -> str:
+def shell_line(words: list[str]) -> str:
     """Return words for a shell; options stay as they are."""
     return " ".join(shlex.quote(word) for word in words)
 

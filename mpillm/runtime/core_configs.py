@@ -30,7 +30,7 @@ def check_flags(config: RunConfig, plan: WorldPlan) -> None:
     from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
 
     for section in dict.fromkeys(instance.section for instance in plan.instances):
-        config.of(section).build(TrtllmHarnessConfig)
+        config.in_section(section).build(TrtllmHarnessConfig)
 
 
 def _core_config(
@@ -40,7 +40,7 @@ def _core_config(
     me, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.part.node_ranks if config.part else node_ranks
-    config = config.of(instance.section)
+    config = config.in_section(instance.section)
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
     return CoreConfig(
         core_type=config.core_type,

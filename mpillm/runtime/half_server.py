@@ -32,7 +32,7 @@ class HalfServer:
         Raises ConfigError if the core can't be one.
         """
         role = config.half
-        timeout_s = config.of(HALVES[role]).kv_transfer_timeout_ms / 1000
+        timeout_s = config.in_section(HALVES[role]).kv_transfer_timeout_ms / 1000
         if not issubclass(BackendRegistry.get(config.core_type), HandsOverToRuns):
             raise ConfigError(
                 f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",

@@ -109,7 +109,7 @@ def server_plans(
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
     """Return the values that are stated for the servers of a role, and that the kind takes."""
-    of = config.of(HALVES[role]) if role else config
+    of = config.in_section(HALVES[role]) if role else config
     values = {
         field.name: value
         for field in FIELDS

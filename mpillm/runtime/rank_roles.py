@@ -82,7 +82,7 @@ def what_runs(
     def in_force(section: str, server: ServerConfig) -> ServerConfig:
         core = of_section[section]
         values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
-        return written(server, {**values, ROUTER: config.of(section).traffic_distribution_policy})
+        return written(server, {**values, ROUTER: config.in_section(section).traffic_distribution_policy})
 
     return replace(yaml.with_sections(in_force), model=config.model_path)
 
@@ -120,7 +120,7 @@ def make_roles(
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
-        with config.of(plan.instances[me.instance].section).autoapply():
+        with config.in_section(plan.instances[me.instance].section).autoapply():
             core = core_class(core_config, comms.instance)
         core.wake = wake
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
@@ -130,7 +130,7 @@ def make_roles(
         from mpillm.roles.leader import Leader  # only one rank needs it
 
         entry, generation = (
-            config.of(plan.instances[i].section).traffic_distribution_policy for i in (0, -1)
+            config.in_section(plan.instances[i].section).traffic_distribution_policy for i in (0, -1)
         )
         roles.append(
             Leader(

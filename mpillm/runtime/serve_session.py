@@ -88,7 +88,9 @@ class ServeSession(RunSession):
             requests,
             guard=guard_of(config, config.host),
             max_queue_size=config.max_queue_size,
-            perf_metrics_max_requests=config.of(HALVES.get(config.half, "")).perf_metrics_max_requests,
+            perf_metrics_max_requests=config.in_section(
+                HALVES.get(config.half, "")
+            ).perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
             lost=self._record.result["lost"],
             half=half,

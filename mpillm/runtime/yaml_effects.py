@@ -109,8 +109,8 @@ def _of_the_leader(config: RunConfig, read: Collection[str]) -> list[str]:
 def _of_the_router(config: RunConfig, section: str, server: ServerConfig) -> list[str]:
     if ROUTER not in without_option(server):
         return []
-    policy = config.of(section).traffic_distribution_policy
-    return [f"{section}: mpillm has no router {ROUTER.of(server)}; it uses {policy} instead"]
+    policy = config.in_section(section).traffic_distribution_policy
+    return [f"{section}: mpillm has no router {ROUTER.value_in(server)}; it uses {policy} instead"]
 
 
 def _check_section(
@@ -130,7 +130,9 @@ def _check_section(
         return
     for place in beyond:
         kinds = ", ".join(place.words.get(kind, kind) for kind in place.field.choices)
-        raise ConfigError(f"{where}.{place.name} {place.of(server)}: the {config.core_type} core has {kinds}")
+        raise ConfigError(
+            f"{where}.{place.name} {place.value_in(server)}: the {config.core_type} core has {kinds}"
+        )
     if server.extra.get("quant_config"):
         raise ConfigError(
             f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or"

@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from mpillm.files import read_object, replace_folder, write_json, write_text
 from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
-from mpillm.report.repeat import said_options, shown
+from mpillm.report.repeat import said_options, shell_line
 from mpillm.report.run_directory import HARNESS
 from mpillm.submission import client_form
 from mpillm.submission.compliance_tests import FILES
@@ -146,7 +146,7 @@ def check_accuracy_file(result: Result) -> None:
 def command_of(run: Run) -> str:
     """Return the command that repeats this run, with environment variables as options."""
     ranks = run.directory.result["world_size"]
-    return f"python -m mpillm mpirun -n {ranks} run {shown(said_options(run.path))}".rstrip()
+    return f"python -m mpillm mpirun -n {ranks} run {shell_line(said_options(run.path))}".rstrip()
 
 
 def _readme(result: Result) -> str:

@@ -129,10 +129,10 @@ class Mixture:
         for expert, end in enumerate(choice.ends.tolist()):
             if end > start:
                 pairs = choice.order[start:end].long()
-                gate_up = self.gate_up.of(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
+                gate_up = self.gate_up.of_expert(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
                 gate_up = self._biased(gate_up, self.gate_up.biases, expert)
                 hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
-                out[pairs] = self._biased(self.down.of(expert)(hidden), self.down.biases, expert)
+                out[pairs] = self._biased(self.down.of_expert(expert)(hidden), self.down.biases, expert)
             start = end
         return out
 

@@ -250,7 +250,7 @@ class GroupedLinear:
         """Whether there is no product of one expert alone."""
         return self._packed is not None
 
-    def of(self, expert: int) -> Linear:
+    def of_expert(self, expert: int) -> Linear:
         """Return the product of one of this rank's experts alone."""
         return self._linears[expert]
 

@@ -21,10 +21,10 @@ from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read
 from mpillm.engine.weights.entries import BLOCK, int4_group, is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
     GpuNeeds,
+    gibibytes,
     gpu_needs,
     gpu_room,
     load_bytes,
-    shown,
     stages,
 )
 from mpillm.engine.weights.quantization import TYPES, held
@@ -99,13 +99,13 @@ def check_fit(config: CoreConfig, info: ModelInfo, beside: int = 0) -> int:
             if config.node_ranks > 1
             else "it needs"
         )
-        together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
+        together = f", {gibibytes(needed)} together" if config.node_ranks > 1 else ""
         raise ConfigError(
-            f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory"
-            f" ({shown(weights)} to load the weights in {kind},"
-            f" {shown(kv_cache)} of KV cache for {tokens} tokens){together},"
-            f" and {shown(max(0, available))} are available"
-            f"{f' beside {shown(beside)} of the model that it guesses for' if beside else ''};"
+            f"{config.model_path} does not fit: {each} {gibibytes(weights + kv_cache)} of memory"
+            f" ({gibibytes(weights)} to load the weights in {kind},"
+            f" {gibibytes(kv_cache)} of KV cache for {tokens} tokens){together},"
+            f" and {gibibytes(max(0, available))} are available"
+            f"{f' beside {gibibytes(beside)} of the model that it guesses for' if beside else ''};"
             " spread it over more nodes (tensor or pipeline parallelism),"
             " or set a smaller --kv_cache_tokens or --max_seq_len",
             about=["kv_cache_tokens", "max_seq_len"],
@@ -358,8 +358,8 @@ def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: i
             int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * held_by_one + block
         )
     elif gpu_room is not None and size * per_token > gpu_room:
-        needed = f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU"
-        raise ConfigError(f"{needed}, and the model leaves {shown(gpu_room)}", about=["kv_cache_tokens"])
+        needed = f"a KV cache of {size} tokens needs {gibibytes(size * per_token)} on a GPU"
+        raise ConfigError(f"{needed}, and the model leaves {gibibytes(gpu_room)}", about=["kv_cache_tokens"])
     tokens = size // block * block
     given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
     if tokens == 0 or (wanted is not None and wanted > tokens):

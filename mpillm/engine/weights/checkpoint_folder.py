@@ -31,7 +31,7 @@ from mpillm.engine.weights.entries import (
     kv_scale_alias,
     kv_scale_names,
 )
-from mpillm.engine.weights.memory import shown
+from mpillm.engine.weights.memory import gibibytes
 from mpillm.engine.weights.quantization import RECORD
 from mpillm.files import read_object, replace_folder
 
@@ -165,7 +165,7 @@ def check_room(folder: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         raise ConfigError(
-            f"{folder.parent}: {shown(n_bytes)} are needed on this disk, and {shown(free)} are free"
+            f"{folder.parent}: {gibibytes(n_bytes)} are needed on this disk, and {gibibytes(free)} are free"
         )
 
 

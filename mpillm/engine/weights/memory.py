@@ -79,8 +79,8 @@ def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
         beside = f" with {guesses} beside it" if guesses and config.role != "context" else ""
         raise ConfigError(
             f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
-            f" {shown(there)} free, and {shown(needs.weights)} of weights and"
-            f" {shown(needs.step + _GPU_OVERHEAD)} for a step of"
+            f" {gibibytes(there)} free, and {gibibytes(needs.weights)} of weights and"
+            f" {gibibytes(needs.step + _GPU_OVERHEAD)} for a step of"
             f" max_num_tokens {config.max_num_tokens} and max_batch_size {config.max_batch_size}"
             " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
             about=["tensor_parallelism"],
@@ -115,6 +115,6 @@ def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str
     )
 
 
-def shown(n_bytes: int) -> str:
+def gibibytes(n_bytes: int) -> str:
     """Return bytes as text for messages."""
     return f"{n_bytes / 2**30:.1f} GiB"

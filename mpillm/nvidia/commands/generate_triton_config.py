@@ -9,7 +9,7 @@ from mpillm.builder.operation import execute
 from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
+from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.nvidia.triton.embedded import numpy_note
@@ -26,7 +26,7 @@ _ALSO = (
     "end_ids",
     "num_threads",
 )
-_SHOWN = shown("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
+_SHOWN = command_fields("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -148,7 +148,7 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
             raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
     for section, server in yaml.sections:
         for place in (*CORE, ROUTER):
-            if config.given(place.field.name) and place.of(server) is None:
+            if config.given(place.field.name) and place.value_in(server) is None:
                 raise ConfigError(
                     f"{config.named(place.field.name)}, but there is no {section}.{place.name} in"
                     f" {path}; {again}"

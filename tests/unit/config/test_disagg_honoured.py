@@ -114,7 +114,7 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
         "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
         "generation_servers: has no effect on the dummy core: cuda_graph_config, disable_overlap_scheduler",
     ]
-    assert config.of("generation_servers").kv_cache_free_gpu_mem_fraction == 0.5
+    assert config.in_section("generation_servers").kv_cache_free_gpu_mem_fraction == 0.5
     assert check_yaml(parse_run(DUMMY)) == []
 
 
@@ -187,7 +187,7 @@ def test_keys_inside_mappings_have_their_effect_or_are_named(file: Path) -> None
         f"{file}: has no effect on mpillm's leader: backend",
         f"executors: has no effect on the torch core: {names}",
     ]
-    assert config.of("executors").kv_cache_dtype == "fp8"
+    assert config.in_section("executors").kv_cache_dtype == "fp8"
     again = given(file, core=TORCH, executors=inside | {"kv_cache_dtype": "bfloat16"})
     assert "kv_cache_dtype" in check_yaml(again)[1]
 
@@ -214,7 +214,7 @@ def test_a_half_names_its_own_settings_alone(file: Path, half: str) -> None:
         "generation": "cache_transceiver_config.backend, cache_transceiver_config.new, cuda_graph_config",
     }[half]
     assert check_yaml(config) == [f"{half}_servers: has no effect on the dummy core: {ignored}"]
-    of = config.of(f"{half}_servers")
+    of = config.in_section(f"{half}_servers")
     assert of.perf_metrics_max_requests == {"context": 5, "generation": 6}[half]
     assert of.kv_transfer_timeout_ms == {"context": 60_000, "generation": 77}[half]
 
@@ -274,10 +274,13 @@ def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice
         "context_servers": {"router": {"type": "ROUND_ROBIN"}},
         "generation_servers": {"router": {"type": "conversation"}},
     }
-    policies = [given(file, **content).of(name).traffic_distribution_policy for name in content]
+    policies = [given(file, **content).in_section(name).traffic_distribution_policy for name in content]
     assert policies == ["round_robin", traffic_distribution_policy.default]
     config = given(file, "--traffic_distribution_policy", "round_robin", **content)
-    assert [config.of(name).traffic_distribution_policy for name in content] == ["round_robin", "round_robin"]
+    assert [config.in_section(name).traffic_distribution_policy for name in content] == [
+        "round_robin",
+        "round_robin",
+    ]
 
 
 def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lacks(file: Path) -> None:
@@ -288,7 +291,7 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
         context_servers={"router": router, "kv_cache_config": {"tokens_per_block": 16}},
         generation_servers={},
     )
-    assert config.of("context_servers").traffic_distribution_policy == "kv_cache_aware"
+    assert config.in_section("context_servers").traffic_distribution_policy == "kv_cache_aware"
     assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
     assert check_yaml(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
     torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
@@ -349,7 +352,7 @@ def test_what_would_be_another_measurement_without_it_is_refused(
 def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors=values)
     assert check_yaml(config) == []
-    assert config.of("executors").kv_cache_dtype == "fp8"
+    assert config.in_section("executors").kv_cache_dtype == "fp8"
 
 
 def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:

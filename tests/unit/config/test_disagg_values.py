@@ -205,7 +205,7 @@ def test_what_is_generated_for_a_run_states_only_its_instances(capsys: pytest.Ca
         "round_robin",
     ]
     made = disagg_config(parse_run([*DUMMY, *words]), 5)
-    assert all(place.of(server) is None for _, server in made.sections for place in (*CORE, ROUTER))
+    assert all(place.value_in(server) is None for _, server in made.sections for place in (*CORE, ROUTER))
     assert main(["generate-disagg-config", "--core_type=dummy", *words]) == 0
     written = disagg.parse(capsys.readouterr().out)
     assert [(server.max_batch_size, server.router["type"]) for _, server in written.sections] == [
@@ -217,7 +217,10 @@ def test_what_sections_have_alike_is_the_runs_and_the_rest_is_each_ones(file: Pa
     one, other = section(max_batch_size=5, max_num_tokens=55), section(max_batch_size=5, max_num_tokens=66)
     config = given(file, context_servers=one, generation_servers=other)
     assert config.max_batch_size == 5
-    assert [config.of(name).max_num_tokens for name in ("context_servers", "generation_servers")] == [55, 66]
+    assert [config.in_section(name).max_num_tokens for name in ("context_servers", "generation_servers")] == [
+        55,
+        66,
+    ]
     assert config.to_json()["max_num_tokens"] == {
         "value": {"context_servers": 55, "generation_servers": 66},
         "source": {

@@ -27,7 +27,7 @@ COMMANDS = ("run", "serve", "plan", "generate-engines")  # the last stands for a
 
 
 def config_of(**options: str) -> RunConfig:
-    return RunConfig.resolved(layers.stated(options, FIELDS, None))
+    return RunConfig.resolved(layers.stated_values(options, FIELDS, None))
 
 
 def outcomes(core: str, field: Field) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from mpillm.doctor import alone, limits
 from mpillm.doctor.alone import explain
 from mpillm.doctor.disk import Beacon, disk_facts, run_directory, shared_lines
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, shown, size, worst
+from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, report_lines, size, worst
 from mpillm.doctor.installed import PackageFacts, c_compiler, package_facts, packages, same_packages
 from mpillm.doctor.limits import UNLIMITED, LimitFacts, limit_facts
 
@@ -93,7 +93,7 @@ def test_equal_verdicts_share_a_line() -> None:
     found = by_verdict("it", {0: ok, 1: bad, 2: bad, 3: ok})
     assert [line.ranks for line in found] == [(0, 3), (1, 2)]
     assert worst(found) is Status.FAILURE and worst([]) is Status.OK
-    text = "\n".join(shown(found))
+    text = "\n".join(report_lines(found))
     assert "ranks 1-2: bad" in text and "-> mend it" in text and "1 failure, 1 ok" in text
 
 

@@ -28,7 +28,7 @@ EIGHT = tuple(Gpu(f"uuid{index}", "H200", 141 << 30, 140 << 30) for index in ran
 
 def config_of(**options: str) -> RunConfig:
     stated = {"server": "vllm", "model_path": "/models/it", **options}
-    return RunConfig.resolved(layers.stated(stated, FIELDS, None))
+    return RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
 
 
 def planned(nodes: list[str], clients_per_server: int = 1) -> WorldPlan:
@@ -108,7 +108,7 @@ def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: st
     stated = {"server": "vllm", "server_nodes": "2", "tensor_parallelism": "2", **options}
     if "mode" in options:
         del stated["tensor_parallelism"]
-    config = RunConfig.resolved(layers.stated(stated, FIELDS, None))
+    config = RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
     with pytest.raises(ConfigError, match=why):
         check_together(config)
 
@@ -198,7 +198,7 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
 def test_servers_that_are_not_started_again(options: dict[str, str], why: str) -> None:
     stated = {"server": "vllm", "on_instance_loss": "restart", **options}
     stated = {name: value for name, value in stated.items() if value}
-    config = RunConfig.resolved(layers.stated(stated, FIELDS, None))
+    config = RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
     with pytest.raises(ConfigError, match=f"--on_instance_loss restart.*: {why}"):
         check_together(config)
 
