@@ -123,16 +123,18 @@ class ConfigRegistry:
     def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting | str) -> Callable[[T], T]:
         """Class decorator: this configuration is for that harness, accuracy and power; unnamed ones: any.
 
-        A text names a variant: where there is a class without one for its system, that counts.
+        A text after these three names a variant: where there is a class without one for its system, that
+        counts.
         """
-        known = tuple(setting for setting in settings if not isinstance(setting, str))
-        variant = "".join(setting for setting in settings if isinstance(setting, str))
-        for setting in known:
+        variant = settings[3] if len(settings) == 4 and isinstance(settings[3], str) else ""
+        known: list[HarnessType | AccuracyTarget | PowerSetting] = []
+        for setting in settings[:3] if variant else settings:
             if not isinstance(setting, (HarnessType, AccuracyTarget, PowerSetting)):
                 raise TypeError(f"register({setting!r}): not a HarnessType, AccuracyTarget or PowerSetting")
+            known.append(setting)
 
         def decorate(config: T) -> T:
-            cls.registered.append(Registered(config, known, variant))
+            cls.registered.append(Registered(config, tuple(known), variant))
             return config
 
         return decorate

@@ -22,6 +22,8 @@ PASSED_OVER: dict[str, Field] = {
         "enable_metrics": "what a run does is always measured",
         "harness_use_hf_tokenizer": "the client's tokenizer is that of model_path",
         "server_use_hf_tokenizer": "a server's tokenizer is that of its model",
+        "trtllm_yml_override": "options of a server: --server_args '--extra_llm_api_options FILE'",
+        "env_yml_override": "a server that is started has the run's environment",
         "dynamo_cluster": "no cluster of Dynamo is started: docs/howto/disaggregated.md",
         "single_stream_expected_latency_ns": "a user_conf has it: *.SingleStream.target_latency",
         "use_token_latencies": "LoadGen's mlperf.conf sets it for each workload",

@@ -1,9 +1,10 @@
 """NVIDIA's configuration files: the modules that they import, and the meaning of their values here.
 
 The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a
-submission). Its dictionary EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from
-the tree's package `code`: while the file is loaded, modules with those names give it our fields, and nothing
-of that package runs. The older form, registered classes, is in `mpillm.user_config`; there it is a file
+submission), or ``configs/<benchmark>/<system>/<backend>/<scenario>/harness.py``, since v6.1. Its dictionary
+EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from the tree's package `code`,
+since v6.1 `nv_mlpinf`: while the file is loaded, modules with those names give it our fields, and nothing of
+that package runs. The older form, registered classes, is in `mpillm.user_config`; there it is a file
 ``configs/<benchmark>/<scenario>/__init__.py`` with classes for many systems.
 """
 
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields, user_config
@@ -31,14 +33,21 @@ _PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the to
 _DURATIONS = (fields.min_duration.name, fields.max_duration.name)
 _ANY_SYSTEM = "minimal"
 _OLDER = "__init__"
+_NEWEST = ("harness", "server")
+_PACKAGES = ("code", "nv_mlpinf")
 _FLAGS = ("trtllm_build_flags", "trtllm_checkpoint_flags", "trtllm_runtime_flags")
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
+_AT_ONCE = Field(
+    "max_concurrency", "requests at a server at once: here a flag of the runtime", fields.positive
+)
 _BY_NAME: Mapping[str, Field] = {
     **fields.BY_NAME,
     **PASSED_OVER,
     "quantizer_outdir": fields.llm_quantizer_outdir,
     "readiness_timeout": fields.load_deadline,
+    _AT_ONCE.name: _AT_ONCE,
 }
+_FOLDERS = {"DATA_DIR": "data", "PREPROCESSED_DATA_DIR": "preprocessed_data", "MODEL_DIR": "models"}
 
 
 class _Fields(types.ModuleType):
@@ -79,11 +88,24 @@ def _older_module() -> types.ModuleType:
     return module
 
 
-def _modules() -> dict[str, types.ModuleType]:
+def _paths_module(tree: Path | None) -> types.ModuleType:
+    """Return what the newest form imports as `nv_mlpinf.common.paths`."""
+    module = types.ModuleType("nv_mlpinf.common.paths")
+    scratch = Path(os.environ.get("MLPERF_SCRATCH_PATH") or "build")
+    vars(module).update({name: scratch / folder for name, folder in _FOLDERS.items()})
+    vars(module)["PROJECT_BASE_DIR"] = tree or Path()
+    return module
+
+
+def _modules(tree: Path | None) -> dict[str, types.ModuleType]:
     """Return NVIDIA's modules by name, with the packages that they are in."""
-    names = ("code.llmlib.fields", *(f"code.fields.{name}" for name in _FIELD_MODULES))
-    modules: dict[str, types.ModuleType] = {name: _Fields(name) for name in names}
-    modules["code.common.constants"] = modules["code.common.systems.system_list"] = user_config
+    modules: dict[str, types.ModuleType] = {"nv_mlpinf.common.paths": _paths_module(tree)}
+    for package in _PACKAGES:
+        names = (f"{package}.llmlib.fields", *(f"{package}.fields.{name}" for name in _FIELD_MODULES))
+        modules |= {name: _Fields(name) for name in names}
+        modules |= dict.fromkeys(
+            (f"{package}.common.constants", f"{package}.common.systems.system_list"), user_config
+        )
     for name in [*modules]:
         while "." in name:
             package, _, last = name.rpartition(".")
@@ -92,19 +114,41 @@ def _modules() -> dict[str, types.ModuleType]:
     return modules | {"configs.configuration": _older_module()}  # `configs` itself is the tree's
 
 
-def _tree(path: str) -> Path | None:
-    """Return the top of the tree that a file belongs to by its path; None for a file of its own."""
+class _Place(NamedTuple):
+    """What a file's path says of it."""
+
+    tree: Path  # its top
+    workload: str
+    system: str
+    scenario: str
+
+
+def _place(path: str) -> _Place | None:
+    """Return where in a tree a file lies; None for a file of its own."""
     file = Path(path).absolute()
-    return file.parents[3] if len(file.parents) > 3 and file.parents[2].name == "configs" else None
+    scenario, above, *rest = (folder.name for folder in (*file.parents, Path(), Path(), Path()))
+    if file.stem in _NEWEST and rest[2] == "configs":
+        system, benchmark = rest[:2]
+        workload = next((name for name in WORKLOADS if _letters(name) == _letters(benchmark)), benchmark)
+        return _Place(file.parents[5], workload, system, scenario)
+    if rest[0] != "configs":
+        return None
+    workload, system = (above, _ANY_SYSTEM) if file.stem == _OLDER else (file.stem, above)
+    return _Place(file.parents[3], workload, system, scenario)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 @contextlib.contextmanager
 def importable(path: str) -> Iterator[None]:
     """In the block the file's neighbours, NVIDIA's modules and its tree's other files are importable."""
     of_path(path)
-    neighbours, tree = Path(path).absolute().parent, _tree(path)
+    place = _place(path)
+    neighbours, tree = Path(path).absolute().parent, place and place.tree
     folders = [str(folder) for folder in (neighbours, tree) if folder]
-    given = _modules()
+    given = _modules(tree)
     before, path_before = dict(sys.modules), [*sys.path]
 
     def is_the_files(name: str, module: Any) -> bool:
@@ -158,6 +202,10 @@ def exports(
                 value = {**there, **value}
             values = {**values, field: value}
             lines.pop(field, None)
+        if _AT_ONCE in values:
+            flags, at_once = fields.trtllm_runtime_flags, {_AT_ONCE.name: values[_AT_ONCE]}
+            rest = {field: value for field, value in values.items() if field is not _AT_ONCE}
+            values = rest | {flags: {**values.get(flags, {}), **at_once}}
         items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():
@@ -165,6 +213,7 @@ def exports(
                 raise ConfigError(f"{where}: the key {field!r}: expected a field")
             # made of another file's, or changed by a statement
             here = f"{path}:{lines[field]}" if field in lines else path
+            value = str(value) if isinstance(value, Path) else value
             items[field.name] = (_in_tree(field, in_our_unit(field.name, value, here), path), here)
         yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
 
@@ -196,37 +245,28 @@ def of_path(path: str) -> dict[str, str]:
 
     Raises ConfigError for another workload, before the file, which may import modules of that workload, runs.
     """
-    file = Path(path).absolute()
-    system, scenario, workload = file.parents[1].name, file.parent.name, file.stem
-    if _tree(path) is None or scenario not in (*SCENARIOS, INTERACTIVE):
+    place = _place(path)
+    if place is None or place.scenario not in (*SCENARIOS, INTERACTIVE):
         return {}
-    if workload == _OLDER:
-        system, workload = _ANY_SYSTEM, system
     try:
-        fields.benchmarks.parse(workload, "")
+        fields.benchmarks.parse(place.workload, "")
     except ConfigError:
         raise ConfigError(
-            f"{path}: mpillm has no workload {workload}; it has {', '.join(WORKLOADS)}"
+            f"{path}: mpillm has no workload {place.workload}; it has {', '.join(WORKLOADS)}"
         ) from None
     return {
-        "benchmark": workload,
-        "scenario": scenario,
-        **({"system": system} if system != _ANY_SYSTEM else {}),
+        "benchmark": place.workload,
+        "scenario": place.scenario,
+        **({"system": place.system} if place.system != _ANY_SYSTEM else {}),
     }
 
 
 def _in_tree(field: Field, value: Any, path: str) -> Any:
     """Return a path that is not here, but in the file's tree."""
-    tree = _tree(path)
-    if (
-        field in _PATHS
-        and isinstance(value, str)
-        and tree
-        and not Path(value).exists()
-        and (tree / value).exists()
-    ):
-        return str(tree / value)
-    return value
+    if field not in _PATHS or not isinstance(value, str) or Path(value).exists():
+        return value
+    there = (place := _place(path)) and place.tree / value
+    return str(there) if there and there.exists() else value
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:

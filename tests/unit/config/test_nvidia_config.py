@@ -366,48 +366,6 @@ def test_the_older_form_takes_nvidias_names_too(tmp_path: Path) -> None:
     assert {harness.value for harness in user_config.HarnessType} == set(fields.harness_type.choices)
 
 
-def test_an_earlier_tree(tmp_path: Path) -> None:
-    """A folder for each workload and scenario, classes for systems, flags of bases and of the class."""
-    configs = tmp_path / "configs" / "llama2-70b"
-    (configs / "Offline").mkdir(parents=True)
-    (configs / "__init__.py").write_text(
-        "import os, sys\nsys.path.insert(0, os.getcwd())\n"
-        "from code.common.constants import Benchmark\n"
-        "from configs.configuration import BenchmarkConfiguration\n"
-        "class GPUBaseConfig(BenchmarkConfiguration):\n    benchmark = Benchmark.LLAMA2\n"
-        "    workspace_size = 1 << 30\n"
-        "    trtllm_build_flags = {'max_beam_width': 1, 'max_num_tokens': 512}\n"
-    )
-    path = configs / "Offline" / "__init__.py"
-    path.write_text(
-        "from importlib import import_module\nfrom code.common.constants import Scenario\n"
-        "from code.common.systems.system_list import KnownSystem\nfrom configs.configuration import *\n"
-        "class Base(import_module('configs.llama2-70b').GPUBaseConfig):\n    scenario = Scenario.Offline\n"
-        "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99, PowerSetting.MaxP, 'TP2PP1')\n"
-        "class One(Base):\n    system = KnownSystem.H200_SXM_141GBx8\n    offline_expected_qps = 16.0\n"
-        "    trtllm_build_flags = {'max_num_tokens': 1536, 'tensor_parallelism': 2}\n"
-        "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99_9, PowerSetting.MaxP)\n"
-        "class Two(One):\n    pass\n"
-        "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99_9, PowerSetting.MaxP, 'variant')\n"
-        "class Three(One):\n    offline_expected_qps = 3.0\n"
-        "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99, PowerSetting.MaxP)\n"
-        "class Other(Base):\n    system = KnownSystem.B200x8\n"
-    )
-    before = [*sys.path]
-    config = config_of(path, "--system_name", "H200_SXM_141GBx8", "--accuracy_target", "0.999")
-    assert (config.benchmarks, config.scenario, config.offline_expected_qps) == (
-        ("llama2-70b",),
-        "Offline",
-        16,
-    )
-    flags = config.trtllm_build_flags
-    assert (flags["max_num_tokens"], flags["max_beam_width"], config.tensor_parallelism) == (1536, 1, 2)
-    assert config_of(path, "--system_name", "B200x8").trtllm_build_flags["max_num_tokens"] == 512
-    with pytest.raises(ConfigError, match="several configurations fit"):
-        config_of(path)
-    assert sys.path == before and "configs.configuration" not in sys.modules
-
-
 # --- precision: what it sets ---
 
 EXECUTOR, TORCH = ["--core_type", "trtllm_executor"], ["--core_type", "torch", "--model_path", "tiny-llama"]
