@@ -52,6 +52,7 @@ from mpillm.submission.endpoint_points import (
 )
 from mpillm.submission.endpoint_rules import (
     DIVISIONS,
+    MOST_POINTS,
     POINTS,
     SEED_SETS,
     Regions,
@@ -59,6 +60,7 @@ from mpillm.submission.endpoint_rules import (
     min_duration_s,
     next_cohort,
     sample_order,
+    warm_up_prompts,
 )
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
@@ -164,6 +166,8 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
             f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
         )
     regions = Regions.of(c_max, points[0])
+    if len(points) > MOST_POINTS:
+        raise ConfigError(f"--concurrency: {len(points)} points; {MOST_POINTS} are the most")
     if len(points) < POINTS:
         print(f"{len(points)} points: a submission needs {POINTS}")
     workload = workloads.get(name, options.model_scale)
@@ -301,7 +305,8 @@ def _point(
     sampling = _sampling(curve, workload)
     seeds = SEED_SETS[curve.seed_set]
     order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
-    warm_up = FixedConcurrency(prompts, order, sampling, c, c)
+    others = warm_up_prompts(dataset.tokens, dataset.lengths(), c, seeds["model_seed"])
+    warm_up = FixedConcurrency(others, iter(range(c)), sampling, c, c)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
     write_json(folder / WARMUP, request_logs(warm_up.records))
@@ -309,7 +314,7 @@ def _point(
         "duration_s": round(took, 3),
         "requests_issued": c,
         "requests_completed": warmed,
-        "data_source": f"samples of {dataset.name}",
+        "data_source": f"random tokens, as many as prompts of {dataset.name} have",
         "concurrency": c,
         "logs_retained": True,
         "link_logs": WARMUP,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 
@@ -19,6 +20,9 @@ ULTRA_LOW = 32
 
 POINTS = 7
 """Fewest points of a curve, without a run of its own for Offline."""
+
+MOST_POINTS = 32
+"""The most points of a curve (§5.6)."""
 
 DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
@@ -81,6 +85,18 @@ def next_cohort(today: date) -> str:
     """Return the cohort of the next month; a submission names its own with --target_cohort."""
     year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
     return f"{year}-{month:02d}-C0"
+
+
+def warm_up_prompts(
+    tokens: NDArray[np.int32], lengths: NDArray[np.int64], n: int, seed: int
+) -> list[NDArray[np.int32]]:
+    """Return `n` prompts of random tokens, as long as those of a data set, which may not warm up (§6.3.1).
+
+    `tokens`, `lengths`: of the data set, so that each token is one that the model knows.
+    """
+    random = np.random.default_rng(seed)
+    known = np.unique(tokens)
+    return [random.choice(known, length) for length in random.choice(lengths, n)]
 
 
 def sample_order(n: int, seed: int) -> Iterator[int]:

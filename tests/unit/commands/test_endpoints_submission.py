@@ -142,6 +142,10 @@ def test_wrong_curves_are_refused_before_anything_is_sent(
             ["--max_supported_concurrency", "64", "--concurrency", "40,64"],
             "the lowest is 40; must be 1 to 32",
         ),
+        (
+            ["--max_supported_concurrency", "64", "--concurrency", ",".join(map(str, range(32, 65)))],
+            "33 points; 32 are the most",
+        ),
         (["--max_supported_concurrency", "64", "--concurrency", "1,63"], "the highest is 63; must be 64"),
         (
             ["--max_supported_concurrency", "64", "--system_description", "none.json"],
@@ -213,6 +217,7 @@ def test_points_that_mlcommons_client_measures(
             assert summary["n_samples_issued"] >= 200, "of a millisecond each"
             point = yaml.safe_load((folder / "point.yaml").read_text())
             assert point["warmup"]["requests_completed"] == c
+            assert point["warmup"]["data_source"].startswith("random tokens")
             assert json.loads((folder / "system_desc.json").read_text())["tps_utilization"] == 1.0
         assert main(command) == 0 and capsys.readouterr().out.count("was there") == 2
         assert main([word for word in command if word not in ("--harness", "inference-endpoint")]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
@@ -16,6 +17,7 @@ from mpillm.submission.endpoint_rules import (
     min_duration_s,
     next_cohort,
     sample_order,
+    warm_up_prompts,
 )
 
 
@@ -80,3 +82,16 @@ def test_figures_are_in_nanoseconds_and_leave_out_failures() -> None:
 def test_answers_of_one_token_have_no_time_per_token() -> None:
     summary = result_summary([Record(5, ttft=0.1, latency=0.1, output_len=1)], 1.0, 1.7e9)
     assert "tps_per_user" not in summary and summary["tpot"] == {"total": 0, "percentiles": {}}
+
+
+def test_nothing_of_the_data_set_warms_up() -> None:
+    """Its lengths and its tokens, in an order that no sample has; the same for a seed."""
+    tokens, lengths = np.arange(100, 400, dtype=np.int32), np.array([100, 150, 50])
+    made = warm_up_prompts(tokens, lengths, 40, seed=7)
+    assert len(made) == 40 and {len(prompt) for prompt in made} == {50, 100, 150}
+    assert all(prompt.dtype == np.int32 and {*prompt} <= {*tokens} for prompt in made)
+    samples = np.split(tokens, np.cumsum(lengths)[:-1])
+    assert not [1 for prompt in made for sample in samples if np.array_equal(prompt, sample)]
+    again = warm_up_prompts(tokens, lengths, 40, seed=7)
+    assert all(map(np.array_equal, made, again))
+    assert not np.array_equal(made[0][:50], warm_up_prompts(tokens, lengths, 1, seed=8)[0][:50])
