@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.watch import Watch
+from mpillm.comms.yielding import never_waiting
 
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 600e-6  # where this rank must poll: bounds the latency that it adds between two messages
@@ -58,6 +59,10 @@ class EventLoop:
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Poll until `done()`. Pollers raise errors; rank 0's control and the watch enforce deadlines."""
+        with never_waiting():
+            self._run_until(done)
+
+    def _run_until(self, done: Callable[[], bool]) -> None:
         pause, idle = _FIRST_SLEEP_S, 0
         watch, doorbell = self._watch, self._doorbell
         while not done():

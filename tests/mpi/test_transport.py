@@ -7,13 +7,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpillm.comms import doorbell
+from mpillm.comms import doorbell, yielding
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, STOP, Beat, Stop
 from mpillm.comms.tags import Tag
@@ -30,6 +31,28 @@ def comm() -> Iterator[MPI.Intracomm]:
     yield made
     made.Barrier()
     made.Free()
+
+
+def test_a_loop_keeps_the_core_where_open_mpi_would_give_way() -> None:
+    gives_way = yielding._set()
+    if "Open MPI" not in MPI.Get_library_version():
+        assert not gives_way(True)
+        assert not gives_way(False), "nothing was set"
+        return
+    usual, seen = gives_way(True), []
+
+    def look() -> bool:
+        seen.append(gives_way(False))
+        with yielding.waiting():
+            seen.append(gives_way(True))
+        seen.append(gives_way(False))
+        return True
+
+    loop = EventLoop(cast("Any", SimpleNamespace(tick=lambda: None)), doorbell.Doorbell())
+    loop.pollers.append(look)
+    loop.run_until(lambda: bool(seen))
+    assert seen == [False, True, False]
+    assert gives_way(usual), "as before, for what waits in MPI elsewhere"
 
 
 def until(condition: Callable[[], bool], step: Callable[[], object], seconds: float = 20.0) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpillm.comms.yielding import waiting
 from mpillm.engine.engine_messages import HIDDEN, MOVED, PLAN, TOKENS
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.step import Step
@@ -72,7 +73,8 @@ class MpiGroups(Groups):
         if self._tp.size == 1 or not x.numel():
             return x
         total = x.float().contiguous()  # float32: MPI has no bfloat16, and sums lose less
-        self._tp.Allreduce(self._mpi.IN_PLACE, (total.numpy(), self._mpi.FLOAT))
+        with waiting():
+            self._tp.Allreduce(self._mpi.IN_PLACE, (total.numpy(), self._mpi.FLOAT))
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
@@ -81,7 +83,8 @@ class MpiGroups(Groups):
         sizes = [len(x) * width * x.element_size() for width in widths]
         gathered = np.empty(sum(sizes), np.uint8) if self._tp.rank == 0 else None
         mine = x.contiguous().view(torch.uint8).numpy()
-        self._tp.Gatherv((mine, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
+        with waiting():
+            self._tp.Gatherv((mine, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
         if gathered is None:
             return None
         parts = torch.split(torch.from_numpy(gathered), sizes)
