@@ -32,9 +32,9 @@ def stand_in(path: Path, rank0: str, rank: int, code: int) -> str:
     that rank 0 has written stays.
     """
     from mpillm.files import read_object
-    from mpillm.report.run_directory import UNFINISHED
+    from mpillm.report.run_directory import STANDS_IN, UNFINISHED
 
-    claim = path / "stands_in"
+    claim = path / STANDS_IN
     try:
         claim.open("x").close()
     except OSError:  # another rank does it, or the folder is not seen here

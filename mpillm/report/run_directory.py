@@ -45,7 +45,11 @@ HARNESS = "harness"  # the folder of its files
 UNFINISHED = "this run goes on, or rank 0 was killed before it could say why it ends"
 """The cause in the result.json of a run that has not ended."""
 
+STANDS_IN = "stands_in"
+"""A file of the rank that writes for a rank 0 that has ended, while it does."""
+
 OF_AN_EARLIER_RUN = (
+    STANDS_IN,
     "outputs.jsonl",
     "result.json",
     TIMELINE,

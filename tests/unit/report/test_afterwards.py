@@ -10,6 +10,7 @@ import pytest
 
 from launch.witness import Cause
 from mpillm.report.afterwards import amend, stand_in
+from mpillm.report.run_directory import STANDS_IN
 from mpillm.report.run_directory import UNFINISHED as GOES_ON
 
 UNFINISHED = {
@@ -82,14 +83,14 @@ def test_damaged_files(tmp_path: Path, text: str) -> None:
 def test_one_of_the_ranks_says_that_rank_0_has_ended(tmp_path: Path) -> None:
     """Under srun there is no launcher that could."""
     leave(tmp_path, UNFINISHED | {"failures": [{"rank": 0, "cause": GOES_ON, "traceback": ""}]})
-    (tmp_path / "stands_in").touch()
+    (tmp_path / STANDS_IN).touch()
     assert stand_in(tmp_path, "h1, pid 7", 2, 5) == "", "another rank does"
-    (tmp_path / "stands_in").unlink()
+    (tmp_path / STANDS_IN).unlink()
     said = stand_in(tmp_path, "h1, pid 7", 1, 5)
     assert "'warmup': rank 0 (h1, pid 7) has ended without an exit code; rank 1 says so" in said
     (failure,) = result(tmp_path)["failures"]
     assert failure["rank"] == 0 and "has ended" in failure["cause"]
-    assert (tmp_path / "report.html").exists() and not (tmp_path / "stands_in").exists()
+    assert (tmp_path / "report.html").exists() and not (tmp_path / STANDS_IN).exists()
     assert stand_in(tmp_path / "elsewhere", "h1, pid 7", 1, 5) == ""
 
 
