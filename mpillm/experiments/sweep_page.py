@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.table import cell, values_text
 from mpillm.report.page.charts import Chart
 from mpillm.report.page.document import chart_section, document, doubts_list, escape, link_to_run, section
@@ -22,9 +23,11 @@ COLUMNS = {
 """What the tables of a sweep show of each point; {of}: GPU or rank."""
 
 _NOTE = (
-    "Up and to the right is better. The line is the Pareto curve: no other point has more of both. Point"
-    " at one to read what it is."
+    "Up and to the right is better. The line is the Pareto curve: no other point has more of both; kinds of"
+    " servers, clients or cores have one each. Point at one to read what it is."
 )
+_COMPARED = ("server", "harness", "core_type")  # options of which each value has a curve of its own
+_OTHERS = 7  # the colour of points on no curve
 
 
 def sweep_page(
@@ -95,19 +98,34 @@ def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: s
     )
     if not known:
         return None
+    lines = _curves(found, [i for *_, i in known], front)
     return Chart(
         "pareto",
         f"tokens/s per {of}, against tokens/s per user",
         f"tokens/s per {of}",
         [round(x, 4) for x, _, _ in known],
         [
-            ("Pareto curve", [round(y, 4) if i in front else None for _, y, i in known], 0),
-            *(
-                [("other points", [None if i in front else round(y, 4) for _, y, i in known], 7)]
-                if len(front) < len(known)
-                else []
-            ),
+            (label, [round(y, 4) if i in some else None for _, y, i in known], colour)
+            for label, some, colour in lines
         ],
         "tokens/s per user",
         names=[f"{i + 1} {values_text(found[i])}" for _, _, i in known],
+        joined=sum(colour != _OTHERS for *_, colour in lines),
     )
+
+
+def _curves(
+    found: Sequence[Mapping[str, Any]], known: Sequence[int], front: Sequence[int]
+) -> list[tuple[str, set[int], int]]:
+    """Return the lines of the chart: label, points, colour. Each kind that is compared has its own."""
+    options = {name: {found[i]["options"].get(name) for i in known} for name in _COMPARED}
+    by = next((name for name, values in options.items() if len(values) > 1), None)
+    curves = [("Pareto curve", {*front}, 0)]
+    if by is not None:
+        kinds = dict.fromkeys(found[i]["options"][by] for i in sorted(known))
+        curves = []
+        for colour, kind in enumerate(kinds):
+            own = [i for i in known if found[i]["options"][by] == kind]
+            curves.append((kind, {own[i] for i in pareto([found[i] for i in own])}, colour % _OTHERS))
+    rest = {*known}.difference(*(points for _, points, _ in curves))
+    return [*curves, *([("other points", rest, _OTHERS)] if rest else [])]

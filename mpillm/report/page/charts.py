@@ -31,10 +31,11 @@ class Chart:
     lines: list[tuple[str, list[float | None], int]] = field(default_factory=list)  # label, y, colour
     x_label: str = "s"  # ms: a log scale
     limit: tuple[str, float] | None = None  # an x with its label
-    # Of each x: what stands there. Then all are points; those of the first line are joined.
+    # Of each x: what stands there. Then all are points; those of the first `joined` lines are joined.
     names: list[str] | None = None
     y_limit: tuple[str, float] | None = None  # a y with its label
     marks: list[tuple[str, float]] = field(default_factory=list)  # more of x with their labels
+    joined: int = 1  # of points: see `names`
 
     @property
     def is_cdf(self) -> bool:
@@ -57,6 +58,7 @@ class Chart:
             "y_limit": self.y_limit,
             "marks": self.marks,
             "names": self.names,
+            "joined": self.joined,
         }
 
 

@@ -70,7 +70,7 @@ def lines(chart: Chart, wide: bool = False) -> str:
         parts.append(f'<line class="limit" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
     for i, (_, ys, colour) in enumerate(chart.lines):
         told = [place(x, y) for x, y in zip(chart.x, ys, strict=True) if y is not None]
-        if chart.names is None or i == 0:
+        if chart.names is None or i < chart.joined:
             joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in told)
             parts.append(f'<polyline class="c{colour % 8}" points="{joined}"/>')
     if chart.names is not None:

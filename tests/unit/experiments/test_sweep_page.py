@@ -69,6 +69,25 @@ def test_the_curve_joins_the_points_that_no_other_beats(tmp_path: Path) -> None:
     assert text.count("<polyline") == 1 and text.count("<circle") == 3
 
 
+def test_each_kind_of_server_has_a_curve(tmp_path: Path) -> None:
+    """Though one of them beats the other everywhere."""
+    rates = {"vllm": ((90.0, 100.0), (50.0, 300.0), (40.0, 50.0)), "mpillm": ((80.0, 90.0), (45.0, 200.0))}
+    found = [
+        point(i, *rate, options={"server": kind, "max_batch_size": str(i)})
+        for kind, some in rates.items()
+        for i, rate in enumerate(some)
+    ]
+    text = sweep_page(tmp_path / "runs", found, pareto(found))
+    (chart,) = json.loads(embedded(text))["charts"]
+    assert chart["x"] == [40.0, 45.0, 50.0, 80.0, 90.0] and chart["joined"] == 2
+    assert {line["label"]: line["y"] for line in chart["lines"]} == {
+        "vllm": [None, None, 300.0, None, 100.0],
+        "mpillm": [None, 200.0, None, 90.0, None],
+        "other points": [50.0, None, None, None, None],
+    }
+    assert text.count("<polyline") == 2 and text.count("<circle") == 5
+
+
 def test_without_times_per_token_there_is_no_curve(tmp_path: Path) -> None:
     found = [point(4, None, 100.0), point(8, None, 200.0)]
     text = sweep_page(tmp_path, found, [])

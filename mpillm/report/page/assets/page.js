@@ -88,7 +88,7 @@
     const box = document.getElementById(chart.name), log = chart.x_label === "ms", way = wayOf(chart);
     const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, font: "12px system-ui, DejaVu Sans, sans-serif" };
     const say = (u, v, s, i) => v == null ? "" : way.said(v, i);
-    const look = i => !chart.names ? { width: 1.7, points: { show: false } } : { width: 1.7, points: { show: true, size: 9, fill: colour("c" + chart.lines[i].colour % 8) }, ...(i ? { paths: () => null } : {}) };
+    const look = i => !chart.names ? { width: 1.7, points: { show: false } } : { width: 1.7, points: { show: true, size: 9, fill: colour("c" + chart.lines[i].colour % 8) }, ...(i < chart.joined ? {} : { paths: () => null }) };
     const x = { time: false, distr: log ? 3 : 1 }, known = [...chart.marks, ...(chart.limit ? [chart.limit] : [])].map(m => m[1]);
     // The whole width for what was measured: no rounding to powers of ten.
     if (log) x.range = (u, a, b) => zoomed(u, a, b) ? [a, b] : [Math.min(a, ...known) * .95, Math.max(b, ...known) * 1.05];
