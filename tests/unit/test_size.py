@@ -43,12 +43,18 @@ def test_rooms_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureF
     for name, text in {
         "disagg/a.py": "a = 1\n",
         "mpillm/b.py": "b = 1\nc = 2\n",
+        "mpillm/nvidia/c.py": "c = 1\n",
         "mpillm/room/__init__.py": '"""Nothing."""\n',
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "docs").mkdir()
-    assert rooms(tmp_path) == {"disagg": Size(1, 3), "mpillm": Size(2, 6), "mpillm/room": Size(0, 0)}
+    assert rooms(tmp_path) == {
+        "disagg": Size(1, 3),
+        "mpillm": Size(2, 6),
+        "mpillm/nvidia": Size(1, 3),
+        "mpillm/room": Size(0, 0),
+    }
     main(["--root", str(tmp_path), "--write", "0.1.0"])
     assert read_table(tmp_path / "docs" / "size.txt") == ("0.1.0", rooms(tmp_path))
     (tmp_path / "mpillm" / "b.py").rename(tmp_path / "mpillm" / "room" / "b.py")
@@ -58,8 +64,10 @@ def test_rooms_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureF
     assert rows == {
         "disagg": ["2", "1", "6", "3", "+100.0%"],
         "mpillm": ["0", "2", "0", "6", "gone"],
+        "mpillm/nvidia": ["1", "1", "3", "3", "+0.0%"],
         "mpillm/room": ["2", "0", "6", "0", "new"],
-        "all": ["4", "3", "12", "9", "+33.3%"],
+        "core": ["4", "3", "12", "9", "+33.3%"],
+        "all": ["5", "4", "15", "12", "+25.0%"],
     }
 
 
