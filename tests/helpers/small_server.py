@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--says", default="", help="a line of its log, once it has started")
     parser.add_argument("--fails_once", default="", help="a file: it makes it and fails, if it is not there")
     parser.add_argument("--exits_after_s", type=float, default=0.0)
+    parser.add_argument("--metrics_s", type=float, default=0.0, help="before it says what it counts")
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
     parser.add_argument("--part", nargs=4, metavar=("NODE", "NODES", "HOST", "PORT"), help="of several nodes")
@@ -66,7 +67,12 @@ def main() -> None:
             time.sleep(options.token_s)
             yield piece
 
-    with ScriptedServer(answer, port=options.port, host=options.host):
+    def counts(_: Request) -> Reply:
+        time.sleep(options.metrics_s)
+        return plain({})
+
+    others = {"/metrics": counts} if options.metrics_s else {}
+    with ScriptedServer(answer, others, port=options.port, host=options.host):
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
 
