@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from tools.hosts import hosts
 
 pytestmark = pytest.mark.peers
 
-LENGTH = 32
+LENGTH, WITHIN_S = 32, 120.0
 VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--max_seq_len", 1024)
 
 
@@ -72,24 +73,25 @@ def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Start
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
-def test_tensor_parallel_over_two_hosts(
+def test_tensor_parallel_over_three_hosts(
     model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
 ) -> None:
-    """Each host has half of every layer; gloo carries their sums."""
+    """Each host has a third of every layer; gloo carries their sums."""
     n = 40
     data = options(model, prompts(n))
     ours = offline(one, "ours", "torch", *data)
-    words = ("run", *data, *VLLM, "--tensor_parallelism", 2, "--server_nodes", 2, "--min_duration", 0)
+    words = ("run", *data, *VLLM, "--tensor_parallelism", 3, "--server_nodes", 3, "--min_duration", 0)
     names = ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
-    with or_skip(hosts(2)) as made:
+    with or_skip(hosts(3)) as made:
         on = OnHosts(made, one)
         exports = {name: os.environ[name] for name in names}
-        command = on.start("h1:2,h2:1", *words, "--save_outputs", exports=exports)
+        command = on.start("h1:2,h2:1,h3:1", *words, "--save_outputs", exports=exports)
         ended = command.end(TIMEOUT_S).must(DONE)
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
     say(
-        f"vLLM, TP 2 over two hosts: Offline {ended.result['status']}; {equal} of {n} answers have our tokens"
+        f"vLLM, TP 3 over three hosts: Offline {ended.result['status']};"
+        f" {equal} of {n} answers have our tokens"
     )
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
 
@@ -179,20 +181,24 @@ def test_random_kills(
     choose = random.Random(seed)
     number = choose.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV])
     phase = choose.choice(["load", "load", "warmup", "test", "test", "drain"])
-    tp = choose.choice([1, 1, 2])
+    tp = choose.choice([1, 1, 1, 3])  # its model has 9 heads
     few = phase == "drain"
     words = [*options(model, prompts(4 if few else 160)), *VLLM, "--min_duration", 0 if few else 60]
     words += ["--tensor_parallelism", tp] if tp > 1 else []
     command = one.start(2, *words, core="trtllm_endpoint")
     before = {"load": "join", "warmup": "health", "test": "ready", "drain": "test"}[phase]
-    wait_until(
-        lambda: f"\n  {before} " in command.out or command.process.poll() is not None, phase, TIMEOUT_S
-    )
-    guard = wait_until(lambda: guards(command), "the server's guard", TIMEOUT_S)[0]
+
+    def is_over(phase: str) -> bool:
+        return re.search(rf"^  {phase} +[\d.]+ s", command.out, re.MULTILINE) is not None
+
+    wait_until(lambda: is_over(before) or command.process.poll() is not None, phase, TIMEOUT_S)
+    (guard,) = wait_until(lambda: guards(command), "the server's guard", WITHIN_S)
     time.sleep(choose.random() * {"load": 20, "test": 5}.get(phase, 0))
-    tree = {pid: _started(pid) for pid in [guard, *wait_until(lambda: descendants(guard), "vLLM", TIMEOUT_S)]}
+    below = wait_until(lambda: descendants(guard) or command.process.poll() is not None, "vLLM", WITHIN_S)
+    assert command.process.poll() is None, repr(command.end())
+    tree = {pid: _started(pid) for pid in (guard, *below)}
     victim = choose.choice([pid for pid in tree if pid != guard and _title(pid)])
-    who, loaded = _title(victim), "\n  load " in command.out
+    who, loaded = _title(victim), is_over("load")
     at = time.monotonic()
     os.kill(victim, number)
     wait_until(lambda: "failed in phase" in command.err or command.process.poll() is not None, "its end", 120)
