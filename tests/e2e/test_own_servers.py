@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -254,8 +255,9 @@ def test_a_server_that_is_lost_again_and_again(one: Starter) -> None:
 
 def test_two_runs_at_once(one: Starter) -> None:
     runs = [start(one, 3, *server(), log_dir=one.folder / f"run{index}") for index in range(2)]
-    for command, _ in runs:
-        command.end(120).must(DONE)
+    logs = [log for command, _ in runs for log in command.end(120).must(DONE).log_dir.glob("server_*.log")]
+    ports = [re.findall(r"--port (\d+)", log.read_text()) for log in logs]
+    assert len({port for (port,) in ports}) == 4, "each server has got its first one"
 
 
 def test_ctrl_c_in_load(both: Starter) -> None:
