@@ -87,7 +87,8 @@ class OwnedServer:
         self.code: int | None = None  # its first process's, once that has ended
         self.cpu_s = 0.0  # of its processes that run
         self._why = ""
-        self._stopping = self._is_ready = False
+        self._stopping = False
+        self._needed: frozenset[int] = frozenset()  # its processes, as it became ready
         self._first: int | None = None  # the server's first process
         self._processes: dict[int, _Process] = {}
         self._gone: tuple[float, str] = 0.0, ""  # when the first of some others ended, and how
@@ -114,8 +115,11 @@ class OwnedServer:
         return list(self._processes)
 
     def ready(self) -> None:
-        """Note that it is ready: from now on it can't do without its large processes."""
-        self._is_ready = True
+        """Note that it is ready: from now on it can't do without its large processes.
+
+        What it starts later, such as a compiler, may end.
+        """
+        self._needed = frozenset(self._processes)
         self._note_shared_memory()  # what is killed can't tidy up
 
     def ended(self) -> str:
@@ -191,7 +195,8 @@ class OwnedServer:
                 return why
             return killed or self._told_lost() or self._after(why)
         for process, text, bad in ended:
-            if process.pid != self._first and (bad or (self._is_ready and process.resident >= _LARGE)):
+            is_needed = process.pid in self._needed and process.resident >= _LARGE
+            if process.pid != self._first and (bad or is_needed):
                 if not self._outlives_s:
                     return text
                 self._lost = self._lost or (text, time.monotonic())

@@ -180,6 +180,12 @@ def test_a_port_that_another_process_takes_first(one: Starter) -> None:
     assert len(set(ports)) == 2 and "again" in log
 
 
+def test_a_compiler_that_a_server_starts_may_end(one: Starter) -> None:
+    """vLLM's first request starts one, large enough to be a part that it can't do without."""
+    command, _ = start(one, 2, *server("--compiles"))
+    assert command.end(60).must(DONE).result["errors"] == 0
+
+
 @pytest.mark.parametrize("victim", ["owner", "mpirun", "guard"])
 def test_nothing_stays_when_its_owner_is_killed(both: Starter, victim: str) -> None:
     command, _ = start(both, 3, *server("--worker", *SLOW))

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--exits_after_s", type=float, default=0.0)
     parser.add_argument("--metrics_s", type=float, default=0.0, help="before it says what it counts")
     parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--compiles", action="store_true", help="as long as one large process needs, once")
     parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
     parser.add_argument("--part", nargs=4, metavar=("NODE", "NODES", "HOST", "PORT"), help="of several nodes")
     options = parser.parse_args()
@@ -52,7 +53,14 @@ def main() -> None:
     if options.part:
         meet(*options.part)
 
+    compiler = f"import time; x = b'x' * ({_MEGABYTES} << 20); time.sleep(1)"
+    compiling = threading.Lock()
+
     def answer(request: Request) -> Reply:
+        with compiling:
+            if options.compiles:
+                options.compiles = False
+                subprocess.run([sys.executable, "-c", compiler], check=True)
         time.sleep(options.pause_s)
         if options.gives_up and worker.returncode is not None:
             threading.Timer(1.0, os._exit, [0]).start()
