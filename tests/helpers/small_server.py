@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
@@ -79,7 +79,7 @@ def main() -> None:
         time.sleep(options.metrics_s)
         return plain({})
 
-    others = {"/metrics": counts} if options.metrics_s else {}
+    others: dict[str, Callable[[Request], Reply]] = {"/metrics": counts} if options.metrics_s else {}
     with ScriptedServer(answer, others, port=options.port, host=options.host):
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
