@@ -255,7 +255,7 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
     special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
     try:
         compiled = environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ConfigError(f"the model's chat template does not parse: {error}") from error
 
     def render(messages: Messages) -> str:
@@ -267,7 +267,7 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
                 add_generation_prompt=True,
                 **special,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the model's chat template fails on these messages: {error}") from error
 
     return render

@@ -178,7 +178,7 @@ def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
                 "scenario": run.scenario,
                 "samples": len(run.rows),
                 "errors": int(run.rows["error"].sum()),
-                "doubts": list(run.files.result.get("doubts") or []),
+                "doubts": run.files.doubts,
                 "environment": environment_lines(runs[0], run, ("in A", "here")),
             }
             for run in runs

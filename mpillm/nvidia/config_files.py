@@ -263,10 +263,17 @@ def of_path(path: str) -> dict[str, str]:
 
 def _in_tree(field: Field, value: Any, path: str) -> Any:
     """Return a path that is not here, but in the file's tree."""
-    if field not in _PATHS or not isinstance(value, str) or Path(value).exists():
+    if field not in _PATHS or not isinstance(value, str) or _is_there(Path(value)):
         return value
     there = (place := _place(path)) and place.tree / value
-    return str(there) if there and there.exists() else value
+    return str(there) if there and _is_there(there) else value
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long a name, say
+        return False
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:

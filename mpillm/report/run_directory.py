@@ -302,7 +302,9 @@ class RunDirectory:
 
 def _one(value: Any) -> str:
     """Return the one name in a field that may hold several, but not for a run."""
-    return str(value[0] if isinstance(value, (list, tuple)) else value or "")
+    if isinstance(value, (list, tuple)):
+        value = next(iter(value), "")
+    return str(value or "")
 
 
 def failures_in(result: Mapping[str, Any]) -> list[dict[str, Any]]:

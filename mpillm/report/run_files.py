@@ -84,6 +84,11 @@ class RunFiles:
         return self.config.get(option, {}).get("value")
 
     @property
+    def doubts(self) -> list[str]:
+        doubts = self.result.get("doubts")
+        return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
+
+    @property
     def world_size(self) -> int:
         """Return on how many ranks it was. Raises ConfigError if that is not known."""
         ranks = self.result.get("world_size", self.plan.get("world_size"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("MPILLM_FUZZ_SECONDS", "0"))
@@ -68,11 +68,13 @@ def fuzz(
     *strategies: st.SearchStrategy[Any],
     refused_by: type[Exception] | tuple[type[Exception], ...] = (),
     examples: int = 60,
+    found: Sequence[tuple[Any, ...]] = (),
 ) -> Callable[[Callable[..., None]], Callable[[Path], None]]:
     """Make a test of a function that reads what the strategies draw, its other arguments.
 
     The first is a folder of its own, the same one each time. It may raise `refused_by`, with a message of
     some length, and nothing else. `examples`: in `make test`.
+    `found`: what was drawn when it failed, in a long search; tried each time.
     """
 
     def decorate(read: Callable[..., None]) -> Callable[[Path], None]:
@@ -94,6 +96,8 @@ def fuzz(
         else:
             limits = many(max_examples=examples, derandomize=True, database=None)
         run = limits(given(drawn=st.tuples(*strategies))(one))
+        for drawn in found:
+            run = example(drawn=drawn)(run)
 
         def test(tmp_path: Path) -> None:
             end, times = time.monotonic() + SECONDS, 0

@@ -94,7 +94,14 @@ def load_npy(file: Path, is_mapped: bool) -> Any:
     """
     try:
         return np.load(file, "r" if is_mapped else None, allow_pickle=False)
-    except (ArithmeticError, MemoryError, SyntaxError, TypeError, tokenize.TokenError) as error:
+    except (
+        ArithmeticError,
+        MemoryError,
+        SyntaxError,
+        SystemError,  # of Python 3.12, in place of a SyntaxError: in a header with a null byte
+        TypeError,
+        tokenize.TokenError,
+    ) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

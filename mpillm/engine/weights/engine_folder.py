@@ -137,7 +137,7 @@ def read_engine(folder: Path) -> EngineFolder:
         group = int(pretrained["quantization"].get("group_size", 0))
         dtype, digests = str(pretrained["dtype"]), tuple(raw["source"]["digests"])
         return EngineFolder(folder, pretrained, layout, dtype, quantization, kv_quantization, group, digests)
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{file}: not an engine's config.json ({type(error).__name__}: {error})") from None
 
 

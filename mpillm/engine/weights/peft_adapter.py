@@ -50,6 +50,7 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         if rank < 1 or not math.isfinite(alpha):
             raise ValueError(f"r {rank}, lora_alpha {alpha}")
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
@@ -60,7 +61,6 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
             raise ConfigError(
                 f"{folder}/adapter_config.json: {name} {excerpt(config[name])} can't be converted"
             )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = _NAME.fullmatch(name)

@@ -88,7 +88,7 @@ class HttpConnection:
                 if line.startswith(b"data:"):
                     part = _object(line[5:])
                     if "error" in part:
-                        raise AnswerError(one_line(str(part["error"])))
+                        raise AnswerError(one_line(str(part["error"])) or "an error without a reason")
                     yield part
 
     @contextlib.contextmanager

@@ -131,7 +131,12 @@ def _program(values: dict[str, Any], form: str) -> str:
     return f"{head}EXPORTS = {exported}\n"
 
 
-@fuzz(VALUES, st.sampled_from(FORMS), refused_by=ConfigError)
+@fuzz(
+    VALUES,
+    st.sampled_from(FORMS),
+    refused_by=ConfigError,
+    found=[({"llm_gen_config_path": "\ud800"}, "exports"), ({"model_path": "A" * 300}, "exports")],
+)
 def test_configuration_file_in_python(folder: Path, values: dict[str, Any], form: str) -> None:
     place = folder / "configs" / "S" / "Offline"
     place.mkdir(parents=True, exist_ok=True)

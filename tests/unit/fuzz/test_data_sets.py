@@ -113,6 +113,7 @@ NPY = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]
     damaged([LENGTHS], NPY, most=2),
     damaged([STOPS], NPY, most=1),
     refused_by=ConfigError,
+    found=[(TOKENS, LENGTHS, STOPS.replace(b"{'descr': '<i4',", b"\0"))],
 )
 def test_arrays(folder: Path, tokens: bytes, lengths: bytes, stops: bytes) -> None:
     for name, data in (("input_ids_padded", tokens), ("input_lens", lengths), ("stop_ids_padded", stops)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import tempfile
 from functools import cache
@@ -222,12 +223,15 @@ ADAPTER = {"r": 2, "lora_alpha": 4, "use_rslora": True, "bias": "none", "peft_ty
 LORA = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": [2, 2] for part in "AB"}
 
 
+def _safetensors(header: Any) -> bytes:
+    return struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(32)
+
+
 @fuzz(
     changed([ADAPTER]),
-    changed([header_of(LORA)]).map(
-        lambda header: struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(32)
-    ),
+    changed([header_of(LORA)]).map(_safetensors),
     refused_by=ConfigError,
+    found=[(ADAPTER | {"r": 10**400, "use_rslora": False}, _safetensors(header_of(LORA)))],
 )
 def test_adapter(folder: Path, config: Any, tensors: bytes) -> None:
     (folder / "adapter_config.json").write_bytes(json_bytes(config))
@@ -287,7 +291,11 @@ JINJA = [
 
 
 @fuzz(
-    changed([TOKENIZER]), changed([SETTINGS]), st.none() | damaged([TEMPLATE], JINJA), refused_by=ConfigError
+    changed([TOKENIZER]),
+    changed([SETTINGS]),
+    st.none() | damaged([TEMPLATE], JINJA),
+    refused_by=ConfigError,
+    found=[(TOKENIZER, SETTINGS, b"{{ " + b"(" * 5000)],
 )
 def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes | None) -> None:
     (folder / "tokenizer.json").write_bytes(json_bytes(tokenizer))
@@ -300,7 +308,7 @@ def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes 
     made.encode_chat([{"role": "user", "content": "ab"}])
 
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "format": FORMAT,
     "pretrained_config": LLAMA
     | {
@@ -315,6 +323,7 @@ ENGINE = {
     },
     "source": {"digests": ["a", "b"]},
 }
+SIZES = "tp_size", "pp_size", "moe_ep_size"
 GENERATION = [
     {
         "generation_config": {
@@ -329,7 +338,20 @@ GENERATION = [
 ]
 
 
-@fuzz(changed([ENGINE]), changed(GENERATION), refused_by=ConfigError)
+@fuzz(
+    changed([ENGINE]),
+    changed(GENERATION),
+    refused_by=ConfigError,
+    found=[
+        (
+            ENGINE
+            | {
+                "pretrained_config": ENGINE["pretrained_config"] | {"mapping": dict.fromkeys(SIZES, math.inf)}
+            },
+            GENERATION[0],
+        )
+    ],
+)
 def test_engine(folder: Path, engine: Any, generation: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(engine))
     for read in (lambda: read_engine(folder), lambda: EngineConfig.from_engine_dir(folder)):

@@ -182,7 +182,14 @@ def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     Wellformed((folder / "runs" / "index.html").read_text(encoding="utf-8"))
 
 
-@fuzz(FILES, refused_by=ConfigError, examples=30)
+@fuzz(
+    FILES,
+    refused_by=ConfigError,
+    examples=30,
+    found=[
+        ({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | {"doubts": 3})},)
+    ],
+)
 def test_compare(folder: Path, files: dict[str, bytes]) -> None:
     said(compare.main, whole(), laid(folder, files), "--log_dir", folder / "page")
     Wellformed((folder / "page" / "compare.html").read_text(encoding="utf-8"))
@@ -193,7 +200,12 @@ def test_rerun(folder: Path, files: dict[str, bytes]) -> None:
     said(rerun.main, laid(folder, files), "--dry_run")
 
 
-@fuzz(FILES, refused_by=ConfigError, examples=30)
+@fuzz(
+    FILES,
+    refused_by=ConfigError,
+    examples=30,
+    found=[({"config.json": (whole() / "config.json").read_bytes().replace(b'["llama2-70b"]', b"[]")},)],
+)
 def test_runs_to_submit(folder: Path, files: dict[str, bytes]) -> None:
     run = RunDirectory.read(laid(folder, files))
     assert run.scenario is not None and run.is_accuracy is not None

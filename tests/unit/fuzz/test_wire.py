@@ -470,6 +470,7 @@ KSERVE = [
     | damaged([*KSERVE, ERROR], HTTP_WORDS),
     st.sampled_from(["infer", "generate", "generate_stream"]),
     refused_by=TritonAnswerError,
+    found=[(whole(b'data: {"error": ""}\n\n'), "generate_stream")],
 )
 def test_answers_of_triton_over_http(_: Path, data: bytes, route: str) -> None:
     server = raw_server()
