@@ -260,13 +260,15 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
 
     def render(messages: Messages) -> str:
         try:
-            return compiled.render(
+            made = compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 **special,
             )
+            made.encode()  # half of a surrogate pair is no text
+            return made
         except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the model's chat template fails on these messages: {error}") from error
 

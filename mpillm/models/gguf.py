@@ -183,7 +183,11 @@ def _write_tokenizer(source: Path, metadata: dict[str, Any], target: Path) -> No
         (left, right)
         for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])
     ]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    try:
+        model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    except Exception as error:  # tokenizers has no narrower class
+        raise ConfigError(f"{source}: its tokenizer makes no sense: {error}") from error
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = splitters[splitter]
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata["tokenizer.ggml.token_type"]

@@ -228,11 +228,14 @@ def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[An
     return dict(of_test.get(setting) or {})
 
 
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+
+
 def in_our_unit(name: str, value: Any, where: str) -> Any:
     """Return a value of a file in NVIDIA's form, where a bare number for a duration is in milliseconds."""
-    if name not in _DURATIONS or isinstance(value, bool) or not re.fullmatch(r"[0-9.]+", str(value).strip()):
+    if name not in _DURATIONS or isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return value
-    if 0 < float(value) < 1000:
+    if 0 < float(str(value)) < 1000:
         raise ConfigError(
             f"{where}: {name} {value}: a bare number in such a file is milliseconds; write '{value}s' or"
             f" '{value}ms'"

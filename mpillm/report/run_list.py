@@ -59,7 +59,10 @@ class ListedRun:
         value = self.result.get(name)
         if part:
             value = value.get(part) if isinstance(value, dict) else None
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        try:
+            return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        except OverflowError:  # hundreds of digits
+            return None
 
 
 def find_runs(folder: Path) -> list[ListedRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def write_gguf(
     architecture: str = "llama",
     extra_key: str | None = None,
     extra_tensor: str | None = None,
-    merges: bool = True,
+    merges: Sequence[str] = ("Ġ Ġ", "Ċ Ċ", "a b"),
 ) -> None:
     """Write a GGUF file as llama.cpp's converter does."""
     writer = gguf.GGUFWriter(file, architecture)
@@ -81,7 +82,7 @@ def write_gguf(
     writer.add_token_list(VOCAB)
     writer.add_token_types([3] * 3 + [1] * (len(VOCAB) - 3))
     if merges:
-        writer.add_token_merges(["Ġ Ġ", "Ċ Ċ", "a b"])
+        writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)

@@ -135,7 +135,12 @@ def _program(values: dict[str, Any], form: str) -> str:
     VALUES,
     st.sampled_from(FORMS),
     refused_by=ConfigError,
-    found=[({"llm_gen_config_path": "\ud800"}, "exports"), ({"model_path": "A" * 300}, "exports")],
+    found=[
+        ({"min_duration": 10**400}, "exports"),
+        ({"min_duration": "1.2.3"}, "exports"),
+        ({"llm_gen_config_path": "\ud800"}, "exports"),
+        ({"model_path": "A" * 300}, "exports"),
+    ],
 )
 def test_configuration_file_in_python(folder: Path, values: dict[str, Any], form: str) -> None:
     place = folder / "configs" / "S" / "Offline"

@@ -295,7 +295,10 @@ JINJA = [
     changed([SETTINGS]),
     st.none() | damaged([TEMPLATE], JINJA),
     refused_by=ConfigError,
-    found=[(TOKENIZER, SETTINGS, b"{{ " + b"(" * 5000)],
+    found=[
+        (TOKENIZER, SETTINGS, b"{{ " + b"(" * 5000),
+        (TOKENIZER, SETTINGS | {"chat_template": "\ud800"}, None),
+    ],
 )
 def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes | None) -> None:
     (folder / "tokenizer.json").write_bytes(json_bytes(tokenizer))

@@ -131,6 +131,7 @@ def of_run(name: str) -> st.SearchStrategy[bytes]:
     return damaged([data])
 
 
+HUGE = {"tokens_per_second": 10**400}
 NAMES = [
     *("result.json", "config.json", "plan.json", "ranks.json", "machines.json", "telemetry.json"),
     *("environment.json", "timeline.jsonl", "requests.bin", "mlperf_log_detail.txt"),
@@ -175,7 +176,11 @@ def test_report(folder: Path, files: dict[str, bytes]) -> None:
     json.loads((path / "trace.json").read_text(encoding="utf-8"))
 
 
-@fuzz(FILES, examples=30)
+@fuzz(
+    FILES,
+    examples=30,
+    found=[({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | HUGE)},)],
+)
 def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     laid(folder, files)
     said(runs.main, folder / "runs")
