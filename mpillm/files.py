@@ -41,6 +41,8 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not UTF-8 text") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
+    except ConfigError:
+        raise
     except ValueError:  # of `open`
         raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
 

@@ -135,16 +135,17 @@ class InstancePool:
 
         Nobody has to know seconds: what each has answered so far, in KV tokens, is its rate. An instance
         takes at least as long for a request as for half of the most that it has owed: cores grant twice what
-        they compute at once, so that the next requests wait there.
+        they compute at once, so that the next requests wait there. Of one that has answered nothing yet
+        nothing is known.
         """
         done, owed = self._done_tokens, self.owed_tokens
+        if not done[position]:
+            return False
         others = done > 0
         others[[*slow, position]] = False
         if not others.any():
             return False
-        own = max(int(self._most_owed[position]) / 2, int(owed[position]) + need) / max(
-            1, int(done[position])
-        )
+        own = max(int(self._most_owed[position]) / 2, int(owed[position]) + need) / int(done[position])
         quickest = float((self._most_owed[others] / 2 / done[others]).min())
         together = (left + int(owed[others].sum())) / int(done[others].sum())
         return own > max(quickest, together)

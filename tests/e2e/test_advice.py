@@ -109,6 +109,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "tests/unit/launch/test_sbatch.py, and with a real Slurm tests/e2e/test_slurm.py"
     ),
     r".* doctor --cluster-report .*": Elsewhere("minutes: tests/e2e/test_doctor.py"),
+    r".* selftest --.*": Elsewhere("minutes: tests/e2e/test_selftest.py"),
     r"srun .* doctor": Elsewhere("there is no Slurm here: tests/e2e/test_doctor.py, under mpirun"),
     r".*mpirun -n \d doctor( --json)?": Typed(says="launcher"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
@@ -301,6 +302,10 @@ def test_options_in_messages_exist() -> None:
                 r'(?:Field\(|add_argument\(|\badd\(|Given\()\s*(?:"-\w",\s*)?"-*([a-z_]+)"',
                 path.read_text(encoding="utf-8"),
             )
+        )
+        known.update(re.findall(r"^    (\w+) = option\(", path.read_text(encoding="utf-8"), re.MULTILINE))
+        known.update(
+            re.findall(r"^    (\w+) = \w+\.\w+\.but\(", path.read_text(encoding="utf-8"), re.MULTILINE)
         )
     sentences = [(where, text) for where, text in strings() if " " in text]
     named = {

@@ -107,3 +107,21 @@ def test_the_rest_goes_on_when_the_quick_one_is_lost() -> None:
     assert made.pick(np.full(3, NEED), 3 * NEED) == (-1, 0)  # the other is full, and so much quicker
     made.retire(1)
     assert made.pick(np.full(3, NEED), 3 * NEED)[0] == 0
+
+
+@pytest.mark.parametrize("policy", ["load_balancing", "round_robin"])
+def test_who_has_answered_nothing_yet_is_not_passed_over(policy: str) -> None:
+    """Of four equals with room for two requests each the first to answer would have had all the rest."""
+    slots, n = [1] * 4, 200
+    took, answered = played(pool(slots, policy), slots, [1.0] * 4, n, all_at_once=True)
+    assert min(answered) > n / 8
+    made = pool(slots, policy)
+    made.take(0, np.array([NEED]))
+    made.give_back(np.array([0]), np.array([NEED]))  # one has answered, and nobody else has had a request
+    given = set()
+    for left in range(5, 0, -1):
+        position, count = made.pick(np.array([NEED]), left * NEED)
+        assert count == 1
+        made.take(position, np.array([NEED]))
+        given.add(position)
+    assert given == {0, 1, 2, 3}, took
