@@ -14,8 +14,9 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from mpillm.comms.kv_socket import is_loopback
 from mpillm.config.run_config import RunConfig
-from mpillm.endpoint.api_error import ApiError, error_response
+from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.connections import note_begun, note_whole
+from mpillm.endpoint.http_errors import error_response
 
 _log = logging.getLogger(__name__)
 _GONE = 499  # the client has closed the connection, as nginx counts it

@@ -1,14 +1,8 @@
-"""Errors in the form of OpenAI's API."""
+"""Errors in the form of OpenAI's API. Sessions read it before they know that aiohttp is there."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
-
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-
-from launch.outside import one_line
 
 Json = dict[str, Any]
 
@@ -35,33 +29,3 @@ class ApiError(Exception):
     def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-_RETRY_AFTER_S = "1"
-
-
-def error_response(error: ApiError) -> web.Response:
-    """Return an error as a response."""
-    headers = {"Retry-After": _RETRY_AFTER_S} if error.status in (429, 503) else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(error.body(), status=error.status, headers=headers)
-
-
-async def on_expect(request: web.Request) -> web.Response | None:
-    """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
-    if request.headers["Expect"].lower() != "100-continue":
-        return error_response(ApiError(417, "Expect: only 100-continue is supported"))
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # of the response, which has not begun
-    return None
-
-
-def without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """Log without a traceback that a client, which gets 400, sent no HTTP: it is no error of the server."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg, record.args = "%s: %s", (record.getMessage(), one_line(repr(error)))
-        record.exc_info = None
-    return True

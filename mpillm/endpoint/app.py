@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
 from mpillm.endpoint.admission import Guard, Handler
-from mpillm.endpoint.api_error import ApiError, Json, on_expect
+from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.connections import address_of
 from mpillm.endpoint.disaggregated_params import Half
+from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.endpoint.perf_metrics import PerfMetrics
 from mpillm.endpoint.prometheus import TEXT, ServeMetrics

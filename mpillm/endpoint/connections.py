@@ -17,7 +17,8 @@ from aiohttp import web
 from aiohttp.web_protocol import _ErrInfo
 
 from launch.outside import one_line
-from mpillm.endpoint.api_error import ApiError, error_response
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.http_errors import error_response
 
 _MOST = 1 << 16
 _NETWORK_BYTES = 8  # of an IPv6 address

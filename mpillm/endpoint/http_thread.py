@@ -15,10 +15,10 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.endpoint.api_error import without_what_is_no_http
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connection, Connections, raise_limit
 from mpillm.endpoint.frontend import Mailbox
+from mpillm.endpoint.http_errors import without_what_is_no_http
 from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.event_loop import new_loop
 
