@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from launch.environment import mpirun_ends_ranks
+from launch.environment import mpirun_ends_ranks, tell_exit_code
 from launch.launcher import find_launcher
 from launch.signals import Echoes, title
-from mpillm.comms.start import start_run
+from mpillm.comms.start import node_name, start_run
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
-from mpillm.errors import STOP_SIGNALS, Interrupted
+from mpillm.core_names import lacks
+from mpillm.errors import STOP_SIGNALS, ExitCode, Interrupted
 from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
@@ -83,7 +84,13 @@ def start_rank(
     if share is not None and config is not None and not usage_error:
         config, comms = share(config, comms)
     try:
-        rank = Rank(comms, config, usage_error, purpose, serves=serves)
+        try:
+            rank = Rank(comms, config, usage_error, purpose, serves=serves)
+        except ModuleNotFoundError as error:  # on rank 0, for which the others would wait
+            said = lacks((error.name or "").partition(".")[0]) or str(error)
+            print(f"mpillm: rank {comms.control.rank}, {node_name()}: {said}", file=sys.stderr, flush=True)
+            tell_exit_code(ExitCode.USAGE)
+            comms.control.Abort(ExitCode.USAGE)
         handler = Interrupts(rank.drain)
         for number in STOP_SIGNALS:
             signal.signal(number, handler)

@@ -272,6 +272,6 @@ class ServerRole(Role):
         cause = self._server.cause(self._plan.name, what, self._plan.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
         code = ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY
-        # A part that ends by itself does so at the end of another, as a rule.
+        # A part usually ends by itself because another part has ended.
         may_follow = self._plan.part.n > 1 and what == f"ended with exit code {self._server.code}"
         return RunError(Failure(cause, self._plan.rank, code=code, may_follow=may_follow))

@@ -103,7 +103,7 @@ class RunSession(ABC):
         return f"{startup:.2f} s after the last rank was started"
 
     def tested(self) -> None:  # noqa: B027 - nobody judges what was served
-        """Note what is known when the test has ended, before the ranks report."""
+        """Note the test's outcome; the ranks report after this."""
 
     @abstractmethod
     def drained(self, reports: dict[int, DrainReport]) -> str:

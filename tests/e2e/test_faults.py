@@ -8,6 +8,7 @@ passes.)
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,15 @@ def test_a_core_that_raises_elsewhere(one: Starter, where: str, code: int) -> No
     env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:1"}
     ended = one.run(3, "--mode", "disaggregated", *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
     check_failure(ended, code, f"ValueError: broken in {where}", rank=1)
+
+
+def test_a_package_that_rank_0_lacks(both: Starter, tmp_path: Path) -> None:
+    """The other ranks do not wait for it until the deadline, and are not blamed."""
+    (tmp_path / "mlperf_loadgen.py").write_text("raise ModuleNotFoundError(name='mlperf_loadgen')\n")
+    ended = both.run(2, env={"PYTHONPATH": str(tmp_path)})
+    assert ended.code != DONE
+    assert re.search(r"mpillm: rank 0, \S+: the package 'mlperf_loadgen' is missing", ended.err + ended.out)
+    assert "deadline" not in ended.err + ended.out
 
 
 def test_a_core_that_answers_twice(one: Starter) -> None:

@@ -31,7 +31,7 @@ class Chart:
     lines: list[tuple[str, list[float | None], int]] = field(default_factory=list)  # label, y, colour
     x_label: str = "s"  # ms: a log scale
     limit: tuple[str, float] | None = None  # an x with its label
-    # Of each x: what stands there. Then all are points; those of the first `joined` lines are joined.
+    # The text at each x. With it every line is drawn as points, and the first `joined` lines join theirs.
     names: list[str] | None = None
     y_limit: tuple[str, float] | None = None  # a y with its label
     marks: list[tuple[str, float]] = field(default_factory=list)  # more of x with their labels
