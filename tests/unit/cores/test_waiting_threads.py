@@ -19,17 +19,33 @@ try:
     TorchCore.load(object.__new__(TorchCore))  # which comes to the import, and finds that it has no options
 except AttributeError as error:
     print(error, file=sys.stderr)
-print(os.environ.get("OMP_WAIT_POLICY"))
+print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")})
 """
 
 
-@pytest.mark.parametrize("stated", [None, "active"])
-def test_they_sleep_unless_the_user_wants_them_to_spin(stated: str | None) -> None:
+@pytest.mark.parametrize(
+    ("stated", "policy", "turns"),
+    [
+        ({}, "PASSIVE", "1000"),
+        ({"OMP_WAIT_POLICY": "active"}, "ACTIVE", "30000000000"),
+        ({"OMP_WAIT_POLICY": "passive"}, "PASSIVE", "0"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE", "7"),
+    ],
+)
+def test_they_spin_for_a_moment_unless_the_user_says_otherwise(
+    stated: dict[str, str], policy: str, turns: str
+) -> None:
     """Ranks share cores. What this process starts finds the user's choice."""
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    env |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": stated} if stated else {})
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    env = {name: value for name, value in os.environ.items() if name not in names}
     said = subprocess.run(
-        [sys.executable, "-c", _LOADS], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _LOADS],
+        cwd=ROOT,
+        env=env | {"OMP_DISPLAY_ENV": "verbose"} | stated,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert said.stdout.strip() == str(stated), said.stderr
-    assert f"OMP_WAIT_POLICY = '{(stated or 'passive').upper()}'" in said.stderr
+    assert said.stdout.strip() == str({name: stated.get(name) for name in names}), said.stderr
+    assert f"OMP_WAIT_POLICY = '{policy}'" in said.stderr
+    assert f"GOMP_SPINCOUNT = '{turns}'" in said.stderr
