@@ -9,6 +9,7 @@ from mpillm.errors import ExitCode
 
 BENCHES = {
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
+    "harness-agreement": "what another client measures of a server, beside LoadGen and ours",
     "triton": "triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver",
     "scale": "leader and rank 0 in a simulated cluster of thousands of ranks",
     "soak": "a long test: what memory, threads and file descriptors each rank gains",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from benchmarks.other_clients import Load, request_rates
 from disagg.errors import ConfigError, nearest
@@ -14,7 +21,7 @@ from mpillm.bench.bench_endpoint import null_server
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.fields.model import ModelFields
-from mpillm.runs.whole_runs import load_test, run_once, served
+from mpillm.runs.whole_runs import load_test, run_once, served, served_in
 
 # Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
 _STREAMS = 100
@@ -166,25 +173,69 @@ def _clients(config: Options) -> dict[_Row, float]:
 
 
 def _front(config: Options) -> dict[_Row, float]:
-    """Measure what `serve` in front of a zero-cost server adds to a first token, and what it streams.
+    """Measure what `serve` in front of a server adds to a first token, what it streams, and what it costs.
 
-    Beside it a reverse proxy of aiohttp, which passes on what it does not read.
+    Beside it a reverse proxy of aiohttp, which passes on what it does not read. The server's answers cost
+    nothing: they come at once, or a token per millisecond.
     """
     length = _words(input_len=config.input_len, output_len=config.output_len)
     rate = [*_words(request_rate=config.qps, num_prompts=int(config.server_s * config.qps)), *length]
     many = _words(max_concurrency=config.max_concurrency, num_prompts=config.requests // 4)
     many += _words(input_len=config.input_len, output_len=128)
     made = {}
-    with null_server() as url, null_server("benchmarks.aiohttp_proxy", url) as proxy:
-        client = _words(core_type="trtllm_endpoint", trtllm_server_urls=_root(url))
-        with served(2, *client) as serve:
-            for what, at in (("alone", url), ("behind aiohttp", proxy), ("behind serve", serve)):
-                ttft = load_test(at, *rate)["median_ttft_ms"]
-                made[_Row(f"a server {what}, {config.qps}/s: first token", "p50, ms")] = ttft
-                made[_Row(f"a server {what}: tokens streamed", "tokens/s")] = load_test(at, *many)[
-                    "output_throughput"
-                ]
+    with _fronts() as fronts:
+        for what, (at, cpu_s) in fronts.items():
+            before = cpu_s()
+            test = load_test(at, *rate)
+            made[_Row(f"a server {what}, {config.qps}/s: first token", "p50, ms")] = test["median_ttft_ms"]
+            made[_Row(f"  CPU time {what}", "us/request")] = 1e6 * (cpu_s() - before) / test["completed"]
+        alone, *others = (
+            made[_Row(f"a server {what}, {config.qps}/s: first token", "p50, ms")] for what in fronts
+        )
+        made[_Row("  aiohttp adds", "ms")], made[_Row("  serve adds", "ms")] = (one - alone for one in others)
+        for what, (at, _) in fronts.items():
+            test = load_test(at, *many)
+            made[_Row(f"a server {what}: tokens streamed", "tokens/s")] = test["output_throughput"]
+    with _fronts("1") as fronts:
+        for what, (at, cpu_s) in fronts.items():
+            before = cpu_s()
+            test = load_test(at, *many)
+            row = f"a server {what}, a token per ms: streamed"
+            made[_Row(row, "tokens/s")] = test["output_throughput"]
+            made[_Row(f"  CPU time {what}", "us/token")] = (
+                1e6 * (cpu_s() - before) / test["total_output_tokens"]
+            )
     return made
+
+
+@contextlib.contextmanager
+def _fronts(*pace: str) -> Iterator[dict[str, tuple[str, Callable[[], float]]]]:
+    """Yield where a server is, with nothing before it and behind others, and the CPU time of these so far."""
+    with (
+        null_server("mpillm.bench.null_server", *pace) as url,
+        null_server("benchmarks.aiohttp_proxy", url) as proxy,
+        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as folder,
+        served_in(
+            Path(folder), ("-n", "2"), _words(core_type="trtllm_endpoint", trtllm_server_urls=_root(url))
+        ) as serve,
+    ):
+        ranks = json.loads((Path(folder) / "ranks.json").read_text(encoding="utf-8"))
+        children = psutil.Process().children()
+        pids = {
+            "behind aiohttp": [one.pid for one in children if "benchmarks.aiohttp_proxy" in one.cmdline()],
+            "behind serve": [one["pid"] for one in ranks],
+        }
+        yield {
+            "alone": (url, lambda: 0.0),
+            **{
+                what: (at, partial(_cpu_s, pids[what]))
+                for what, at in (("behind aiohttp", proxy), ("behind serve", serve))
+            },
+        }
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 _PARTS = {

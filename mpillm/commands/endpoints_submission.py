@@ -93,7 +93,7 @@ class _Options(Values, group=_GROUP):
     division = option("the division", one_of(*DIVISIONS), default=DIVISIONS[0])
     system_description = option("a JSON file with what system_desc.json says of the hardware")
     system_power = option("a JSON file with the system's power, system_power.json")
-    disclosure = option("a JSON file with more fields of each point.yaml")
+    disclosure = option("a JSON file with more fields of each point.yaml, and below r8 of that of 8 at once")
     src = option("a folder with the implementation's code and its README.md")
     docs = option("a folder with documents")
     seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
-    for line in curve.left_to_submitter(options.system_power is not None):
+    for line in curve.left_to_submitter(options.system_power is not None, Path(options.output or ""), points):
         print(f"yours       {line}")
     for line in failed:
         print(f"mpillm: {line}", file=sys.stderr)

@@ -56,6 +56,7 @@ class CoreConfig:
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
     node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included
+    serves: bool = False  # requests come from HTTP clients: each fails alone, and latencies count
     # Of a client, the index of its server among those that the run owns; None: they are others'.
     server: int | None = None
     client: int = 0  # which of that server's clients it is

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpillm.comms.messages import RESPONSE, Batch
+from mpillm.errors import Failure, RunError
 
 MOST_AT_ONCE = 1024
 """Requests at a server for which no limit is stated: more than any server runs at once."""
@@ -35,6 +37,23 @@ def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> t
     clients = len(range(server, n_clients, len(urls)))  # of this server
     mine = index // len(urls)
     return [urls[server]], max(1, at_once // clients + (mine < at_once % clients))
+
+
+def allow_files(n_connections: int) -> None:
+    """Raise this process's limit of open files, if there may be too many connections for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = n_connections + 256
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        raise RunError(
+            Failure(
+                f"{n_connections} connections need more open files than this process may have ({hard}): raise"
+                " ulimit -n, or lower max_concurrency"
+            )
+        )
 
 
 class Answers:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 import disagg
+from disagg.errors import ConfigError
 from launch.children import Child
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
@@ -25,6 +26,7 @@ from mpillm.devices import visible_gpus
 from mpillm.doctor.findings import Status
 from mpillm.doctor.steps import Judge, Step, must_be_named, result_of
 from mpillm.errors import ExitCode
+from mpillm.files import read_object
 from mpillm.runtime.in_turn import ranks_of
 from mpillm.servers.kinds import kind_of
 
@@ -171,18 +173,19 @@ def _layouts(tried: Tried, config: RunConfig, one: int, two: int) -> list[Step]:
     if config.trtllm_server_urls or config.triton_server_urls:
         return []
     kind = kind_of(config.server) if config.server else None
+    tp = _least_tp(Path(str(config.model_path or "")))
     for name, shows, more, ranks, needs in (
         ("two instances", "prompts are spread over two", (), two, 2 * each),
-        ("TP 2", "a model over two devices answers", ("--tensor_parallelism", "2"), 0, 2),
+        (f"TP {tp}", f"a model over {tp} devices answers", ("--tensor_parallelism", str(tp)), 0, tp * each),
         ("disaggregated", "contexts are handed over", ("--mode", "disaggregated"), 0, 2),
     ):
         why = f"needs {needs} GPUs, there are {have}" if have is not None and needs > have else ""
-        if name == "TP 2":
+        if name.startswith("TP"):
             if kind is not None and not kind.takes("tensor_parallelism"):
                 why = f"--tensor_parallelism has no meaning for {kind.name.rstrip(':')}"
             elif config.given("tensor_parallelism"):
                 continue
-            ranks = one if kind is not None else two
+            ranks = one if kind is not None else disagg.ranks_for(tp * each, config.control_ranks)
         if name == "disaggregated" and kind is not None and not kind.handover:
             why = f"of {kind.name.rstrip(':')}: {kind.no_handover}"
         if why:
@@ -191,6 +194,22 @@ def _layouts(tried: Tried, config: RunConfig, one: int, two: int) -> list[Step]:
             judge = _handed_over if name == "disaggregated" and kind is not None else answered
             found.append(tried.step(name, shows, judge, *more, n=ranks))
     return found
+
+
+def _least_tp(model: Path) -> int:
+    """Return the fewest devices, but more than one, that the attention heads of a folder's model fit; 2 of
+    another model."""
+    try:
+        told = read_object(model / "config.json")
+    except (ConfigError, OSError):
+        return 2
+    told = told.get("text_config") or told
+    heads = told.get("num_attention_heads")
+    groups = told.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(groups, int) and groups > 0):
+        return 2
+    fits = (n for n in range(2, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0))
+    return next(fits, 2)
 
 
 def _handed_over(run: Path) -> Judge:

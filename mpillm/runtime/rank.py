@@ -279,7 +279,7 @@ class Rank:
             session.make_half if session else None,
             self._control.report,
             self._loop.wake,
-            all_at_once=not (self._serves or self._config.harness) and self._config.scenario == "Offline",
+            serves=self._serves or bool(self._config.harness),
         )
         polls = [role.poll for role in self._roles]
         # What asks comes first: the leader has its requests in the same turn.

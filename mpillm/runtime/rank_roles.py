@@ -97,12 +97,12 @@ def make_roles(
     report: Callable[[Failure], None],
     wake: Callable[[], None],
     *,
-    all_at_once: bool,
+    serves: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`, `all_at_once`: see
-    `Leader`; `wake`: see `LLMCore`.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `wake`:
+    see `LLMCore`; `serves`: requests come from HTTP clients, not from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -121,7 +121,7 @@ def make_roles(
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.in_section(plan.instances[me.instance].section).autoapply():
-            core = core_class(core_config, comms.instance)
+            core = core_class(replace(core_config, serves=serves), comms.instance)
         core.wake = wake
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
@@ -141,7 +141,7 @@ def make_roles(
                 config.stall_timeout,
                 report,
                 prefix_routing(config),
-                all_at_once=all_at_once,
+                all_at_once=not serves and config.scenario == "Offline",
             )
         )
     if route is not None and make_harness is not None:

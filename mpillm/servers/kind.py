@@ -83,6 +83,7 @@ class ServerKind:
     model_option: str = "model_path"  # which option says what it serves
     more_ports: tuple[str, ...] = ()  # that it needs besides the one of HTTP
     client_port: str = ""  # the one of these that clients connect to; "": that of HTTP
+    metrics_port: str = ""  # the one of these that has its metrics; "": that of HTTP
     takes_gpus: bool = True  # it is told which GPUs it has
     handover: str = (
         ""  # how its halves hand KV caches over: see `openai_client.handover`; "": they can't here
@@ -94,9 +95,10 @@ class ServerKind:
     takes_llm_args: bool = False  # those of TensorRT-LLM in its section of a YAML
 
     def url(self, host: str, wanted: Wanted) -> str:
-        """Return where its clients reach it on `host`."""
+        """Return where its clients reach it on `host`; behind # the port of its metrics, if another."""
         if self.client_port:
-            return f"{host}:{wanted.more_ports[self.client_port]}"
+            metrics = f"#{wanted.more_ports[self.metrics_port]}" if self.metrics_port else ""
+            return f"{host}:{wanted.more_ports[self.client_port]}{metrics}"
         return f"http://{host}:{wanted.port}"
 
     def ports(self, role: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import threading
 import time
@@ -45,6 +46,8 @@ NOTES = "measured.yaml"
 """How a point was measured, where its `config.yaml` is another client's."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
+_LEAST_PASSES = 4  # over the data set, in a steady state
+_OF_A_POINT = re.compile(r"r\d+")  # what is disclosed of one alone
 
 
 def result_summary(records: Sequence[Record], duration_s: float, started: float) -> dict[str, Any]:
@@ -136,10 +139,26 @@ class Curve:
     def write_point(self, folder: Path, concurrency: int) -> None:
         """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
         config = how_measured(folder)
-        write_yaml(folder / POINT, self.point(concurrency, config["min_duration"], config["warmup"]))
+        block = self.steady_state(read_json(folder / SUMMARY))
+        made = self.point(concurrency, config["min_duration"], config["warmup"])
+        mine = {name: value for name, value in self.disclosure.items() if not _OF_A_POINT.fullmatch(name)}
+        made |= {"steady_state": block} if block else {}
+        write_yaml(folder / POINT, made | mine | dict(self.disclosure.get(f"r{concurrency}", {})))
+
+    def steady_state(self, summary: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what the rules (4.4) want to know of a point's steady state.
+
+        None: it was long enough for one, which MLCommons' detector finds in the client's events.
+        """
+        passes = summary["n_samples_issued"] // self.least
+        if passes >= _LEAST_PASSES:
+            return None
+        status = "insufficient_passes" if passes else "partial_dataset"
+        window = {"super_pass_size": self.least}
+        return {"status": status, "verdict": "not found", "window": window, "state": {}}
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `point.yaml`; what the submitter discloses goes over it."""
+        """Return `point.yaml`, without what the submitter discloses."""
         return {
             "concurrency": concurrency,
             "region": self.regions.region(concurrency),
@@ -164,11 +183,18 @@ class Curve:
                 "runtime": dict(SEED_SETS[self.seed_set]),
             },
             "warmup": dict(warmup),
-        } | dict(self.disclosure)
+        }
 
-    def left_to_submitter(self, has_power: bool) -> list[str]:
+    def left_to_submitter(self, has_power: bool, output: Path, concurrencies: Sequence[int]) -> list[str]:
         """Return what only the submitter can say and has not, a line for each."""
         said = []
+        lacks = [c for c in concurrencies if "steady_state" not in read_yaml(self.folder(output, c) / POINT)]
+        if lacks:
+            said.append(
+                f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, as MLCommons'"
+                " steady_state_diagnostics.py finds it in the client's events.jsonl (--disclosure, below"
+                f" r{lacks[0]})"
+            )
         if not self.system_description:
             said.append("system_desc.json: the hardware (--system_description)")
         if "model_precision" not in self.disclosure:

@@ -15,6 +15,7 @@ import pytest
 
 from mpillm.roles.server import MOST_RESTARTS
 from tests.e2e.test_instance_loss import wait_for_answers
+from tests.e2e.test_serve import answer, post, serve, tokens_of
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import (
     DONE,
@@ -257,6 +258,25 @@ def test_a_server_that_is_lost_again_and_again(one: Starter) -> None:
     ended = command.end(60).must(INSTANCE_LOST)
     assert "server 0 (command): was ended by signal 9 (SIGKILL)" in ended.message
     assert (ended.log_dir / "server_0.log").read_text().count("$ ") == 1 + MOST_RESTARTS
+
+
+def test_a_lost_server_behind_serve(one: Starter) -> None:
+    """Its open streams go on where they were, at the other server, and later requests go there."""
+    pace = server("--token_s", 0.02)
+    command, host, port = serve(one, 3, *pace, "--core_type", "trtllm_endpoint", "--grace", 1.5)
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "return_token_ids": True, "stream": True}
+    open_ = [post(host, port, "/v1/completions", **body).getresponse() for _ in range(4)]
+    begun = [response.read(400) for response in open_]
+    assert all(b"token_ids" in start for start in begun), "long before the end"
+    os.kill(processes(command)[0], signal.SIGKILL)
+    streamed = [tokens_of(start + response.read()) for start, response in zip(begun, open_, strict=True)]
+    assert streamed == [answer_of([5, 6, 7], 200)] * 4
+    later = answer(host, port, "/v1/completions", prompt=[9], max_tokens=3, return_token_ids=True)
+    assert later["choices"][0]["token_ids"] == answer_of([9], 3)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.end(60).must(DONE)
+    (lost,) = ended.result["lost"]
+    assert "was ended by signal 9 (SIGKILL)" in lost["cause"] and ended.result["errors"] == 0
 
 
 def test_two_runs_at_once(one: Starter) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import threading
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,18 @@ import pytest
 
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.oracle import Oracle
+from tests.helpers.scripted_server import DONE as DONE_
+from tests.helpers.scripted_server import (
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    good,
+    plain,
+)
 from tests.helpers.support import DONE, Command, Starter, wait_until
 
 TIMEOUT_S = 240.0
@@ -158,6 +172,40 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     assert ended.result["status"] == "SERVED" and ended.result["samples"] >= 4 and ended.result["errors"] == 0
     assert "What is missing here" not in (ended.log_dir / "report.html").read_text()
     assert ended.result["samples"] + ended.result["aborted"] == 16
+
+
+def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
+    """Clients do not wait for the end; a request that the server refuses fails alone."""
+    goes_on = threading.Event()
+
+    def answered(request: Request) -> Reply:
+        asked = request.json
+        if asked["prompt"] == [9]:
+            return plain({"error": {"message": "no nines"}}, "400 Bad Request")
+        return Reply(pieces()) if asked.get("stream") else good(request)
+
+    def pieces() -> Iterator[bytes]:
+        yield STREAM
+        yield from (chunk(event(choice([token], "t"))) for token in (5, 6, 7))
+        assert goes_on.wait(TIMEOUT_S)
+        yield chunk(event(choice([8], "t", "length"))) + DONE_
+
+    body = {"max_tokens": 4, "return_token_ids": True}
+    with ScriptedServer(answered) as server:
+        core = ("--core_type", "trtllm_endpoint", "--trtllm_server_urls", server.address)
+        command, host, port = serve(both, 2, *core)
+        stream = post(host, port, "/v1/completions", **body, prompt=[4], stream=True).getresponse()
+        read = b""
+        while sum(map(len, re.findall(rb'"token_ids": \[([^]]*)\]', read.replace(b", ", b"")))) < 3:
+            read += stream.read1(1 << 16)
+        assert post(host, port, "/v1/completions", **body, prompt=[9]).getresponse().status == 500
+        goes_on.set()
+        assert tokens_of(read + stream.read()) == [5, 6, 7, 8]
+        whole = answer(host, port, "/v1/completions", **body, prompt=[4])
+        assert whole["choices"][0]["token_ids"] == [4, 5, 6, 7]
+        command.process.send_signal(signal.SIGTERM)
+        ended = command.end(TIMEOUT_S).must(DONE)
+    assert (ended.result["samples"], ended.result["errors"]) == (2, 1)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.bounded_http import MOST_ANSWER, MOST_EVENT
@@ -91,8 +91,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The whole text. It can be encoded: halves of a character in two pieces are one, others U+FFFD."""
-        return "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        """The whole text; see `text_of`."""
+        return text_of(self.texts)
 
     @property
     def size(self) -> int:
@@ -178,6 +178,11 @@ class Answer:
             if not isinstance(reason, str):
                 raise TypeError("finish_reason is a string")
             self.finish_reason = reason
+
+
+def text_of(pieces: Sequence[str]) -> str:
+    """Return a text that can be encoded: halves of a character in two pieces are one, others U+FFFD."""
+    return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _count(value: Any) -> int | None:

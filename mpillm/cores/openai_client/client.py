@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.handover import Handover
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
@@ -52,14 +52,23 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "handed", "heard_at", "id", "location", "prompt", "retries", "retry_after",
-        "sampling", "sent_at", "status",
+        "failing_since", "handed", "heard_at", "id", "location", "on_more", "prompt", "retries",
+        "retry_after", "sampling", "sent_at", "status", "streams",
     )  # fmt: skip
 
-    def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        client: Client,
+        id_: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_more: Callable[[Call], None] | None = None,
+    ) -> None:
         self.id = id_
         self.prompt = prompt
         self.sampling = sampling
+        self.on_more = on_more
+        self.streams = client.stream or on_more is not None  # its answer comes token by token
         self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
         self.retries = 0
         self.endpoint: Endpoint | None = None
@@ -77,7 +86,7 @@ class Call:
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
-        self.answer = Answer(self._client.stream and not self.at_context, self.sampling.max_tokens)
+        self.answer = Answer(self.streams and not self.at_context, self.sampling.max_tokens)
         self._reply: list[bytes] = []
         self._reply_left = _MOST_REPLY
         self._reused = False
@@ -134,12 +143,14 @@ class Call:
         if self.at_context:
             self.heard_at = at
             return
-        if answer.size > had or not client.stream:  # comments and empty events are no part of an answer
+        if answer.size > had or not self.streams:  # comments and empty events are no part of an answer
             self.heard_at = at
         if answer.size > had:
             client.generated_tokens += answer.size - had
             if not had:
                 client.listener.on_first(self)
+            elif self.on_more is not None:
+                self.on_more(self)
 
     def on_end(self, connection: HttpConnection) -> None:
         self.ended_at = time.perf_counter()
@@ -163,7 +174,7 @@ class Client:
         contexts: Sequence[Endpoint] = (),
         handover: Handover | None = None,
     ) -> None:
-        """`text_of`: of a prompt, for servers that take text; `stream`: answers come token by token.
+        """`text_of`: of a prompt, for servers that take text; `stream`: all answers come token by token.
 
         `silence_s`: longest time for which a server that owes answers may say nothing; `retry_s`: longest
         time from a request's first failure to its last attempt.
@@ -190,11 +201,20 @@ class Client:
 
     # --- asked by the owner ---
 
-    def submit(self, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Ask for an answer. No open call may have `id_`."""
+    def submit(
+        self,
+        id_: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_more: Callable[[Call], None] | None = None,
+    ) -> None:
+        """Ask for an answer. No open call may have `id_`.
+
+        `on_more` hears of all tokens behind the first, as they come.
+        """
         if self._watching is None:
             self._watch()
-        call = self.calls[id_] = Call(self, id_, prompt, sampling)
+        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more)
         if not self._parked:
             self._start(call)
 
@@ -252,9 +272,9 @@ class Client:
                     call.go_on(handed)
                     self._start(call)
                     return
-                if call.at_context and self.stream:
+                if call.at_context and call.streams:
                     self.listener.on_first(call)
-                if not self.stream or call.at_context:
+                if not call.streams or call.at_context:
                     self.generated_tokens += len(call.answer.tokens) or call.answer.completion_tokens or 1
                 self.listener.on_done(call)
             except (AnswerError, ValueError) as error:
@@ -305,7 +325,7 @@ class Client:
 
     def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
-        request = body(dialect, model, prompt, call.sampling, self.stream and not call.at_context)
+        request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
         if self.handover is None:
             return request
         if call.handed is None:
@@ -321,7 +341,7 @@ class Client:
         if now + wait_s - call.failing_since > self._retry_s:
             asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
             tried = f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"
-            self._fail(call, AnswerError(tried), is_last=True)
+            self._fail(call, AnswerError(tried), is_last=True, gone=isinstance(error, NothingSentBack))
             return
         if self.outlives_server:
             call.handed = None
@@ -336,13 +356,15 @@ class Client:
         timer = asyncio.get_running_loop().call_later(wait_s, start)
         self._timers.add(timer)
 
-    def _fail(self, call: Call, error: Exception, is_last: bool = False) -> None:
+    def _fail(self, call: Call, error: Exception, *, is_last: bool = False, gone: bool = False) -> None:
+        """`gone`: its server can't be reached, or is silent."""
         assert call.endpoint is not None
         if self.outlives_server and not is_last:  # its server may have ended: then `park` comes
             self._again(call, error, None)
             return
         del self.calls[call.id]
-        self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
+        kind = ServerGone if gone else EndpointError
+        self.listener.on_failed(call, kind(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
 
     def _watch(self) -> None:
         """Fail the calls of a server that owes answers but is silent, and single calls that hang."""
@@ -353,7 +375,7 @@ class Client:
                 for call in owed:
                     endpoint.release(call, call.connection, whole=False)
                     error = f"it has said nothing for {self._silence_s:g} s, and owes {len(owed)} answers"
-                    self._fail(call, AnswerError(error))
+                    self._fail(call, AnswerError(error), gone=True)
         for call in [call for call in self.calls.values() if self._hangs(call, now)]:
             assert call.endpoint is not None
             call.endpoint.release(call, call.connection, whole=False)

@@ -24,6 +24,10 @@ class EndpointError(Exception):
     """A server failed. The message names its address and the cause."""
 
 
+class ServerGone(EndpointError):
+    """A server can't be reached, or says nothing: not one request has failed, all have."""
+
+
 class UntrustedError(NothingSentBack):
     """The server's certificate is not one that this machine trusts: no attempt will go better."""
 

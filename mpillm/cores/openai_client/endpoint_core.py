@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,16 +14,18 @@ from disagg.errors import ConfigError, about
 from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, share_of, until_when
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, allow_files, share_of, until_when
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
-from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_all
+from mpillm.cores.openai_client.server_counts import MOST_S
+from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.statistics import Statistics
+from mpillm.cores.openai_client.told import AnswerTokens, Told
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -36,8 +37,6 @@ _log = logging.getLogger(__name__)
 # Answers that arrive closer together than this are passed on together. A message for each would cost the
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
-_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
-_FRESH_S = 5.0  # how long a reading counts
 # A request that fails since a server of the run's own ends: its owner knows why a moment later.
 _OWNER_S = 1.5
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
@@ -93,16 +92,15 @@ class EndpointCore(LLMCore):
         self._context_urls: list[str] = []
         self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
+        self._tokens = AnswerTokens(None)
         self._thread: ClientThread | None = None
-        self._before: list[Reading] = []  # what the servers had counted when the test began
-        self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
-        self._reader: asyncio.Task[None] | None = None
+        self._reader: ServerReader | None = None  # of one client of each server
         self._answers = Answers()
         self._failed: EndpointError | None = None
         self._fails_at = 0.0  # time.perf_counter(): when that is told
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
-        self._first: dict[int, int] = {}  # the first token reported, by id, of open calls
+        self._told: dict[int, Told] = {}  # by id, of open calls
         self._began(0.0)
 
     @classmethod
@@ -131,6 +129,7 @@ class EndpointCore(LLMCore):
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
             self._tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
+            self._tokens = AnswerTokens(self._tokenizer)
         if self.config.server is not None:
             return
         self._open()
@@ -151,11 +150,12 @@ class EndpointCore(LLMCore):
 
     def _open(self) -> None:
         """Start the client."""
-        _allow_files(self._at_once * (len(self._urls) + bool(self._context_urls)))
+        allow_files(self._at_once * (len(self._urls) + bool(self._context_urls)))
         self._endpoints = [Endpoint(url) for url in self._urls]
         self._contexts = [Endpoint(url) for url in self._context_urls]
-        # One client asks what context servers count, for all.
-        self._counting = [*self._endpoints, *(self._contexts if self.config.instance == 0 else ())]
+        if self._reads:  # one client asks what context servers count, for all
+            contexts = self._contexts if self.config.instance == 0 else ()
+            self._reader = ServerReader(self._endpoints, contexts)
         self._thread = ClientThread("mpillm-http", self.wake)
         self._warming: set[asyncio.Task[None]] = set()
         self._client = Client(
@@ -206,11 +206,10 @@ class EndpointCore(LLMCore):
                     self.wake()
                     return
                 await asyncio.sleep(_AGAIN_S)
-        before = await read_all([endpoint])
+        if self._reader is not None:
+            await self._reader.begin_again(endpoint)
         self._client.go_on([endpoint])
-        self._endpoints[:] = self._counting[:1] = [endpoint]
-        if self._before:
-            self._before[:1] = before
+        self._endpoints[:] = [endpoint]
         self.waits_for_server = False
 
     def run_health_check(self) -> None:
@@ -251,32 +250,8 @@ class EndpointCore(LLMCore):
         assert self._thread is not None
         self._client.outlives_server = self.config.server_restarts
         self._began(self._thread.cpu_s())
-        if self._reads:  # beside the first requests, which must not wait for it
-            self._thread.post(self._start_reader)
-
-    def _start_reader(self) -> None:
-        self._reader = asyncio.get_running_loop().create_task(self._read_servers())
-
-    async def _read_servers(self) -> None:
-        """Read what the servers count, at the start of the test and then again and again."""
-        while True:
-            readings = await read_all(self._counting)
-            self._before = self._before or readings
-            self._latest = time.perf_counter(), readings
-            says = any(reading != Reading() for reading in readings)
-            await asyncio.sleep(_READ_S if says else _READ_RARELY_S)
-
-    async def _counted(self) -> dict[str, float]:
-        """Return by how much the servers' counts have grown in the test."""
-        if self._reader is None:  # no test has begun
-            return {}
-        while not self._before and not self._reader.done():  # a test shorter than the answer to the first
-            await asyncio.sleep(0.01)
-        if not self._before:
-            return {}
-        after, n = await read_all(self._counting), len(self._endpoints)
-        contexts = grown(self._before[n:], after[n:])
-        return grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
+        if self._reader is not None:  # beside the first requests, which must not wait for it
+            self._thread.post(self._reader.start)
 
     def _began(self, cpu_s: float) -> None:
         self._statistics = Statistics()
@@ -296,7 +271,7 @@ class EndpointCore(LLMCore):
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
         busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
-        counted = self._ask(self._counted(), MOST_S + 60) if self._reads else {}
+        counted = self._ask(self._reader.counted(), MOST_S + 60) if self._reader else {}
         return {
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
@@ -314,19 +289,10 @@ class EndpointCore(LLMCore):
         mine = Metrics(
             self._statistics.prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0
         )
-        at, readings = self._latest[0], self._latest[1][: len(self._endpoints)]
-        usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
-        if self.config.server is None or self.config.n_clients > 1 or time.perf_counter() - at > _FRESH_S:
-            return mine._replace(kv_cache_usage=usage if self.config.client == 0 else None)
-        counted = grown(self._before[: len(self._endpoints)], readings)
-        ((running, waiting, *_),) = readings
-        return Metrics(
-            int(counted.get("prompt_tokens", mine.prompt_tokens)),
-            int(counted.get("generated_tokens", mine.generated_tokens)),
-            mine.running if running is None else int(running),
-            mine.waiting if waiting is None else int(waiting),
-            usage,
-        )
+        if self._reader is None:
+            return mine
+        asks_alone = self.config.server is not None and self.config.n_clients == 1
+        return self._reader.metrics(mine, asks_alone=asks_alone)
 
     def notify_stop(self) -> None:
         if self._thread is not None:
@@ -336,7 +302,7 @@ class EndpointCore(LLMCore):
 
     def _close(self) -> None:
         if self._reader is not None:
-            self._reader.cancel()
+            self._reader.stop()
         for task in self._warming:
             task.cancel()
         self._client.close()
@@ -397,36 +363,52 @@ class EndpointCore(LLMCore):
                 self.config.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
             )
-            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling)
+            on_more = self._tell if row["flags"] & RequestFlag.STREAM else None
+            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
 
     def _text(self, prompt: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode(prompt, keep_special=True)
 
-    def _tokens(self, call: Call) -> list[int]:
-        assert call.endpoint is not None
-        if call.endpoint.dialect.token_ids:
-            return call.answer.tokens
-        assert self._tokenizer is not None
-        return self._tokenizer.encode_plain(call.answer.text)
-
     def on_first(self, call: Call) -> None:
         """Report the first token, unless it is also the last."""
         self._statistics.prompt_tokens += len(call.prompt)
-        if call.id in self._first:  # by a server that was lost then
-            return
-        if self._client.stream and call.answer.finish_reason is None and (tokens := self._tokens(call)):
+        if (told := self._told.get(call.id)) is not None:  # by a server that was lost then
+            told.again = True
+        elif call.on_more is not None:
+            self._tell(call)
+        elif call.streams and call.answer.finish_reason is None and (tokens := self._tokens.of(call)):
             self._add(call.id, ResponseFlag.FIRST, tokens[:1])
-            self._first[call.id] = tokens[0]
+            self._told[call.id] = Told(tokens[:1])
+
+    def _tell(self, call: Call) -> None:
+        """Report the tokens that have come, unless the whole answer has."""
+        if call.answer.finish_reason is not None:
+            return
+        told = self._told.get(call.id) or Told()
+        if told.again or not (new := self._tokens.new(call, told)):
+            return
+        if not told.tokens:
+            self._told[call.id] = told
+            self._add(call.id, ResponseFlag.FIRST, new[:1])
+        if more := new if told.tokens else new[1:]:
+            self._add(call.id, ResponseFlag.PARTIAL, more)
+        told.tokens += new
 
     def on_done(self, call: Call) -> None:
-        tokens, answer, counts = self._tokens(call), call.answer, self._statistics.counts
+        told = self._told.get(call.id)
+        tokens, answer, counts = self._tokens.whole(call, told), call.answer, self._statistics.counts
         if not tokens:
             raise ValueError("it answered without a token")
+        self._told.pop(call.id, None)
+        if told is not None and call.on_more is not None and tokens[: len(told.tokens)] != told.tokens:
+            _log.error("request %d: the server that was started again answers otherwise", call.id)
+            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            return
         flags = ResponseFlag.FINAL
-        if self._first.pop(call.id, None) is None:
+        if told is None:
             flags |= ResponseFlag.FIRST
-        if not self._client.stream:
+        if not call.streams:
             self._statistics.prompt_tokens += len(call.prompt)
         assert call.endpoint is not None
         counts["retokenized"] += not call.endpoint.dialect.token_ids
@@ -434,18 +416,27 @@ class EndpointCore(LLMCore):
         n_generated = len(tokens) if call.endpoint.dialect.token_ids else answer.completion_tokens
         counts["short_answers"] += n_generated is not None and n_generated < call.sampling.min_tokens
         counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
-        if self._client.stream:
+        if call.streams:
             self._statistics.add(call, len(tokens))
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
+        if self.config.serves and not isinstance(error, ServerGone) and self._is_alone(call):
+            self._told.pop(call.id, None)
+            _log.error("request %d: %s", call.id, error)
+            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            return
         if self._failed is None:
             self._fails_at = time.perf_counter() + (0.0 if self.config.server is None else _OWNER_S)
             self._failed = error
         self.wake()
 
+    def _is_alone(self, call: Call) -> bool:
+        """Return whether its failure is no other request's; when an owned server ends, answers break off."""
+        return self.config.server is None or call.status not in (0, 200)
+
     def on_cancelled(self, call: Call) -> None:
-        self._first.pop(call.id, None)
+        self._told.pop(call.id, None)
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
@@ -457,20 +448,3 @@ class EndpointCore(LLMCore):
 def _folder(config: CoreConfig) -> Path | None:
     path = Path(config.model_path) if config.model_path else None
     return path if path is not None and path.is_dir() else None
-
-
-def _allow_files(n_connections: int) -> None:
-    """Raise this process's limit of open files, if there may be too many connections for it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = n_connections + 256
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        raise RunError(
-            Failure(
-                f"{n_connections} connections need more open files than this process may have ({hard}): raise"
-                " ulimit -n, or lower max_concurrency"
-            )
-        )

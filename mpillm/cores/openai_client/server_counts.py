@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -43,10 +42,10 @@ _NAMES = {
     "generated_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
     "cached_tokens": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
     "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
-    "preemptions": ("vllm:num_preemptions_total",),
+    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
     "transfers": ("vllm:nixl_xfer_time_seconds_count",),
     # It counts handshakes and notifications that failed, too.
-    "failed_transfers": ("vllm:nixl_num_failed_transfers_total",),
+    "failed_transfers": ("vllm:nixl_num_failed_transfers_total", "sglang:num_transfer_failed_reqs_total"),
 }
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = Reading._fields[3:]
@@ -112,20 +111,19 @@ def _number(row: dict[str, Any], name: str) -> float | None:
     return float(value)
 
 
-async def read_all(endpoints: Sequence[Endpoint]) -> list[Reading]:
-    """Return what each server says; nothing of one that can't be asked."""
-    return await asyncio.gather(*map(_read, endpoints))
-
-
-async def _read(endpoint: Endpoint) -> Reading:
+async def metrics_page(endpoint: Endpoint) -> str:
+    """Return a server's page of metrics; "" if it has none, or can't be asked."""
     try:
         status, _, reply = await endpoint.fetch("GET", "/metrics", _ASK_S)
     except HttpError as error:
         _log.info("%s/metrics: %s", endpoint.url, error)
-        return Reading()
-    if status != 200:
-        return Reading()
-    text = reply.decode("utf-8", "replace")
+        return ""
+    return reply.decode("utf-8", "replace") if status == 200 else ""
+
+
+async def read_one(endpoint: Endpoint) -> Reading:
+    """Return what a server says; nothing of one that can't be asked."""
+    text = await metrics_page(endpoint)
     if not text.lstrip().startswith("["):
         return reading_of(text)
     found = of_iterations(text, endpoint.said or Reading())

@@ -52,5 +52,6 @@ TRITONSERVER = ServerKind(
     model_option="triton_model_repo",
     more_ports=(GRPC, METRICS),
     client_port=GRPC,
+    metrics_port=METRICS,
     takes_gpus=False,  # the repository says which GPUs a model has
 )

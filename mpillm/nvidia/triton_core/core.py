@@ -18,6 +18,9 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, share_of, until_when
+from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.server_counts import MOST_S
+from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel
@@ -29,6 +32,7 @@ from mpillm.nvidia.triton_core.tensors import (
     stop_of,
     tokens_of,
 )
+from mpillm.nvidia.triton_core.triton_counts import metrics_url, read
 from mpillm.nvidia.triton_core.triton_ready import Model, TritonError, find_models, framework_of, until_ready
 
 if TYPE_CHECKING:
@@ -43,19 +47,23 @@ _GATHER_PART = 16
 _MOST_LISTED = 5  # requests in a message
 # Plain numbers: operations on flags take longer than the rest of a row.
 _IGNORE_STOP, _IGNORE_END = int(RequestFlag.IGNORE_STOP), int(RequestFlag.IGNORE_END)
+_STREAM = int(RequestFlag.STREAM)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
+_PARTIAL = int(ResponseFlag.PARTIAL)
 
 
 class _Call:
     """A request in progress."""
 
-    def __init__(self, id_: int, model: Model, stream: Stream, streaming: bool) -> None:
+    def __init__(self, id_: int, model: Model, stream: Stream, live: bool) -> None:
+        """`live`: its tokens are wanted as they come."""
         self.id = id_
         self.model = model
         self.stream = stream
-        self.streaming = streaming
+        self.live = live
         self.asked_at = time.monotonic()
         self.tokens: list[int] = []
+        self.n_told = 0  # of the tokens
 
 
 class TritonGrpcCore(LLMCore):
@@ -75,6 +83,12 @@ class TritonGrpcCore(LLMCore):
             if config.server is None
             else share_of([""], at_once, config.client, config.n_clients)
         )
+        # One client of each asks what it counts.
+        self._reads = config.client == 0 and (
+            config.server is not None or config.instance < len(self._harness.server_urls or (TRITON_URL,))
+        )
+        self._reader: ServerReader | None = None
+        self._metrics_port = ""  # of an owned server
         self._clients = Streams()
         self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
         self._calls: dict[int, _Call] = {}  # open, by their number on the wire
@@ -82,7 +96,8 @@ class TritonGrpcCore(LLMCore):
         self._number = itertools.count(1)
         self._frameworks: set[str] = set()  # of the servers' models
         self._answers = Answers()
-        at_once = 1 if self._harness.streaming else self._at_once * len(self._urls)
+        self._gathers = not (self._harness.streaming or config.serves)
+        at_once = self._at_once * len(self._urls) if self._gathers else 1
         self._gather = max(1, at_once // _GATHER_PART)
         self._next_watch = self._next_rows = 0.0
         self._began()
@@ -116,7 +131,8 @@ class TritonGrpcCore(LLMCore):
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
         if self.config.server is not None:
-            self._urls = [urls[self.config.server]]
+            url, _, self._metrics_port = urls[self.config.server].partition("#")
+            self._urls = [url]
             self._connect()
 
     def _connect(self) -> None:
@@ -144,6 +160,9 @@ class TritonGrpcCore(LLMCore):
             names = ", ".join(model.name for model in models)
             _log.info("%s has %s; %d clients", url, names, n)
         self.awaits = ""
+        if self._reads:
+            servers = [Endpoint(metrics_url(url, self._metrics_port)) for url in self._urls]
+            self._reader = ServerReader(servers, read=read)
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""
@@ -168,22 +187,35 @@ class TritonGrpcCore(LLMCore):
 
     def start_test(self) -> None:
         self._began()
+        if self._reader is not None:
+            self._clients.thread.post(self._reader.start)
 
     def statistics(self) -> dict[str, float]:
-        """Return the numbers of clients, of channels under them, and of requests answered with an error."""
+        """Return the numbers of clients, of channels under them, and of requests answered with an error.
+
+        `server_…`, from the first client of each server: what that counted in the test; see `Reading`.
+        """
+        counted = self._clients.thread.run(self._reader.counted(), MOST_S + 60) if self._reader else {}
         return {
             "clients": len(self._clients.open),
             "channels": self._clients.n_channels,
             "errors": self._errors,
+            **{f"server_{name}": grown for name, grown in counted.items()},
         }
 
     def frameworks(self) -> list[str]:
         return sorted(self._frameworks)
 
     def metrics(self) -> Metrics:
-        return Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
+        mine = Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
+        if self._reader is None:
+            return mine
+        asks_alone = self.config.server is not None and self.config.n_clients == 1
+        return self._reader.metrics(mine, asks_alone=asks_alone)
 
     def notify_stop(self) -> None:
+        if self._reader is not None:
+            self._clients.thread.post(self._reader.stop)
         self._clients.close()
 
     # --- work ---
@@ -197,10 +229,11 @@ class TritonGrpcCore(LLMCore):
         for row, (begin, end) in zip(requests.rows.tolist(), itertools.pairwise(offsets), strict=True):
             id_, _, max_output, min_output, temperature, top_k, top_p, seed, flags, *_ = row
             ends, words = self._ends_and_words(flags)
-            streaming = self._harness.streaming
+            live = bool(flags & _STREAM)
+            streaming = self._harness.streaming or live
             wanted = Wanted(max_output, min_output, temperature, top_k, top_p, ends, words, streaming)
             stream = min(self._clients.open, key=lambda one: len(one.open))
-            self._submit(id_, requests.tokens[begin:end], wanted, stream, seed)
+            self._submit(id_, requests.tokens[begin:end], wanted, stream, seed, live)
 
     def _ends_and_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
         """Return the end token and the stop words of a request, other end tokens among them."""
@@ -213,12 +246,18 @@ class TritonGrpcCore(LLMCore):
         return ends[0] if ends else None, listed
 
     def _submit(
-        self, id_: int, prompt: NDArray[np.int32], wanted: Wanted, stream: Stream, seed: int = 0
+        self,
+        id_: int,
+        prompt: NDArray[np.int32],
+        wanted: Wanted,
+        stream: Stream,
+        seed: int = 0,
+        live: bool = False,
     ) -> None:
         model, number = next(self._models[stream.url]), next(self._number)
         if not model.decoupled:
             wanted = wanted._replace(streaming=False)
-        call = _Call(id_, model, stream, wanted.streaming)
+        call = _Call(id_, model, stream, live)
         self._calls[number], self._numbers[id_] = call, number
         self._prompt_tokens += len(prompt)
         stream.ask(number, request_of(model.name, str(number), prompt, wanted, seed), model.decoupled)
@@ -238,7 +277,7 @@ class TritonGrpcCore(LLMCore):
 
     def poll_responses(self) -> Batch | None:
         self._watch()
-        if self._answers and not self._harness.streaming:
+        if self._answers and self._gathers:
             self._next_rows = time.monotonic() + _GATHER_S
         return self._answers.take()
 
@@ -306,19 +345,20 @@ class TritonGrpcCore(LLMCore):
             self._fail(number, call, error)
             return
         tokens = tokens_of(response)
-        is_first = not call.tokens and bool(tokens)
         call.tokens += tokens
         self._generated_tokens += len(tokens)
         if is_last(response):
-            flags = _FINAL
-            if is_first or not call.streaming:
-                flags |= _FIRST
+            flags = _FINAL if call.n_told else _FIRST | _FINAL
             if not call.tokens:
                 self._fail(number, call, "an answer without a token")
                 return
             self._done(number, call, flags, call.tokens)
-        elif is_first:
+        elif call.tokens and not call.n_told:
+            call.n_told = 1
             self._add(call.id, _FIRST, call.tokens[:1])
+        elif call.live and len(call.tokens) > call.n_told:
+            new, call.n_told = call.tokens[call.n_told :], len(call.tokens)
+            self._add(call.id, _PARTIAL, new)
 
     def _fail(self, number: int, call: _Call, error: str) -> None:
         if self._done(number, call, _FINAL | _ERROR, []):

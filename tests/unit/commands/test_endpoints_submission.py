@@ -47,6 +47,11 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert point["model_precision"] == "fp8" and point["region"] == "submitters_choice"
             summary = json.loads((folder / "result_summary.json").read_text())
             assert summary["n_samples_completed"] == summary["n_samples_issued"] >= 26
+            block = point.get("steady_state")
+            if summary["n_samples_issued"] < 4 * 26:  # too few passes for one
+                assert (block["status"], block["window"]["super_pass_size"]) == ("insufficient_passes", 26)
+            else:
+                assert block is None and re.search(rf"steady_state of .*\b{folder.name}\b", out)
             assert len(json.loads((folder / "warmup.json").read_text())) == point["concurrency"]
             accuracy = json.loads((folder / "accuracy_results.json").read_text())
             assert accuracy["cnn_dailymail"]["num_samples"] == 26
@@ -69,12 +74,15 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
-        (tmp_path / "disclosure.json").write_text('{"model_precision": "int8"}')
+        found = {"status": "windowable", "verdict": "STEADY STATE", "window": {}, "state": {}}
+        told = {"model_precision": "int8", "r48": {"steady_state": found}}
+        (tmp_path / "disclosure.json").write_text(json.dumps(told))
         assert main([*command, "--division", "RDI", "--target_cohort", "2027-01-C1"]) == 0
         assert capsys.readouterr().out.count("was there") == 4
         for folder in curve.iterdir():
             point = yaml.safe_load((folder / "point.yaml").read_text())
             assert (point["model_precision"], point["division"]) == ("int8", "RDI"), "what is said now"
+            assert (point.get("steady_state") == found) == (folder.name == "r48") and "r48" not in point
             assert point["target_cohort"] == "2027-01-C1" and point["region"] != "submitters_choice"
             assert point["warmup"]["requests_completed"] == point["concurrency"]
             assert point["runtime_settings"]["min_duration_ms"] == 10

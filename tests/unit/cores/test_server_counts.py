@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_all, reading_of
+from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_one, reading_of
 from mpillm.report.doubts import doubts
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
@@ -184,7 +184,7 @@ def test_a_server_with_iterations_is_read_again() -> None:
             return 200, {}, pages.pop(0).encode()
 
         endpoint.fetch = fetch  # type: ignore[method-assign, assignment]
-        return [(await read_all([endpoint]))[0] for _ in range(3)]
+        return [await read_one(endpoint) for _ in range(3)]
 
     first, _, last = asyncio.run(read())
     assert grown([first], [last]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}

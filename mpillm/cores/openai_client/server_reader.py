@@ -1,0 +1,88 @@
+"""Reads what servers count, again and again while a test lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from mpillm.cores.base import Metrics
+from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.server_counts import Reading, grown, read_one
+
+_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
+_FRESH_S = 5.0  # how long a reading counts
+
+Read = Callable[[Endpoint], Awaitable[Reading]]
+
+
+class ServerReader:
+    """Belongs to the client's loop, but for `metrics`."""
+
+    def __init__(
+        self, servers: Sequence[Endpoint], contexts: Sequence[Endpoint] = (), read: Read = read_one
+    ) -> None:
+        """`contexts`: servers that compute contexts for `servers`."""
+        self._servers = [*servers, *contexts]
+        self._n = len(servers)
+        self._read = read
+        self._before: list[Reading] = []  # what they had counted when the test began
+        self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Read them from now on, which is the start of the test."""
+        self._task = asyncio.get_running_loop().create_task(self._go_on())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def begin_again(self, server: Endpoint) -> None:
+        """Read `server` from now on, in the first one's place."""
+        before = await self._read(server)
+        self._servers[0] = server
+        if self._before:
+            self._before[0] = before
+
+    async def counted(self) -> dict[str, float]:
+        """Return by how much their counts have grown in the test; those of contexts as `context_…`."""
+        if self._task is None:  # no test has begun
+            return {}
+        while not self._before and not self._task.done():  # a test shorter than the answer to the first
+            await asyncio.sleep(0.01)
+        if not self._before:
+            return {}
+        after, n = await self._all(), self._n
+        contexts = grown(self._before[n:], after[n:])
+        return grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
+
+    def metrics(self, mine: Metrics, *, asks_alone: bool) -> Metrics:
+        """Return what they say, in place of `mine`, what the client knows.
+
+        `asks_alone`: nobody else asks them; otherwise their KV caches alone are what they say.
+        """
+        at, readings = self._latest[0], self._latest[1][: self._n]
+        usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
+        if not asks_alone or len(readings) != 1 or time.perf_counter() - at > _FRESH_S:
+            return mine._replace(kv_cache_usage=usage)
+        counted = grown(self._before[:1], readings)
+        (now,) = readings
+        return Metrics(
+            int(counted.get("prompt_tokens", mine.prompt_tokens)),
+            int(counted.get("generated_tokens", mine.generated_tokens)),
+            mine.running if now.running is None else int(now.running),
+            mine.waiting if now.waiting is None else int(now.waiting),
+            usage,
+        )
+
+    async def _all(self) -> list[Reading]:
+        return await asyncio.gather(*map(self._read, self._servers))
+
+    async def _go_on(self) -> None:
+        while True:
+            readings = await self._all()
+            self._before = self._before or readings
+            self._latest = time.perf_counter(), readings
+            says = any(reading != Reading() for reading in readings)
+            await asyncio.sleep(_READ_S if says else _READ_RARELY_S)

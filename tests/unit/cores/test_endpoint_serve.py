@@ -1,0 +1,154 @@
+"""Clients of servers behind `serve`: tokens as they come, and requests that fail alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpillm.comms.messages import RequestFlag, ResponseFlag
+from mpillm.cores.capabilities import OutlivesServer
+from mpillm.data.tokenizer import load_tokenizer
+from tests.helpers.endpoint_cores import CANCELLED, FINAL, FIRST, Rows, failure, requests, started
+from tests.helpers.scripted_server import (
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    good,
+    plain,
+)
+from tests.helpers.support import wait_until
+
+PARTIAL, ERROR = int(ResponseFlag.PARTIAL), int(ResponseFlag.ERROR)
+LIVE = {"flags": RequestFlag.STREAM}
+
+
+def begins(*pieces: dict[str, object]) -> Callable[[Request], Reply]:
+    """Return what answers with the beginning of a stream, and then hangs."""
+
+    def answer(request: Request) -> Reply:
+        if not request.json.get("stream"):
+            return good(request)
+        return Reply([STREAM, *(chunk(event(piece)) for piece in pieces)], "hang")
+
+    return answer
+
+
+def told(rows: Rows) -> list[int]:
+    """Return the tokens that have come before the end, which only the first row says."""
+    assert [flags for _, flags, _ in rows.rows] in ([], [FIRST, *[PARTIAL] * (len(rows.rows) - 1)])
+    return [token for _, _, tokens in rows.rows for token in tokens]
+
+
+def test_tokens_come_one_by_one() -> None:
+    """In any scenario: whoever asks says so."""
+    answer = begins(choice([77], "a"), choice([78, 79], "b"), choice([80], "c"))
+    with ScriptedServer(answer) as server, started(server, serves=True) as core:
+        core.enqueue(requests([[1]], max_output=9, **LIVE))
+        rows = Rows(core)
+        wait_until(lambda: rows.poll() or len(told(rows)) == 4, "four tokens")
+        assert told(rows) == [77, 78, 79, 80] and rows.rows[0][2] == [77]
+        core.cancel([10])
+        assert rows.until(1)[-1] == (10, FINAL | CANCELLED, [])
+
+
+def test_the_end_has_all_tokens() -> None:
+    with ScriptedServer() as server, started(server, serves=True) as core:
+        core.enqueue(requests([[4]], max_output=6, **LIVE))
+        *before, last = Rows(core).until(1)
+        assert last == (10, FINAL if before else FIRST | FINAL, [4, 5, 6, 7, 8, 9])
+        begun = [token for _, _, tokens in before for token in tokens]
+        assert begun == [4, 5, 6, 7, 8, 9][: len(begun)]
+        core.enqueue(requests([[4]], id=11))  # this one wants it whole
+        assert Rows(core).until(1) == [(11, FIRST | FINAL, [4, 5, 6, 7])]
+        assert "stream" not in server.asked()[-1]
+
+
+@pytest.fixture(params=[False, True], ids=["by pieces", "adds spaces"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
+    """Return the folder of one, and whether it puts a space before each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "▁"]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+    if request.param:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+        made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    else:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path, request.param
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_text_becomes_tokens_as_it_comes(ends: bool, tokenizer: tuple[Path, bool]) -> None:
+    """Unless pieces of a text are other tokens than the whole: then all comes with the end."""
+    folder, adds_spaces = tokenizer
+    pieces = [choice(None, text) for text in ("Hi", "\ud83d", "\ude00, y", "ou")]
+    end = [choice(None, "!", "stop")] if ends else []
+
+    def answer(request: Request) -> Reply:
+        if not request.json.get("stream"):
+            return plain(choice(None, "x", "stop"))
+        chunks = [chunk(event(piece)) for piece in [*pieces, *end]]
+        return Reply([STREAM, *chunks, chunk(b"")] if ends else [STREAM, *chunks], "keep" if ends else "hang")
+
+    with ScriptedServer(answer) as server, started(server, "--model_path", folder, serves=True) as core:
+        core.enqueue(requests([[72]], max_output=64, **LIVE))
+        rows, read = Rows(core), load_tokenizer(folder)
+        if not ends and not adds_spaces:
+            wait_until(lambda: rows.poll() or read.decode(told(rows)) == "Hi😀, you", "the text")
+        if ends:
+            *before, (_, flags, tokens) = rows.until(1)
+            assert read.decode(tokens) == ("Hi, you!" if adds_spaces else "Hi😀, you!")
+            begun = [token for row in before for token in row[2]]
+            assert begun == tokens[: len(begun)] and flags == (FINAL if before else FIRST | FINAL)
+            assert not (adds_spaces and before)
+
+
+def test_a_request_that_is_refused_fails_alone() -> None:
+    def answer(request: Request) -> Reply:
+        if request.json["prompt"] == [2]:
+            return plain({"error": {"message": "too long"}}, "400 Bad Request")
+        if request.json["prompt"] == [3]:
+            return Reply([STREAM, chunk(event(choice([7], "a")))], "close")
+        return good(request)
+
+    with ScriptedServer(answer) as server, started(server, serves=True) as core:
+        core.enqueue(requests([[1], [2], [3]], **LIVE))
+        ended = {id_: (flags & ~FIRST, tokens) for id_, flags, tokens in Rows(core).until(3) if flags & FINAL}
+        assert ended == {10: (FINAL, [1, 2, 3, 4]), 11: (FINAL | ERROR, []), 12: (FINAL | ERROR, [])}
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_server_that_is_gone_is_everybodys_failure(serves: bool) -> None:
+    with (
+        ScriptedServer() as server,
+        started(server, serves=serves, core_options={"retry_s": 0.5}) as core,
+    ):
+        server.stop()
+        core.enqueue(requests([[1]], **LIVE))
+        assert "retried" in failure(core)
+
+
+def test_a_server_that_was_started_again_may_not_answer_otherwise() -> None:
+    """A client that has read the beginning of one answer does not get the end of another."""
+    with (
+        ScriptedServer(begins(choice([77], "a"))) as first,
+        ScriptedServer() as second,
+        started(first, serves=True, server_restarts=True) as core,
+    ):
+        core.enqueue(requests([[1]], **LIVE))
+        core.enqueue(requests([[77]], id=20, **LIVE))
+        rows = Rows(core)
+        wait_until(lambda: rows.poll() or len(rows.rows) == 2, "the first tokens")
+        assert isinstance(core, OutlivesServer)
+        core.server_lost()
+        core.server_back(second.address)
+        ended = {id_: (flags, tokens) for id_, flags, tokens in rows.until(2) if flags & FINAL}
+        assert ended == {10: (FINAL | ERROR, []), 20: (FINAL, [77, 78, 79, 80])}
