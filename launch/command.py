@@ -1,8 +1,9 @@
-"""Command lines, and the programs that they name."""
+"""Command lines, the programs that they name, and what these say last."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -60,3 +61,22 @@ def find_program(name: str, hint: str) -> str:
     if (found := shutil.which(name, path=path)) is None:
         raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
     return found
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """What a line of a program's log means."""
+
+    pattern: str  # of the line
+    cause: str
+    remedy: str
+
+    def is_in(self, log: str) -> bool:
+        """Return whether a line of the log says so."""
+        return re.search(self.pattern, log) is not None
+
+
+def explained(log: str, failures: Iterable[KnownFailure]) -> str:
+    """Return what the first of these failures that is in a log means, and what to do; "" if none is."""
+    known = next((known for known in failures if known.is_in(log)), None)
+    return f"{known.cause}: {known.remedy}" if known else ""

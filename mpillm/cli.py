@@ -21,7 +21,7 @@ from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse
 from launch.outside import safe_stream
 from launch.signals import stop_signals
 from mpillm import __version__
-from mpillm.core_names import WINGS, brought, lacks
+from mpillm.core_names import WINGS, brought, brought_by, lacks, package_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
@@ -45,10 +45,6 @@ COMMANDS = {
     "selftest": "try a kind of server or a core on what is installed here, case by case, in one report",
     "report": "write the page of a run, report.html, again",
     "runs": "list runs, newest first, and write an index page of them",
-    "accuracy": "score the answers of an accuracy run",
-    "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
-    "submission": "arrange runs as a submission to MLPerf Inference",
-    "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
     "fetch-model": "fetch a small real model",
     "completion": "print what a shell needs to complete commands and options: bash, zsh, fish",
     "bench": "measure a part beside a baseline; `bench` alone lists the benchmarks",
@@ -60,22 +56,17 @@ _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch", "run-harness", "run-llm-server"),
     "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify", "selftest"),
     "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
-    "prepare": (
-        "fetch-model",
-        "completion",
-        "generate-engines",
-        "generate-disagg-config",
-        *brought("COMMANDS"),
-    ),
-    "submit": ("accuracy", "compliance", "submission", "endpoints-submission"),
+    "prepare": ("fetch-model", "completion", "generate-engines", "generate-disagg-config"),
 }
+for _wing in WINGS:
+    _group = importlib.import_module(_wing).GROUP
+    _GROUPS[_group] = (*_GROUPS.get(_group, ()), *brought_by(_wing, "COMMANDS"))
 _GROUPED = {name for names in _GROUPS.values() for name in names}
 
 
 def module_of(command: str) -> str:
     """Return the module whose `main` takes the command's arguments and returns its exit code."""
-    wing = next((wing for wing in WINGS if command in importlib.import_module(wing).COMMANDS), "mpillm")
-    return f"{wing}.commands.{command.replace('-', '_')}"
+    return f"{package_of('COMMANDS', command, 'mpillm')}.commands.{command.replace('-', '_')}"
 
 
 def usage() -> str:

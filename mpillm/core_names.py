@@ -1,28 +1,38 @@
-"""The names of cores and the paths of their classes, ``module:Class``, without importing any of them."""
+"""The names of cores, servers and more, with their places, ``module:Name``, without importing any of them."""
 
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+from disagg.errors import nearest
 
 ENTRY_POINTS = "mpillm.cores"
 """The group of entry points by which an installed package adds cores: ``name = "package.module:Class"``."""
 
-WINGS = ("mpillm.nvidia",)
+WINGS = ("mpillm.nvidia", "mpillm.submission")
 """Packages that bring cores, commands and more by name. Nothing but this line knows them."""
 
 DEFAULT = "torch"
 
 
+def brought_by(wing: str, what: str) -> dict[str, str]:
+    """Return what a wing has under a name, such as CORES; its package imports nothing."""
+    found: dict[str, str] = getattr(importlib.import_module(wing), what, {})
+    return found
+
+
 def brought(what: str) -> dict[str, str]:
-    """Return what the wings have under a name, such as CORES; each is a package that imports nothing."""
-    return {
-        name: value
-        for wing in WINGS
-        for name, value in getattr(importlib.import_module(wing), what, {}).items()
-    }
+    """Return what all wings have under a name."""
+    return {name: value for wing in WINGS for name, value in brought_by(wing, what).items()}
+
+
+def package_of(what: str, name: str, core: str) -> str:
+    """Return the wing that has `name` under `what`; `core`, a package of the core, if none has."""
+    return next((wing for wing in WINGS if name in brought_by(wing, what)), core)
 
 
 BUILT_IN = {
@@ -120,3 +130,33 @@ def class_path(name: str) -> str | None:
     if path := registered.get(name) or BUILT_IN.get(name):
         return path  # do not search installed packages, which takes longer
     return next((point.value for point in _installed(name=name)), None)
+
+
+K = TypeVar("K")
+OTHER = "command:"
+
+
+class NamedKinds(Generic[K]):
+    """Kinds of programs by name, each in a file of its own, and ``command:WORDS`` for any other.
+
+    Their files are read when one is wanted: each command has the names.
+    """
+
+    def __init__(self, built_in: Mapping[str, str], of_command: str) -> None:
+        """`built_in`: ``module:NAME`` by the name of the kind; `of_command`: makes that of any command."""
+        self.built_in = built_in
+        self._of_command = of_command
+
+    def kind_of(self, text: str) -> K:
+        """Return a kind. Raises ValueError if there is none."""
+        if text.startswith(OTHER):
+            make = self._load(self._of_command)
+            return cast(K, make(shlex.split(text.removeprefix(OTHER))))
+        if text not in self.built_in:
+            raise ValueError(nearest(text, self.built_in).strip(" ()") or "there is no such kind")
+        return cast(K, self._load(self.built_in[text]))
+
+    def _load(self, place: str) -> Callable[[list[str]], object]:
+        module, _, name = place.partition(":")
+        found: Callable[[list[str]], object] = getattr(importlib.import_module(module), name)
+        return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.configurator import json_output, option
+from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
@@ -18,7 +19,6 @@ from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.files import write_json, write_text
-from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 
 

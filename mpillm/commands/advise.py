@@ -16,6 +16,7 @@ from launch.command import wrapped
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import json_output, option
+from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
 from mpillm.cores.capabilities import TellsSteps
@@ -30,7 +31,6 @@ from mpillm.fields import positive
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_json, write_text
 from mpillm.loadgen.issue_order import issue_order
-from mpillm.report.columns import beside, table
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in

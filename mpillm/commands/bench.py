@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from disagg.errors import ConfigError, nearest
+from mpillm.configurator.columns import beside
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import WINGS, brought
+from mpillm.core_names import brought, package_of
 from mpillm.errors import ExitCode
-from mpillm.report.columns import beside
 
 BENCHES = {
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
-    "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
     "routing": "what everything around the model costs, with dummy cores",
     **brought("BENCHES"),
 }
@@ -24,9 +23,9 @@ NAMES = BENCHES
 
 def module_of(name: str) -> str:
     """Return the module of a benchmark."""
-    wing = next((wing for wing in WINGS if name in importlib.import_module(wing).BENCHES), None)
-    where = f"{wing}.{name.replace('-', '_')}" if wing else "mpillm.bench"
-    return f"{where}.bench_{name.replace('-', '_')}"
+    file = name.replace("-", "_")
+    package = package_of("BENCHES", name, "mpillm.bench")
+    return f"{package}.bench_{file}" if package == "mpillm.bench" else f"{package}.{file}.bench_{file}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import json_output, option
+from mpillm.configurator.columns import beside
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
@@ -21,7 +22,6 @@ from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.fields import seconds
 from mpillm.files import write_json, write_text
-from mpillm.report.columns import beside
 from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.run_directory import path_shown, series_folder

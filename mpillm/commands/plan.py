@@ -14,12 +14,12 @@ from mpillm.config.options import parse
 from mpillm.config.together import check_mode
 from mpillm.config.way_of_a_value import told, way_of
 from mpillm.configurator import Field, json_output
+from mpillm.configurator.columns import prose
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.fields.effects import PLAN
-from mpillm.report.columns import prose
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml

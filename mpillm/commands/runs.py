@@ -9,11 +9,11 @@ from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.values import Values, collect
 from mpillm.configurator import json_output, option
+from mpillm.configurator.columns import table
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
 from mpillm.files import write_text
-from mpillm.report.columns import table
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_list import LATEST, find_runs, find_series

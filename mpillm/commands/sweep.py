@@ -12,6 +12,7 @@ from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.options import parse_run
 from mpillm.configurator import json_output, option
+from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
@@ -28,7 +29,6 @@ from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, pa
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
 from mpillm.files import write_json, write_text
-from mpillm.report.columns import beside, table
 from mpillm.report.numbers import duration
 from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles

@@ -6,6 +6,7 @@ config, the workload, and the command's defaults over those of the fields.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpillm.config.values import complete
 from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import COMMAND_LINE, DEFAULT, Found, Level, Origin
+from mpillm.core_names import brought
 from mpillm.fields.passed_over import PASSED_OVER
 
 
@@ -23,20 +25,19 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
     if (path := found_for(own, fields.config_file).value) is not None:
-        from mpillm.config import config_file  # takes time to import, and few commands have one
-
-        given = {key: found_for(own, key) for key in config_file.KEYS}
+        # takes time to import, and few commands have one
+        reader = importlib.import_module(brought("READERS")["config_file"])
+        given = {key: found_for(own, key) for key in reader.KEYS}
         if (
             found_for(own, fields.use_triton).value
             and given[fields.harness_type].origin.level <= Level.CONTEXT
         ):
             given[fields.harness_type] = Found("triton", COMMAND_LINE)
-        file = config_file.load(
+        file: Configuration = reader.load(
             path,
             {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT},
-            config_file.KindOfTest(
-                found_for(own, fields.test_mode).value, found_for(own, fields.compliance_test).value
-            ),
+            found_for(own, fields.test_mode).value,
+            found_for(own, fields.compliance_test).value,
         )
         own.update(file)
         own.origins = file.origins

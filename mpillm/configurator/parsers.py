@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from disagg.errors import nearest
 from mpillm.configurator import Reason
+from mpillm.core_names import OTHER, NamedKinds
 
 F = TypeVar("F", bound=Callable[[str], Any])
 N = TypeVar("N", int, float)
@@ -375,6 +376,22 @@ def name_or_class(
         names = {*known, *installed()}
         if text not in names:
             raise _unknown(text, names)
+        return text
+
+    return parse
+
+
+def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
+    """Make a parser of the name of a kind, in any letter case, or of ``command:WORDS``."""
+
+    @expects(f"{', '.join(kinds.built_in)}, or {OTHER}WORDS")
+    def parse(text: str) -> str:
+        if text.lower() in kinds.built_in:
+            return text.lower()
+        try:
+            kinds.kind_of(text)
+        except ValueError as error:
+            raise Reason(str(error)) from None
         return text
 
     return parse

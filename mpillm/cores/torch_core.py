@@ -63,8 +63,8 @@ class TorchCore(LLMCore):
     gives_logprobs = True
     speculates = True
     tunes_steps = True
-    engine_stages = "mpillm.builder.torch_engine:engine_stages"
-    servers = "mpillm.builder.torch_servers:torch_servers"
+    engine_stages = "mpillm.cores.torch_engine:engine_stages"
+    servers = "mpillm.cores.torch_servers:torch_servers"
     framework = "PyTorch"
     imports = ("torch", "safetensors")
     packages = ("torch", "triton")

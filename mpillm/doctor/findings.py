@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import disagg
-from mpillm.report.columns import beside
+from mpillm.configurator.columns import beside
 
 
 class Status(str, enum.Enum):

@@ -13,7 +13,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
-from mpillm.report.columns import beside
+from mpillm.configurator.columns import beside
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import RunFiles
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from mpillm.configurator import Options, option
 from mpillm.configurator.effect import ANY
 from mpillm.configurator.latency_limits import WORDS, whole_limits_ms
-from mpillm.configurator.parsers import boolean, length_of_a_test, positive, rate, shell_words
+from mpillm.configurator.parsers import (
+    boolean,
+    kind_of_program,
+    length_of_a_test,
+    positive,
+    rate,
+    shell_words,
+)
 from mpillm.fields.effects import REPORTED, RUN, TEST, used_by
-from mpillm.harnesses.kinds import harness as harness_kind
+from mpillm.harnesses.kinds import KINDS
 from mpillm.workloads.rounds import ROUNDS
 
 
@@ -79,7 +86,7 @@ class OtherHarnessFields(Options, group="other harness"):
         "start this client in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench, or"
         " command:WORDS with {url} and {report} in them, and {urls}, {model}, {tokenizer}, {bodies},"
         " {requests}, {rate}, {concurrency} or {seed}",
-        harness_kind,
+        kind_of_program(KINDS),
         effect=used_by(commands=[RUN]),
     )
     harness_args = option(

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from mpillm.configurator import Options, option
 from mpillm.configurator.effect import ANY, Effect, Use
-from mpillm.configurator.parsers import boolean, grpc_ports, port, positive, rate, seconds, shell_words, urls
+from mpillm.configurator.parsers import (
+    boolean,
+    grpc_ports,
+    kind_of_program,
+    port,
+    positive,
+    rate,
+    seconds,
+    shell_words,
+    urls,
+)
 from mpillm.core_names import TRITON, TRTLLM_ENDPOINT
 from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
-from mpillm.servers.kinds import server as server_kind
+from mpillm.servers.kinds import KINDS
 
 
 class OwnServerFields(
@@ -19,7 +29,7 @@ class OwnServerFields(
         "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
         " trtllm-serve, tritonserver, mpillm, or command:WORDS with {port} in them, and {model}, {name},"
         " {host}, {tp}, {pp} or {devices}; --core_type follows",
-        server_kind,
+        kind_of_program(KINDS),
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
     )
     server_args = option(

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from launch.command import KnownFailure
 from mpillm.files import as_written, read_object
 from mpillm.harnesses.kind import (
     HarnessKind,
@@ -24,7 +25,6 @@ from mpillm.harnesses.kind import (
     report_of,
     write_lines,
 )
-from mpillm.servers.kind import KnownFailure
 
 CONFIG = "inference-endpoint.yaml"
 _PROMPTS = "prompts.jsonl"

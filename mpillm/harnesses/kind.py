@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
+from launch.command import KnownFailure, explained
 from mpillm.files import read_object
-from mpillm.servers.kind import KnownFailure, explained
 
 _MOST_LINE = 16 << 20  # bytes: an event holds one answer
 _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpillm.configurator.named_kinds import NamedKinds
+from mpillm.core_names import NamedKinds
 
 if TYPE_CHECKING:  # each command reads this file for the names of options; few start any client
     from mpillm.harnesses.kind import HarnessKind
 
-_KINDS: NamedKinds[HarnessKind] = NamedKinds(
+KINDS: NamedKinds[HarnessKind] = NamedKinds(
     {
         "inference-endpoint": "mpillm.harnesses.inference_endpoint:INFERENCE_ENDPOINT",
         "aiperf": "mpillm.harnesses.aiperf:AIPERF",
@@ -18,6 +18,4 @@ _KINDS: NamedKinds[HarnessKind] = NamedKinds(
     },
     "mpillm.harnesses.any_command:command_kind",
 )
-kind_of = _KINDS.kind_of
-harness = _KINDS.parser()
-"""Reads --harness."""
+kind_of = KINDS.kind_of

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from launch.command import KnownFailure
 from mpillm.harnesses.kind import (
     HarnessKind,
     Load,
@@ -17,7 +18,6 @@ from mpillm.harnesses.kind import (
     seed32,
     write_lines,
 )
-from mpillm.servers.kind import KnownFailure
 
 _PROMPTS, _REPORT = "vllm-bench-prompts.jsonl", "vllm-bench.json"
 _LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "latency_ms": "e2el"}

@@ -5,8 +5,8 @@ It imports the core of mpillm; the core does not import it, but finds here by na
 
 `trtllm/`: the cores `trtllm_executor` and `trtllm_hlapi`, tools, servers. `triton/`: model repositories and
 servers. `triton_core/`: the core `triton_grpc`. `triton_models/`: models that tritonserver's Python backend
-runs. `triton_client/`: clients of models behind Triton. `core_model/`: `bench core-model`. `commands/`: one
-file for each of its commands. `config_files`: the newer form of configuration file.
+runs. `triton_client/`: clients of models behind Triton. `core_model/`, `table/`: its benches. `commands/`:
+one file for each of its commands. `config_file`: the user's configuration.
 """
 
 CORES = {
@@ -43,11 +43,17 @@ COMMANDS = {
 }
 """Each is the `main` of a file in `commands/`."""
 
-BENCHES = {"core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it"}
-"""Each is a file `bench_NAME.py` in `core_model/`, of the kind that `mpillm.bench` describes."""
+GROUP = "prepare"
+"""Where --help shows them."""
 
-CONFIG_FILES = "mpillm.nvidia.config_files"
-"""Reads configuration files in NVIDIA's newer form: see `config.config_file.Form`."""
+BENCHES = {
+    "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
+    "core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it",
+}
+"""Each is a file `bench_NAME.py` in a room of its name, of the kind that `mpillm.bench` describes."""
+
+READERS = {"config_file": "mpillm.nvidia.config_file"}
+"""Modules that read files: the user's configuration, for `config.layers`."""
 
 _CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
 _BUILD = "generate-engines runs it with the options in --trtllm_build_flags"

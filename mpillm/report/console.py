@@ -17,8 +17,8 @@ import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
+from mpillm.configurator.columns import beside
 from mpillm.errors import Failure
-from mpillm.report.columns import beside
 from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
 

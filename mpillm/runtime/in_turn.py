@@ -19,10 +19,10 @@ from mpillm.config.disagg_yaml import generated, server_ranks
 from mpillm.config.idle import idle
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
+from mpillm.configurator.columns import table
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 from mpillm.fields.effects import RUN
-from mpillm.report.columns import table
 
 # Options that this module sets for each test.
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")

@@ -16,6 +16,7 @@ from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.loadgen.audit import prepare_audit
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.arrivals import kept_up
@@ -32,7 +33,6 @@ from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.runtime.join import Planned, Prepared, has_text, prepare
 from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.run_session import RunSession, announced, opened
-from mpillm.submission.compliance_tests import prepare_audit
 from mpillm.workloads.rounds import allows_guesses
 
 _log = logging.getLogger(__name__)

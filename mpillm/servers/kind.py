@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from launch.command import Command
+from launch.command import Command, KnownFailure, explained
 
 Option = Callable[[Any], Sequence[str]]
 """From an option's value to words of a command line. Raises ValueError: the server has nothing like it."""
@@ -41,25 +40,6 @@ class Wanted(NamedTuple):
     address: str = ""  # where servers on other nodes reach it
     llm_args: Mapping[str, Any] = MappingProxyType({})  # TensorRT-LLM's, of its section of the YAML
     part: Part = Part()
-
-
-@dataclass(frozen=True)
-class KnownFailure:
-    """What a line of a server's log means."""
-
-    pattern: str  # of the line
-    cause: str
-    remedy: str
-
-    def is_in(self, log: str) -> bool:
-        """Return whether a line of the log says so."""
-        return re.search(self.pattern, log) is not None
-
-
-def explained(log: str, failures: Iterable[KnownFailure]) -> str:
-    """Return what the first of these failures that is in a log means, and what to do; "" if none is."""
-    known = next((known for known in failures if known.is_in(log)), None)
-    return f"{known.cause}: {known.remedy}" if known else ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from launch.command import Command
-from mpillm.servers.kind import KnownFailure, ServerKind, Wanted, named, switch
+from launch.command import Command, KnownFailure
+from mpillm.servers.kind import ServerKind, Wanted, named, switch
 
 _SIDE_CHANNEL = "side_channel"
 _KV_ROLES = {"context": "kv_producer", "generation": "kv_consumer"}

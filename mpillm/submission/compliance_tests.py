@@ -1,7 +1,7 @@
-"""MLCommons' compliance tests: the LoadGen settings of their runs, and how a finished run is verified.
+"""How a finished run of one of MLCommons' compliance tests is verified.
 
-Settings, bounds and files are those of mlcommons/inference, compliance/TEST06, TEST07 and TEST09
-(`audit.config`, `run_verification.py`). Each is a performance run whose answers LoadGen logs.
+Bounds and files are those of mlcommons/inference, compliance/TEST06, TEST07 and TEST09
+(`run_verification.py`). Each is a performance run whose answers LoadGen logs: see `loadgen.audit`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.files import as_writable, write_text
+from mpillm.loadgen.audit import AUDITS
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.scores import printed_scores
@@ -72,58 +73,13 @@ def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
     return len(at_end) if at_end.all() else int(np.argmin(at_end))
 
 
-# They override every other LoadGen setting; the sample indices follow no permutation.
-_ALL = {"mode": 2, "accuracy_log_rng_seed": 720381539243781796, "min_duration": 0}
-_ALL |= {"sample_concatenate_permutation": 0}
-_SETTINGS: dict[str, dict[str, int]] = {
-    "TEST06": {**_ALL, "accuracy_log_sampling_target": 100, "min_query_count": 100},
-    # Each sample of its own data set once.
-    "TEST07": {
-        **_ALL,
-        "accuracy_log_sampling_target": 990,
-        "min_query_count": 990,
-        "performance_issue_unique": 1,
-    },
-    "TEST09": {
-        **_ALL,
-        "accuracy_log_sampling_target": 10000,
-        "min_query_count": 6396,
-        "performance_issue_unique": 1,
-    },
-}
-_BY_SAMPLED = {settings["accuracy_log_sampling_target"]: name for name, settings in _SETTINGS.items()}
+_BY_SAMPLED = {settings["accuracy_log_sampling_target"]: name for name, settings in AUDITS.items()}
 TEST07_LEAST = 60.698  # exact match, in percent, on its data set
 TEST09_BOUNDS = (1150.38, 1406.02)  # mean tokens of an answer: 90 and 110 % of the reference's 1,278.20
 
 FILES = {"TEST06": "verify_accuracy.txt", "TEST07": "verify_accuracy.txt", "TEST09": "verify_output_len.txt"}
 """What a verification writes into its folder, by test."""
 _RULE = "=" * 80
-
-
-def prepare_audit(
-    compliance_test: str | None, audit_conf: str | None, run_directory: Path, n_samples: int | None = None
-) -> str:
-    """Write a compliance run's ``audit.config``; return its path, or "" for another run. Raises OSError.
-
-    `n_samples`: of a scaled-down data set, which has fewer than a test asks for.
-    """
-    kept = run_directory / "audit.config"
-    if audit_conf:
-        try:
-            text = Path(audit_conf).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"--audit_conf {audit_conf}: {error.strerror}", about=["audit_conf"]) from error
-        if Path(audit_conf).resolve() != kept.resolve():
-            kept.write_bytes(text)
-    elif compliance_test:
-        settings = dict(_SETTINGS[compliance_test])
-        if n_samples is not None and "performance_issue_unique" in settings:
-            settings["min_query_count"] = min(n_samples, settings["min_query_count"])
-        lines = (f"*.*.{key} = {value}\n" for key, value in settings.items())
-        kept.write_text("".join(lines), encoding="utf-8")
-    else:
-        return ""  # a file that an earlier run left is not this run's
-    return str(kept)
 
 
 def compliance_of(detail: Mapping[str, Any]) -> str | None:

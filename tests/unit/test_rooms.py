@@ -15,52 +15,29 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. Rooms on one line do not import each other.
 ROOMS = """
-disagg
-launch
-mpillm.phases
-mpillm.errors mpillm.core_names mpillm.workloads
-mpillm.user_config
-mpillm.files mpillm.devices mpillm.event_loop
-mpillm.telemetry
-mpillm.configurator
-mpillm.servers
-mpillm.harnesses
-mpillm.fields
-mpillm.comms
-mpillm.models
-mpillm.data
-mpillm.config
-mpillm.loadgen
-mpillm.engine
-mpillm.builder
-mpillm.cores
-mpillm.roles
-mpillm.report
-mpillm.endpoint
-mpillm.nvidia.triton_models mpillm.nvidia.triton_client mpillm.doctor
-mpillm.runs mpillm.loadtest
-mpillm.bench mpillm.submission
-mpillm.runtime
-mpillm.experiments
-mpillm.commands
-mpillm.nvidia
-mpillm.nvidia.trtllm
-mpillm.nvidia.triton
-mpillm.nvidia.triton_core mpillm.nvidia.triton_client mpillm.nvidia.triton_models
-mpillm.nvidia.core_model
-mpillm.nvidia.commands
-mpillm.llmlib
-mpillm.cli
-mpillm.__main__
-benchmarks
+disagg mpillm.phases mpillm.event_loop
+launch mpillm.core_names mpillm.workloads mpillm.files mpillm.devices
+mpillm.errors mpillm.user_config mpillm.telemetry mpillm.configurator mpillm.servers mpillm.harnesses
+mpillm.fields mpillm.comms
+mpillm.models mpillm.data
+mpillm.config mpillm.nvidia.triton_client
+mpillm.loadgen mpillm.engine mpillm.builder mpillm.nvidia
+mpillm.cores mpillm.doctor
+mpillm.roles mpillm.nvidia.trtllm
+mpillm.report mpillm.endpoint mpillm.nvidia.triton
+mpillm.runs mpillm.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
+mpillm.bench mpillm.experiments mpillm.submission mpillm.nvidia.core_model
+mpillm.commands mpillm.submission.commands mpillm.nvidia.table
+mpillm.cli mpillm.nvidia.commands mpillm.llmlib
+mpillm.__main__ benchmarks
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 # ``module:function``, whole or as the start of an f-string
 NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
 # What the core finds by name only: none of its rooms imports them, or names anything in them.
-WING = ("mpillm.nvidia", "mpillm.llmlib")
+WINGS = ("mpillm.nvidia", "mpillm.submission", "mpillm.llmlib")
 # the tables of names and classes, like the entry points of a package: registries follow them
-TABLES = ("mpillm.core_names", "mpillm.nvidia")
+TABLES = ("mpillm.core_names", "mpillm.nvidia", "mpillm.submission")
 VERSION = "mpillm"  # every room may import the package itself: the version, and names that wait to be used
 
 
@@ -138,9 +115,9 @@ def test_rooms_name_only_rooms_below_them() -> None:
     assert [arrow for name in sorted(files()) if name not in TABLES for arrow in up(name, named(name))] == []
 
 
-def test_the_core_knows_its_wing_by_one_name_only() -> None:
+def test_the_core_knows_each_wing_by_one_name_only() -> None:
     """Whatever stands in a string counts; the laboratory may measure the wing, too."""
-    of_the_wing = re.compile(rf"({'|'.join(map(re.escape, WING))})([.:].*)?")
+    of_the_wing = re.compile(rf"({'|'.join(map(re.escape, WINGS))})([.:].*)?")
     core = [
         name for name in sorted(files()) if not of_the_wing.fullmatch(name) and room(name) != "benchmarks"
     ]
@@ -149,7 +126,7 @@ def test_the_core_knows_its_wing_by_one_name_only() -> None:
         for name in core
         for found in [*imported(name), *strings(name)]
         if of_the_wing.fullmatch(found)
-    ] == ["mpillm.core_names: mpillm.nvidia"]
+    ] == ["mpillm.core_names: mpillm.nvidia", "mpillm.core_names: mpillm.submission"]
 
 
 def strings(name: str) -> Iterator[str]:
@@ -162,11 +139,11 @@ def strings(name: str) -> Iterator[str]:
 
 
 def test_a_name_in_a_string_is_an_arrow() -> None:
-    assert "mpillm.builder.torch_engine" in set(named("mpillm.cores.torch_core"))
+    assert "mpillm.cores.torch_engine" in set(named("mpillm.cores.torch_core"))
     assert "mpillm.cores.torch_core" in set(named(TABLES[0]))
-    assert up("mpillm.cores.torch_core", iter(["mpillm.builder.torch_engine"])) == []
-    assert up("mpillm.builder.torch_engine", iter(["mpillm.cores.torch_core"])) == [
-        "mpillm.builder.torch_engine -> mpillm.cores.torch_core"
+    assert up("mpillm.cores.torch_core", iter(["mpillm.cores.torch_engine"])) == []
+    assert up("mpillm.cores.torch_engine", iter(["mpillm.cores.torch_core"])) == [
+        "mpillm.cores.torch_engine -> mpillm.cores.torch_core"
     ]
 
 
@@ -211,7 +188,7 @@ def test_every_room_says_what_lives_there() -> None:
 
 
 def test_the_picture_in_the_architecture_has_every_room() -> None:
-    """Of those that are folders, higher ones first."""
+    """Of those that are folders: the wings, then the core, higher rooms first."""
     page = (ROOT / "docs/explain/architecture.md").read_text(encoding="utf-8")
     (picture,) = re.findall(r"^```\n.*?^```", page, re.MULTILINE | re.DOTALL)
     shown = [
@@ -221,4 +198,7 @@ def test_the_picture_in_the_architecture_has_every_room() -> None:
     assert sorted(shown) == sorted(
         room for room in FLOOR if (ROOT / room.replace(".", "/")).is_dir() and room != "benchmarks"
     )
-    assert [FLOOR[room] for room in shown] == sorted((FLOOR[room] for room in shown), reverse=True)
+    places = [(room.startswith(WINGS), FLOOR[room]) for room in shown]
+    assert [is_wing for is_wing, _ in places] == sorted((is_wing for is_wing, _ in places), reverse=True)
+    core = [floor for is_wing, floor in places if not is_wing]
+    assert core == sorted(core, reverse=True)

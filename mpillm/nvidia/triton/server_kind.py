@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from disagg.errors import ConfigError
+from launch.command import KnownFailure
 from mpillm.nvidia.triton.tritonserver import (
     More,
     Ports,
@@ -15,7 +16,7 @@ from mpillm.nvidia.triton.tritonserver import (
     read_repository,
     triton_server,
 )
-from mpillm.servers.kind import KnownFailure, ServerKind, Wanted
+from mpillm.servers.kind import ServerKind, Wanted
 
 GRPC, METRICS = "grpc", "metrics"
 

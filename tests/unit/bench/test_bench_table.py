@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench import bench_table
 from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
+from mpillm.nvidia.table import bench_table
 from mpillm.runs.whole_runs import EndedRun
 
 

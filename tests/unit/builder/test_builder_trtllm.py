@@ -17,11 +17,12 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields
-from mpillm.builder import preconditions, torch_stage
+from mpillm.builder import preconditions
 from mpillm.builder.checkpoint import QuantizerConfig
-from mpillm.builder.torch_engine import TorchBuilderOp, TorchQuantizerOp
 from mpillm.cli import main
 from mpillm.configurator import Configuration
+from mpillm.cores import torch_stage
+from mpillm.cores.torch_engine import TorchBuilderOp, TorchQuantizerOp
 from mpillm.llmlib import builder
 from mpillm.nvidia.trtllm.engines import (
     TRTLLMBuilderOp,

@@ -17,13 +17,13 @@ import pytest
 
 from mpillm import __version__, fields
 from mpillm.cli import main, module_of
-from mpillm.config.config_file import KEYS
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry
 from mpillm.fields import BY_NAME, FIELDS, SETS
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.nvidia.config_file import KEYS
 
 ROOT = Path(__file__).parents[3]
 # The commands whose options are all fields, of which each shows those of its stages. The others take no

@@ -25,6 +25,7 @@ from mpillm.configurator.parsers import (
     fraction,
     grpc_ports,
     http_urls,
+    kind_of_program,
     length_of_a_test,
     natural,
     not_negative,
@@ -51,17 +52,20 @@ from mpillm.fields import (
     gpu_batch_size,
     scenarios,
 )
-from mpillm.harnesses.kinds import harness as harness_kind
-from mpillm.servers.kinds import server as server_kind
+from mpillm.harnesses.kinds import KINDS as HARNESSES
+from mpillm.servers.kinds import KINDS as SERVERS
 from tests.helpers.configured import DUMMY
 
 # By the function that reads a value: good texts with their values, and bad texts.
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
-    harness_kind: (
+    kind_of_program(HARNESSES): (
         {"AIPerf": "aiperf", "command:x {url} {report}": "command:x {url} {report}"},
         ["aiprf", "", "command:x {url}"],
     ),
-    server_kind: ({"vllm": "vllm", "command:x {port}": "command:x {port}"}, ["vlm", "", "command:x"]),
+    kind_of_program(SERVERS): (
+        {"vllm": "vllm", "command:x {port}": "command:x {port}"},
+        ["vlm", "", "command:x"],
+    ),
     shell_words: ({"--a 'b c'": ("--a", "b c"), "": ()}, ["'"]),
     positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one", "1_000", "\u0661", "2147483648", "9" * 5000]),
     whole_limits_ms: (

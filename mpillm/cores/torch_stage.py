@@ -1,7 +1,7 @@
 """One stage of the torch core in its own process, so that it can be stopped and frees its memory.
 
-``python -m mpillm.builder.torch_stage quantize MODEL TARGET ALGORITHM [CALIBRATION_PROMPTS]``
-``python -m mpillm.builder.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE QUANTIZATION [LIMIT:VALUE …]``
+``python -m mpillm.cores.torch_stage quantize MODEL TARGET ALGORITHM [CALIBRATION_PROMPTS]``
+``python -m mpillm.cores.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE QUANTIZATION [LIMIT:VALUE …]``
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.report.columns import WIDTH, beside, table
+from mpillm.configurator.columns import WIDTH, beside, table
 
 
 def test_prose_continues_below_itself() -> None:

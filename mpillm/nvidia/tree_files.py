@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields, user_config
-from mpillm.config.config_file import PERFORMANCE, KindOfTest
 from mpillm.configurator import Field
 from mpillm.fields.general import INTERACTIVE, SCENARIOS
 from mpillm.fields.passed_over import PASSED_OVER
@@ -48,6 +47,13 @@ _BY_NAME: Mapping[str, Field] = {
     _AT_ONCE.name: _AT_ONCE,
 }
 _FOLDERS = {"DATA_DIR": "data", "PREPROCESSED_DATA_DIR": "preprocessed_data", "MODEL_DIR": "models"}
+
+
+class KindOfTest(NamedTuple):
+    """What a file may have other values for."""
+
+    test_mode: str
+    compliance_test: str | None
 
 
 class _Fields(types.ModuleType):
@@ -173,7 +179,7 @@ def importable(path: str) -> Iterator[None]:
 
 
 def exports(
-    module: types.ModuleType, path: str, text: str, kind: KindOfTest = PERFORMANCE
+    module: types.ModuleType, path: str, text: str, kind: KindOfTest
 ) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
     """Yield the configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
 

@@ -25,7 +25,7 @@ _CALIBRATION_PROMPTS = 64
 
 
 def _stage(*words: object) -> Command:
-    return Command((sys.executable, "-m", "mpillm.builder.torch_stage", *map(str, words)))
+    return Command((sys.executable, "-m", "mpillm.cores.torch_stage", *map(str, words)))
 
 
 class TorchQuantizerOp(Operation):

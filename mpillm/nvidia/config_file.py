@@ -1,11 +1,10 @@
-"""The user's configuration file: Python with registered classes, or YAML with the same names."""
+"""The user's configuration file: Python in one of NVIDIA's forms, or YAML with the same names."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import functools
-import importlib
 import importlib.util
 import sys
 import traceback
@@ -13,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from disagg.text_file import read_text
@@ -21,9 +20,9 @@ from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
 from mpillm import fields, user_config
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import Level, Origin
-from mpillm.core_names import WINGS
 from mpillm.fields.general import INTERACTIVE
 from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.nvidia import tree_files
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
 from mpillm.workloads import accuracy_of, plain_form
 
@@ -45,36 +44,8 @@ _SETTINGS = {
 }
 
 
-class KindOfTest(NamedTuple):
-    """What a file may have other values for."""
-
-    test_mode: str
-    compliance_test: str | None
-
-
-PERFORMANCE = KindOfTest("PerformanceOnly", None)
 Values = dict[str, tuple[Any, str]]
 """Values by name, each with its file:line."""
-
-
-class Form(Protocol):
-    """A module that reads a further form of configuration file in Python: a wing's CONFIG_FILES."""
-
-    def importable(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """In the block, what such a file imports is importable. ConfigError: mpillm lacks what it is for."""
-
-    def exports(
-        self, module: types.ModuleType, path: str, text: str, kind: KindOfTest
-    ) -> Iterator[tuple[str, int, Values]]:
-        """Yield the configurations in a file that was loaded: name, line and values."""
-
-    def in_our_unit(self, name: str, value: Any, where: str) -> Any:
-        """Return a value of a file in Python in the unit of its field."""
-
-
-def _form() -> Form:
-    (wing,) = WINGS  # which has one
-    return cast(Form, importlib.import_module(importlib.import_module(wing).CONFIG_FILES))
 
 
 @dataclass(frozen=True)
@@ -139,14 +110,14 @@ def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
     return spelled
 
 
-def load(path: str, given: Mapping[Field, Any], kind: KindOfTest = PERFORMANCE) -> Configuration:
+def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test: str | None) -> Configuration:
     """Return the one configuration of the file that agrees with what is `given`, by key field.
 
-    `kind`: a file in NVIDIA's newer form may have other values for accuracy and compliance tests.
+    A file in NVIDIA's newer form may have other values for accuracy and compliance tests.
     Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
     Raises ConfigError if none or several are left.
     """
-    entries = _entries(path, kind)
+    entries = _entries(path, tree_files.KindOfTest(test_mode, compliance_test))
     if not entries:
         why = ": no class has @ConfigRegistry.register(…)" if Path(path).suffix == ".py" else ""
         raise ConfigError(f"--config_file {path}: no configuration in it{why}")
@@ -182,7 +153,7 @@ def _differing(found: Sequence[Entry]) -> str:
     )
 
 
-def _entries(path: str, kind: KindOfTest) -> tuple[Entry, ...]:
+def _entries(path: str, kind: tree_files.KindOfTest) -> tuple[Entry, ...]:
     file = Path(path)
     text = read_text(path, "--config_file ")
     if file.suffix == ".py":
@@ -236,15 +207,14 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
 # --- Python ---
 
 
-def _python_entries(path: str, text: str, kind: KindOfTest) -> tuple[Entry, ...]:
-    form = _form()
-    with form.importable(path):
+def _python_entries(path: str, text: str, kind: tree_files.KindOfTest) -> tuple[Entry, ...]:
+    with tree_files.importable(path):
         module = _run(path, text)
-        items = [*_classes(path, form), *form.exports(module, path, text, kind)]
+        items = [*_classes(path), *tree_files.exports(module, path, text, kind)]
     return tuple(_entry(path, name, line, values) for name, line, values in items)
 
 
-def _classes(path: str, form: Form) -> Iterator[tuple[str, int, Values]]:
+def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
     """Yield the registered classes: name, line, and values by name with the file:line of each."""
     lines = functools.cache(_lines)
     every = ConfigRegistry.registered
@@ -264,7 +234,7 @@ def _classes(path: str, form: Form) -> Iterator[tuple[str, int, Values]]:
                     value, (property, classmethod, staticmethod)
                 ):
                     raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
-                items[name] = (form.in_our_unit(name, value, where), where)
+                items[name] = (tree_files.in_our_unit(name, value, where), where)
         for setting in settings:
             name = _SETTINGS[type(setting)].name
             if name in items:

@@ -1,0 +1,1 @@
+"""`bench table`: whole runs beside the figures that NVIDIA publishes for one H200."""

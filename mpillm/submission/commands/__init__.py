@@ -1,0 +1,1 @@
+"""Commands for a submission, each a file with `main(argv)`, as in `mpillm.commands`."""
