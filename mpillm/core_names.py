@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 from disagg.errors import nearest
@@ -17,6 +17,12 @@ WINGS = ("mpillm.nvidia", "mpillm.submission")
 """Packages that bring cores, commands and more by name. Nothing but this line knows them."""
 
 DEFAULT = "torch"
+
+
+def found_at(place: str) -> Any:
+    """Return what stands at a place, ``module:Name``; its module is imported."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def brought_by(wing: str, what: str) -> dict[str, str]:
@@ -150,13 +156,8 @@ class NamedKinds(Generic[K]):
     def kind_of(self, text: str) -> K:
         """Return a kind. Raises ValueError if there is none."""
         if text.startswith(OTHER):
-            make = self._load(self._of_command)
+            make = found_at(self._of_command)
             return cast(K, make(shlex.split(text.removeprefix(OTHER))))
         if text not in self.built_in:
             raise ValueError(nearest(text, self.built_in).strip(" ()") or "there is no such kind")
-        return cast(K, self._load(self.built_in[text]))
-
-    def _load(self, place: str) -> Callable[[list[str]], object]:
-        module, _, name = place.partition(":")
-        found: Callable[[list[str]], object] = getattr(importlib.import_module(module), name)
-        return found
+        return cast(K, found_at(self.built_in[text]))

@@ -22,7 +22,8 @@ from mpillm.config.disagg_yaml import generated, stating
 from mpillm.config.options import parse_stage
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
-from mpillm.cores.registry import BackendRegistry, function
+from mpillm.core_names import found_at
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import DEADLINES, command_fields
 from mpillm.fields.results import OutputFields
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         made = generated(config, config.world_size)
     made = stating(config, made)
     if (for_servers := BackendRegistry.declared(config.core_type).disagg_yaml) is not None:
-        made = function(for_servers)(config, made)
+        made = found_at(for_servers)(config, made)
     text = disagg.dump(made)
     if config.dry_run or not path:
         print(text, end="")

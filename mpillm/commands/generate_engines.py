@@ -9,8 +9,8 @@ from mpillm.builder.operation import Operation, execute
 from mpillm.config.options import parse_each, tell_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN
-from mpillm.cores.registry import BackendRegistry, function
+from mpillm.core_names import BUILT_IN, found_at
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
 
@@ -38,7 +38,7 @@ def engine_stages(config: RunConfig) -> Operation:
                 f" {', '.join(able)}",
                 about=["core_type"],
             )
-        stages: Operation = function(path)(config)
+        stages: Operation = found_at(path)(config)
     return stages
 
 

@@ -24,8 +24,8 @@ from launch.servers import Server, ServerFailed, Servers, check_ports, files_of,
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED
-from mpillm.cores.registry import BackendRegistry, function
+from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, found_at
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.files import as_writable
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )
     with config.autoapply():
-        servers: list[Server] = function(kind)(config, [word for word in argv if word != "--dry_run"])
+        servers: list[Server] = found_at(kind)(config, [word for word in argv if word != "--dry_run"])
     os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
     if config.dry_run:
         for path, text in files_of(servers).items():

@@ -5,7 +5,7 @@ With --server_role leader it fronts other servers: that needs no MPI.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -13,6 +13,7 @@ from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
 from mpillm.config.options import parse_serve
+from mpillm.core_names import brought, found_at
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
@@ -45,8 +46,9 @@ def _lead(config: RunConfig) -> int | None:
             f"--server_role leader is one process, but {launcher.name} has started {launcher.size}"
         )
     try:
-        from mpillm.endpoint.leader_run import lead
         from mpillm.runtime.yaml_effects import check_leaders_yaml
+
+        lead: Callable[[RunConfig], int] = found_at(brought("SERVER_ROLES")["leader"])
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
     for line in check_leaders_yaml(config):

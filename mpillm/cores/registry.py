@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
-from mpillm.core_names import EXTRAS, lacks
+from mpillm.core_names import EXTRAS, found_at, lacks
 from mpillm.cores.base import LLMCore
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class BackendRegistry:
         if not attribute or not module or module.startswith("."):
             raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
         try:
-            core = getattr(importlib.import_module(module), attribute)
+            core = found_at(path)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] in ("mpillm", "disagg", "launch"):
                 raise
@@ -68,16 +67,10 @@ class BackendRegistry:
         except AttributeError as error:
             raise ConfigError(f"--core_type {name}: {error}") from error
         if adapter := getattr(core, "rank_core", None):  # a core of `mpillm.llmlib`
-            core = function(adapter)(core)
+            core = found_at(adapter)(core)
         if not (isinstance(core, type) and issubclass(core, LLMCore)):
             raise ConfigError(f"--core_type {name}: {path} is not an LLMCore")
         return core
-
-
-def function(path: str) -> Any:
-    """Return the object that `engine_stages`, `servers` or `rank_core` of a core's class names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def check_core(config: RunConfig) -> None:

@@ -1,6 +1,6 @@
 """One half of disaggregated serving over HTTP: TensorRT-LLM's `disaggregated_params`, as a server has them.
 
-The leader (`serve.leader_service`, or `trtllm-serve disaggregated`) sends a request to a context
+The leader (`nvidia.leader`, or `trtllm-serve disaggregated`) sends a request to a context
 server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
 generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
 (`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own

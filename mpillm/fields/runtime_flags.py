@@ -6,7 +6,6 @@ TensorRT-LLM's flags vary with the model, so its cores receive keys that are unk
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from mpillm.core_names import (
     TRTLLM_EXECUTOR,
     WITH_BACKENDS,
     brought,
+    found_at,
 )
 from mpillm.fields.effects import used_by
 from mpillm.fields.model import ModelFields
@@ -133,6 +133,5 @@ def names_of(flags: Field, core: str) -> tuple[str, ...] | None:
         return (*RUNTIME_FLAGS, *RUNTIME_OPTIONS)
     if (path := brought("RUNTIME_FLAGS").get(name)) is None or core not in WITH_BACKENDS:
         return None
-    module, _, attribute = path.partition(":")
-    names: tuple[str, ...] = getattr(importlib.import_module(module), attribute)
+    names: tuple[str, ...] = found_at(path)
     return names

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found
+from mpillm.core_names import found_at
 from mpillm.cores.base import ModelLimits
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
@@ -79,9 +79,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
 
 def _loader_class(path: str) -> type[LLMDataLoader]:
     """Return the class that ``package.module:Class`` names."""
-    module, _, name = path.partition(":")
     try:
-        loader = getattr(importlib.import_module(module), name)
+        loader = found_at(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--dataset {path}: {error}", about=["dataset"]) from error
     if not (isinstance(loader, type) and issubclass(loader, LLMDataLoader)):

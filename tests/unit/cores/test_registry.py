@@ -10,7 +10,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import core_names
-from mpillm.core_names import BUILT_IN, DEFAULT
+from mpillm.core_names import BUILT_IN, DEFAULT, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import (
     FindsServers,
@@ -21,7 +21,7 @@ from mpillm.cores.capabilities import (
     TellsSteps,
 )
 from mpillm.cores.dummy import DummyCore
-from mpillm.cores.registry import BackendRegistry, function
+from mpillm.cores.registry import BackendRegistry
 
 ROOT = Path(__file__).parents[3]
 # Where PyTorch, or the core of that name, is the subject (doctor asks for its version, and measures NCCL with
@@ -51,7 +51,7 @@ def test_only_a_cores_class_says_what_it_needs() -> None:
 def test_what_classes_name_is_there(name: str) -> None:
     core = BackendRegistry.declared(name)
     for path in filter(None, (core.engine_stages, core.servers)):
-        assert callable(function(path))
+        assert callable(found_at(path))
     assert (core.framework is None) == (not core.packages)
 
 

@@ -14,11 +14,11 @@ import pytest
 from aiohttp import ClientSession, ConnectionTimeoutError
 
 from disagg.instances import Instance
-from mpillm.endpoint import ask
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.http_thread import bind, listen, url
-from mpillm.endpoint.leader_service import LeaderService
-from mpillm.endpoint.workers import Pool, Worker, wait_ready
+from mpillm.nvidia.leader import ask
+from mpillm.nvidia.leader.leader_service import LeaderService
+from mpillm.nvidia.leader.workers import Pool, Worker, wait_ready
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
 from tests.helpers.endless_server import ENDLESS

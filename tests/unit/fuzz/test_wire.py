@@ -30,11 +30,11 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.ask import Ask
 from mpillm.endpoint.disaggregated_params import GENERATION_ONLY, Half, KvFormat
 from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
-from mpillm.endpoint.workers import Pool, Worker
+from mpillm.nvidia.leader.ask import Ask
+from mpillm.nvidia.leader.workers import Pool, Worker
 from mpillm.nvidia.triton_client.connection import AnswerError as TritonAnswerError
 from mpillm.nvidia.triton_client.kserve_http import HttpConnection as KServeConnection
 from mpillm.nvidia.triton_models.requests import Refused

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from launch.bounded_http import MOST_ANSWER, MOST_EVENT
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
-from mpillm.endpoint.workers import Place, Pool, Worker, reason
+from mpillm.nvidia.leader.workers import Place, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0

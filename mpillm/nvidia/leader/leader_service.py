@@ -22,12 +22,12 @@ from aiohttp import web
 from mpillm import __version__
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
-from mpillm.endpoint.ask import Ask
 from mpillm.endpoint.body_values import LARGE, flag, mapping, parse
 from mpillm.endpoint.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram, escaped, head
 from mpillm.endpoint.shapes import DONE, error_event
-from mpillm.endpoint.workers import Pool, Worker
+from mpillm.nvidia.leader.ask import Ask
+from mpillm.nvidia.leader.workers import Pool, Worker
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.endpoint.admission import guard_of
 from mpillm.endpoint.http_thread import bind, listen, url
-from mpillm.endpoint.leader_service import LeaderService
-from mpillm.endpoint.workers import Pool, Worker, wait_ready, watch
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
+from mpillm.nvidia.leader.leader_service import LeaderService
+from mpillm.nvidia.leader.workers import Pool, Worker, wait_ready, watch
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 
 _log = logging.getLogger("mpillm")

@@ -1,0 +1,1 @@
+"""`serve --server_role leader`: TensorRT-LLM's leader of disaggregated servers, ours or `trtllm-serve`'s."""
