@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
-from mpillm.configurator import json_output, option
+from mpillm.configurator import option
 from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
@@ -18,7 +17,7 @@ from mpillm.experiments.intervals import Paired
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
-from mpillm.files import write_json, write_text
+from mpillm.files import write_text
 from mpillm.report.run_directory import path_shown, series_folder
 
 
@@ -92,9 +91,7 @@ def main(argv: Sequence[str]) -> int:
         "doubts": doubtful,
         "verdict": asdict(verdict) | {"real": verdict.real},
     }
-    json_output.tell(found)
-    if options.output:
-        write_json(Path(options.output), found)
+    options.tell(found)
     return ExitCode.DONE
 
 

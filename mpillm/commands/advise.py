@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from launch.command import wrapped
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
-from mpillm.configurator import json_output, option
+from mpillm.configurator import option
 from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
@@ -29,7 +29,7 @@ from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
 from mpillm.fields import positive
 from mpillm.fields.loadgen import LoadgenFields
-from mpillm.files import write_json, write_text
+from mpillm.files import write_text
 from mpillm.loadgen.issue_order import issue_order
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
@@ -146,9 +146,7 @@ def main(argv: Sequence[str]) -> int:
         "best": [_said(one, words) for one in chosen],
         "verified": verified,
     }
-    json_output.tell(figures)
-    if options.output:
-        write_json(Path(options.output), figures)
+    options.tell(figures)
     return ExitCode.DONE
 
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
     if config.cluster_report:
-        return _report_cluster(Path(config.cluster_report), config, argv)
+        return _report_cluster(config.cluster_report, config, argv)
     from mpillm.doctor.scarce import is_scarce, keeps_mpi_from_starting
 
     try:
@@ -117,33 +116,18 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _report_cluster(path: Path, config: Options, argv: Sequence[str]) -> int:
-    """Take every step of a cluster report; write it. Return 1 if one failed."""
-    from mpillm.comms.start import mpi_library
-    from mpillm.doctor import cluster_report, steps
+def _report_cluster(file: str, config: Options, argv: Sequence[str]) -> int:
+    """Take every step of a cluster report; write it. Return STAGE_FAILED if one failed."""
+    from mpillm.doctor import cluster_report
+    from mpillm.doctor.steps import taken
 
     if one_of_several() is not None:
         raise EveryRankError("--cluster_report starts ranks itself: type it once, without mpirun or srun")
     words = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
     cluster_report.ranks_of(words)
-    try:
-        path.write_text("", encoding="utf-8")  # now, not after minutes
-        library = mpi_library()
-    except OSError as error:
-        raise ConfigError(f"--cluster_report {path}: {error.strerror}") from None
-    except EveryRankError:
-        library = ""
-    first = steps.head("Cluster report", ["doctor", *argv], library)
-    with tempfile.TemporaryDirectory(prefix="cluster-report-", dir=_folder(Path(config.log_dir))) as made:
-        folder = Path(made)
-        found = cluster_report.steps(words, cluster_report.slurm_pmi(library), folder)
-        return steps.take_all(found, folder, path, first, cluster_report.GOOD, cluster_report.STEP_S)
-
-
-def _folder(log_dir: Path) -> Path:
-    """Return the folder of runs, made if it is not there: all nodes may have to see it."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    return log_dir
+    with taken("Cluster report", ["doctor", *argv], file, config.log_dir) as report:
+        found = cluster_report.steps(words, cluster_report.slurm_pmi(report.library), report.folder)
+        return report.take_all(found, cluster_report.GOOD, cluster_report.STEP_S)
 
 
 def _alone(config: Options, error: EveryRankError) -> int:

@@ -11,7 +11,7 @@ from statistics import mean
 from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
-from mpillm.configurator import json_output, option
+from mpillm.configurator import option
 from mpillm.configurator.columns import beside
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
@@ -21,7 +21,7 @@ from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, f
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.fields import seconds
-from mpillm.files import write_json, write_text
+from mpillm.files import write_text
 from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.run_directory import path_shown, series_folder
@@ -128,9 +128,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         "run": best.folder,
         "tests": [asdict(t) for t in record.tests],
     }
-    json_output.tell(figures)
-    if options.output:
-        write_json(Path(options.output), figures)
+    options.tell(figures)
     return ExitCode.DONE
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from disagg.errors import ConfigError
 from launch.launcher import EveryRankError, one_of_several
 from launch.places import RUNS
-from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse_run
 from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
-from mpillm.doctor import steps
+from mpillm.doctor.steps import taken
 from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
 from mpillm.experiments.selftest import GOOD, Tried, cases
 from mpillm.fields import seconds
@@ -39,18 +35,9 @@ def main(argv: Sequence[str]) -> int:
     options, words = parse_series(argv, Options, parser)
     if one_of_several() is not None:
         raise EveryRankError("selftest starts ranks itself: type it once, without mpirun or srun")
-    file = Path(options.output or "")
-    log_dir = Path(options.log_dir or RUNS)
     parse_run(words)
-    try:
-        file.write_text("", encoding="utf-8")  # now, not after minutes
-        log_dir.mkdir(parents=True, exist_ok=True)
-        library = mpi_library()
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    except EveryRankError:
-        library = ""
-    first = steps.head("Self test", ["selftest", *argv], library)
-    with tempfile.TemporaryDirectory(prefix="selftest-", dir=log_dir) as made:
-        tried = Tried(words, options.mpirun_options, Path(made).absolute(), options.step_deadline)
-        return steps.take_all(cases(tried), tried.folder, file, first, GOOD, options.step_deadline)
+    with taken(
+        "Self test", ["selftest", *argv], options.output or "", options.log_dir or str(RUNS)
+    ) as report:
+        tried = Tried(words, options.mpirun_options, report.folder, options.step_deadline)
+        return report.take_all(cases(tried), GOOD, options.step_deadline)

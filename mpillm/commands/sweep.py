@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.options import parse_run
-from mpillm.configurator import json_output, option
+from mpillm.configurator import option
 from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
@@ -28,7 +28,7 @@ from mpillm.experiments.option_grid import (
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
-from mpillm.files import write_json, write_text
+from mpillm.files import write_text
 from mpillm.report.numbers import duration
 from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles
@@ -73,9 +73,7 @@ def main(argv: Sequence[str]) -> int:
     print("\n" + _table(todo, found, front))
     for line in doubtful_points(found):
         print(beside("doubtful: ", line))
-    json_output.tell(all_figures := {"points": found, "pareto": front})
-    if options.output:
-        write_json(Path(options.output), all_figures)
+    options.tell({"points": found, "pareto": front})
     write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))
     print(f"\npage  {path_shown(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disagg.errors import ConfigError
 from launch.check_world import library_title
 from launch.children import Child, Children, tail
 from launch.command import Command
+from launch.launcher import EveryRankError
 from mpillm import __version__
+from mpillm.comms.start import mpi_library
 from mpillm.doctor.findings import Status
 from mpillm.errors import ExitCode
 
@@ -152,15 +157,42 @@ def report(first: Sequence[str], all_done: Sequence[Done], good: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def take_all(
-    steps: Sequence[Step], folder: Path, file: Path, first: Sequence[str], good: str, deadline_s: float
-) -> int:
-    """Take the steps, tell of each, and write `file` anew after each. Return STAGE_FAILED if one failed."""
-    all_done: list[Done] = []
-    for step in steps:
-        print(f"  {step.name} …", flush=True)
-        all_done.append(take(step, folder, deadline_s))
-        file.write_text(report(first, all_done, good), encoding="utf-8")
-    print("", *summary(all_done, good), "", f"report: {file}", sep="\n", flush=True)
-    failed = any(done.status is Status.FAILURE for done in all_done)
-    return int(ExitCode.STAGE_FAILED if failed else ExitCode.DONE)
+class Taken(NamedTuple):
+    """Where a report is written, and what MPI it is about."""
+
+    file: Path
+    folder: Path  # of the runs
+    first: list[str]  # its `head`
+    library: str  # "": mpi4py can load none
+
+    def take_all(self, steps: Sequence[Step], good: str, deadline_s: float) -> int:
+        """Take the steps, tell of each, write the file anew after each. Return STAGE_FAILED if one failed."""
+        all_done: list[Done] = []
+        for step in steps:
+            print(f"  {step.name} …", flush=True)
+            all_done.append(take(step, self.folder, deadline_s))
+            self.file.write_text(report(self.first, all_done, good), encoding="utf-8")
+        print("", *summary(all_done, good), "", f"report: {self.file}", sep="\n", flush=True)
+        failed = any(done.status is Status.FAILURE for done in all_done)
+        return int(ExitCode.STAGE_FAILED if failed else ExitCode.DONE)
+
+
+@contextlib.contextmanager
+def taken(what: str, typed: Sequence[str], file: str, log_dir: str) -> Iterator[Taken]:
+    """In the block, take the steps of a report, `what`, with a folder of their own in `log_dir`.
+
+    `typed`: the command and its words. Raises ConfigError if the file or the folder can't be written, before
+    anything is tried.
+    """
+    library = ""
+    try:
+        Path(file).write_text("", encoding="utf-8")  # now, not after minutes
+        Path(log_dir).mkdir(parents=True, exist_ok=True)  # all nodes may have to see it
+        library = mpi_library()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except EveryRankError:
+        pass
+    first = head(what, typed, library)
+    with tempfile.TemporaryDirectory(prefix=f"{typed[0]}-", dir=log_dir) as folder:
+        yield Taken(Path(file), Path(folder).absolute(), first, library)

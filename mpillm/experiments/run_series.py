@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.config.run_config import RunConfig
 from mpillm.config.values import Values, complete
-from mpillm.configurator import Configuration, option
+from mpillm.configurator import Configuration, json_output, option
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import positive
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
+from mpillm.files import write_json
 from mpillm.runs.whole_runs import EndedRun
 from mpillm.runtime.in_turn import ranks_of
 
@@ -29,6 +31,12 @@ class SeriesOptions(Values):
         f"folder for the runs' directories [default: {RUNS}/TIME-COMMAND]", group=GROUP
     )
     output = OutputFields.output.but("write the figures to this JSON file, too", group=GROUP)
+
+    def tell(self, figures: Any) -> None:
+        """Say what was found, to --json and --output."""
+        json_output.tell(figures)
+        if self.output:
+            write_json(Path(self.output), figures)
 
 
 class RankedOptions(SeriesOptions, group=GROUP):
