@@ -46,8 +46,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     if world.size != 2:
         pytest.skip("for two ranks")
     # Not before: they import PyTorch.
-    from mpillm.engine.weights.peft_adapter import convert
     from mpillm.engine.weights.sources import save_preset
+    from mpillm.nvidia.triton.peft_adapter import convert
     from tests.helpers.adapters import make_adapter
     from tests.helpers.torch_cores import answer_specials, make_core
 

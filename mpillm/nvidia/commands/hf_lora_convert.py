@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     import numpy as np
 
-    from mpillm.engine.weights.peft_adapter import convert
+    from mpillm.nvidia.triton.peft_adapter import convert
 
     weights, config = convert(arguments.in_file, arguments.storage_type)
     arguments.out_dir.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.model.tensor_shapes import tensor_shapes
-from mpillm.engine.weights import peft_adapter
 from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
 from mpillm.models import gguf
 from mpillm.models.model_files import EngineConfig, GenerationConfig
+from mpillm.nvidia.triton import peft_adapter
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.gguf_files import write_gguf
 
