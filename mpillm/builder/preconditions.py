@@ -1,25 +1,18 @@
-"""Checks before a stage starts: tools, model, sizes that must divide, GPUs, disk space."""
+"""Checks before a stage starts: model, sizes that must divide, disk space."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
-from launch.command import NotHere, find_program
+from launch.command import NotHere
 from mpillm.config.run_config import RunConfig
-from mpillm.devices import visible_gpus
 from mpillm.files import read_object
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-
-TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
-"""TensorRT-LLM's repository without --trtllm_lib_path: the reference harness's, the containers'."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +75,6 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
         raise ConfigError(f"{wrong}, which it does not divide")
 
 
-def check_gpus(needed: int, what: str) -> None:
-    """Raise ConfigError if `what` needs more GPUs than there are, if their number is known."""
-    gpus = visible_gpus()
-    if gpus is not None and len(gpus) < needed:
-        raise NotHere(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
-
-
 def check_space(target: Path, needed: int) -> None:
     """Raise ConfigError if the disk of `target` has no room for `needed` more bytes."""
     folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
@@ -99,42 +85,8 @@ def check_space(target: Path, needed: int) -> None:
         )
 
 
-def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, must: bool) -> Path:
-    """Return the first of `candidates` that exists, relative to TensorRT-LLM's repository.
-
-    Without any, raises ConfigError if it `must` exist; otherwise returns where it would be.
-    """
-    places = (lib_path,) if lib_path else TRTLLM_PLACES
-    for place in places:
-        for candidate in candidates:
-            if (place / candidate).is_file():
-                return place / candidate
-    if not must:
-        return places[0] / candidates[0]
-    looked = " and ".join(str(place) for place in places)
-    raise NotHere(
-        f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}"
-    )
-
-
-def python_with_trtllm() -> str:
-    """Return this Python if it has TensorRT-LLM, else the `python3` in PATH, as in NVIDIA's containers."""
-    if importlib.util.find_spec("tensorrt_llm") is not None:
-        return sys.executable
-    return shutil.which("python3") or sys.executable
-
-
 def lacking(config: RunConfig, problem: NotHere) -> None:
     """Raise `problem`; in a dry run only report it."""
     if not config.dry_run:
         raise problem
     print(f"# can't run here: {problem}")
-
-
-def program_or_name(config: RunConfig, name: str, hint: str) -> str:
-    """Return the path of a program; in a dry run that does not find it, its name."""
-    try:
-        return find_program(name, hint)
-    except NotHere as error:
-        lacking(config, error)
-        return name

@@ -12,7 +12,6 @@ from disagg.errors import ConfigError, about, nearest
 from launch.children import Children
 from launch.command import Command, NotHere
 from mpillm.builder.operation import Operation, identity, log_of, read_stamp
-from mpillm.builder.preconditions import check_gpus
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.models.model_files import BuildConfig
@@ -24,6 +23,7 @@ from mpillm.nvidia.triton.pbtxt import Name, dump
 from mpillm.nvidia.triton.tensors import TENSORRT_LLM_INPUTS, TENSORRT_LLM_OUTPUTS, tensors
 from mpillm.nvidia.triton.text_models import text_models, texts
 from mpillm.nvidia.trtllm.engines import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
+from mpillm.nvidia.trtllm.installed import check_gpus
 
 MODEL_VERSION = "1"
 

@@ -21,11 +21,8 @@ from mpillm.builder.operation import Operation, identity
 from mpillm.builder.preconditions import (
     Layout,
     check_divides,
-    check_gpus,
     check_space,
-    find_script,
     model_config,
-    python_with_trtllm,
     weights,
 )
 from mpillm.config.flags import overlaid
@@ -35,6 +32,7 @@ from mpillm.files import read_object
 from mpillm.models.model_files import BuildConfig, EngineConfig
 from mpillm.nvidia.configs import TrtllmHlApiConfig
 from mpillm.nvidia.trtllm.converters import LLAMA, Converter, converter_for
+from mpillm.nvidia.trtllm.installed import check_gpus, find_script, python_with_trtllm
 from mpillm.nvidia.trtllm.tool_options import BUILD, QUANTIZE
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)

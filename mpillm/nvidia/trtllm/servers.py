@@ -17,12 +17,13 @@ from launch.launcher import one_of_several
 from launch.places import SERVERS
 from launch.servers import Server, ports_here
 from mpillm.builder.disagg_workers import on_this_host
-from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
+from mpillm.builder.preconditions import lacking
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
 from mpillm.nvidia.trtllm import trtllm_serve
 from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader
+from mpillm.nvidia.trtllm.installed import check_gpus, program_or_name
 from mpillm.nvidia.trtllm.served import check_agreement, llm_api_options, served
 
 _EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"

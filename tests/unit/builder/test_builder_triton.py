@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.builder import preconditions
 from mpillm.cli import main
 from mpillm.nvidia.configs import model_name
 from mpillm.nvidia.triton import repository as triton
 from mpillm.nvidia.triton.pbtxt import Name, dump
 from mpillm.nvidia.triton.repository import model_parameters, triton_layout
+from mpillm.nvidia.trtllm import installed
 
 
 def read(text: str) -> Any:
@@ -56,7 +56,7 @@ def parameters(config: Any) -> dict[str, str]:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, n: int | None) -> None:
-    for module in (preconditions, triton):
+    for module in (installed, triton):
         monkeypatch.setattr(module, "visible_gpus", lambda: None if n is None else tuple(range(n)))
 
 

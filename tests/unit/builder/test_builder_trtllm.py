@@ -17,13 +17,13 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields
-from mpillm.builder import preconditions
 from mpillm.builder.checkpoint import QuantizerConfig
 from mpillm.cli import main
 from mpillm.configurator import Configuration
 from mpillm.cores import torch_stage
 from mpillm.cores.torch_engine import TorchBuilderOp, TorchQuantizerOp
 from mpillm.llmlib import builder
+from mpillm.nvidia.trtllm import installed
 from mpillm.nvidia.trtllm.engines import (
     TRTLLMBuilderOp,
     TRTLLMLibraryLoader,
@@ -358,10 +358,10 @@ def test_a_tool_that_is_missing(
 def test_too_little_disk_and_too_few_gpus(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preconditions, "visible_gpus", lambda: ())
+    monkeypatch.setattr(installed, "visible_gpus", lambda: ())
     assert generate() == 2
     assert "trtllm-build needs 1 GPU; 0 are visible here" in capsys.readouterr().err
-    monkeypatch.setattr(preconditions, "visible_gpus", lambda: None)
+    monkeypatch.setattr(installed, "visible_gpus", lambda: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1, used=1, free=1))
     assert generate() == 2
     assert "GB are free on that disk" in capsys.readouterr().err

@@ -60,12 +60,12 @@ DRY = {
 def test_a_dry_run_needs_nothing_of_the_stages_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    from mpillm.builder import preconditions
+    from mpillm.nvidia.trtllm import installed
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))  # where `make triton` puts a tritonserver
-    monkeypatch.setattr(preconditions, "find_program", lambda program, hint: find_nothing(program))
+    monkeypatch.setattr(installed, "find_program", lambda program, hint: find_nothing(program))
     monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
     options, expected = DRY[name]
     assert main(["run-llm-server", *options, "--dry_run"]) == DONE
@@ -320,12 +320,12 @@ def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     visible: str | None,
     shares: list[str],
 ) -> None:
-    from mpillm.builder import preconditions
     from mpillm.devices import Gpu
+    from mpillm.nvidia.trtllm import installed
     from mpillm.nvidia.trtllm import servers as trtllm_servers
 
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
-    for module in (trtllm_servers, preconditions):
+    for module in (trtllm_servers, installed):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
     monkeypatch.chdir(place)
     if visible is None:
