@@ -85,38 +85,18 @@ class Configuration(UserDict):  # type: ignore[type-arg]
     def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
         """Return the values of fields that have one, from all sources."""
         fields = list(fields)
-        environ = os.environ if self.environ is None else self.environ
         options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
-        said = parse_fields(fields, options=options, environ=environ)
-        found: dict[Field, Found] = {}
-        for field in fields:
-            layers = [Found(field.default, DEFAULT)] if field.default is not None else []
-            layers += self._layers(field)
-            if field.name in said:
-                of_environment = field.from_environ and field.name not in options
-                origin = (
-                    Origin(Level.ENVIRONMENT, f"environment variable {field.from_environ}")
-                    if of_environment
-                    else COMMAND_LINE
-                )
-                layers.append(Found(said[field.name], origin))
-            value: Found | None = None
-            for layer in layers:
-                value = layer.over(value, field.autoconf_strategy)
-            if value is not None:
-                found[field] = value
-        return found
+        found = {field: in_force(self._sources(field, options), field) for field in fields}
+        return {field: one for field, one in found.items() if one is not None}
 
     def stacked(self, field: Field) -> list[Found]:
         """Return what each source says of `field`, the lowest first: the one of the highest is in force."""
-        said = [Found(field.default, DEFAULT)] if field.default is not None else []
-        said += self._layers(field)
+        return self._sources(field, self.options or {})
+
+    def _sources(self, field: Field, options: Mapping[str, str]) -> list[Found]:
+        default = [Found(field.default, DEFAULT)] if field.default is not None else []
         environ = os.environ if self.environ is None else self.environ
-        if field.from_environ and (found := from_environment(field, field.from_environ, environ)):
-            said.append(found)
-        if (text := (self.options or {}).get(field.name)) is not None:
-            said.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
-        return said
+        return [*default, *self._layers(field), *of_user(field, options, environ)]
 
     def _layers(self, field: Field) -> list[Found]:
         """Return the values of `field` in this configuration and those below, the lowest first."""
@@ -178,33 +158,34 @@ def from_environment(field: Field, variable: str, environ: Mapping[str, str]) ->
     return Found(field.parse(text, where), Origin(Level.ENVIRONMENT, where))
 
 
-def parse_fields(
-    fields: Iterable[Field],
-    args: Sequence[str] | None = None,
-    *,
-    options: Mapping[str, str] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Return values by field name, from the command line `args` (default: this process's) and the
-    environment. `options`: the texts of a parsed command line. Raises ConfigError if an option or a variable
-    has a wrong value."""
-    fields = list(fields)
-    if options is None:
-        options = option_texts(fields, sys.argv[1:] if args is None else args)
-    said: dict[str, Any] = {}
-    for field in fields:
-        found = (
-            from_environment(field, field.from_environ, os.environ if environ is None else environ)
-            if field.from_environ
-            else None
-        )
-        if (text := options.get(field.name)) is not None:
-            found = Found(field.parse(text, f"--{field.name}"), COMMAND_LINE).over(
-                found, field.autoconf_strategy
-            )
-        if found is not None:
-            said[field.name] = found.value
+def of_user(field: Field, options: Mapping[str, str], environ: Mapping[str, str]) -> list[Found]:
+    """Return what the environment and a command line's texts say of `field`, the lower first.
+
+    Raises ConfigError for a wrong value.
+    """
+    said = []
+    if field.from_environ and (found := from_environment(field, field.from_environ, environ)):
+        said.append(found)
+    if (text := options.get(field.name)) is not None:
+        said.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
     return said
+
+
+def in_force(sources: Iterable[Found], field: Field) -> Found | None:
+    """Return the value of `field` from what sources say, the lowest first; None if none says anything."""
+    value: Found | None = None
+    for one in sources:
+        value = one.over(value, field.autoconf_strategy)
+    return value
+
+
+def parse_fields(fields: Iterable[Field], args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return values by field name, from the command line `args` (default: this process's) and the
+    environment. Raises ConfigError if an option or a variable has a wrong value."""
+    fields = list(fields)
+    options = option_texts(fields, sys.argv[1:] if args is None else args)
+    found = {field.name: in_force(of_user(field, options, os.environ), field) for field in fields}
+    return {name: one.value for name, one in found.items() if one is not None}
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
