@@ -139,11 +139,11 @@ def strings(name: str) -> Iterator[str]:
 
 
 def test_a_name_in_a_string_is_an_arrow() -> None:
-    assert "mpillm.cores.torch_engine" in set(named("mpillm.cores.torch_core"))
+    assert "mpillm.nvidia.triton.servers" in set(named("mpillm.nvidia.triton_core.core"))
     assert "mpillm.cores.torch_core" in set(named(TABLES[0]))
-    assert up("mpillm.cores.torch_core", iter(["mpillm.cores.torch_engine"])) == []
-    assert up("mpillm.cores.torch_engine", iter(["mpillm.cores.torch_core"])) == [
-        "mpillm.cores.torch_engine -> mpillm.cores.torch_core"
+    assert up("mpillm.cores.torch_core", iter(["mpillm.builder.operation"])) == []
+    assert up("mpillm.builder.operation", iter(["mpillm.cores.torch_core"])) == [
+        "mpillm.builder.operation -> mpillm.cores.torch_core"
     ]
 
 

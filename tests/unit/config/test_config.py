@@ -25,7 +25,6 @@ from mpillm.configurator.parsers import (
     fraction,
     grpc_ports,
     http_urls,
-    kind_of_program,
     length_of_a_test,
     natural,
     not_negative,
@@ -52,17 +51,15 @@ from mpillm.fields import (
     gpu_batch_size,
     scenarios,
 )
-from mpillm.harnesses.kinds import KINDS as HARNESSES
-from mpillm.servers.kinds import KINDS as SERVERS
 from tests.helpers.configured import DUMMY
 
 # By the function that reads a value: good texts with their values, and bad texts.
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
-    kind_of_program(HARNESSES): (
+    BY_NAME["harness"].from_string: (
         {"AIPerf": "aiperf", "command:x {url} {report}": "command:x {url} {report}"},
         ["aiprf", "", "command:x {url}"],
     ),
-    kind_of_program(SERVERS): (
+    BY_NAME["server"].from_string: (
         {"vllm": "vllm", "command:x {port}": "command:x {port}"},
         ["vlm", "", "command:x"],
     ),
