@@ -126,7 +126,7 @@ INNER: dict[str, dict[str, Rule]] = {
         # in lower case before release 1.0
         "backend": _in_any_case("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"),
         "transceiver_runtime": _in_any_case("CPP", "PYTHON", "auto"),
-        "max_tokens_in_buffer": COUNT,
+        "max_tokens_in_buffer": _NATURAL,  # 0: as many as it likes
         "kv_transfer_timeout_ms": COUNT,
         "kv_transfer_sender_future_timeout_ms": COUNT,
     },

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
 
 _MOST_JSON = 1 << 28
+_MOST_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
 
 
 def cache_folder() -> Path:
@@ -28,23 +30,34 @@ def read_json(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_JSON + 1)
-        if len(data) > _MOST_JSON:
-            raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
-        return json.loads(data)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
+    if len(data) > _MOST_JSON:
+        raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
+    try:
+        return json.loads(data)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
-    except ConfigError:
-        raise
-    except ValueError:  # of `open`
-        raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not valid JSON: a number of too many digits") from None
+
+
+def n_values(shape: Sequence[Any]) -> int:
+    """Return how many values an array of this shape has, as a stranger's file says. Raises ValueError.
+
+    With thousands of dimensions, or numbers of thousands of digits, the product alone would take minutes.
+    """
+    if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
+        raise ValueError("a shape that no array has")
+    return math.prod(shape)
 
 
 def excerpt(value: Any) -> str:

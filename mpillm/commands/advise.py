@@ -27,7 +27,7 @@ from mpillm.experiments.advise.planning import plan_of, prepared, world_size
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
-from mpillm.fields import positive
+from mpillm.fields import BY_NAME, positive
 from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_text
 from mpillm.loadgen.issue_order import issue_order
@@ -47,6 +47,9 @@ _OURS = (  # options of `run` that a proposal sets
     *("disagg_config", "num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size"),
     *("gen_pp_size", "tensor_parallelism", "pipeline_parallelism", "world_size"),
 )
+# What the simulation does not know: a test with these is another; without those it is nearly the same.
+_OTHERS = ("harness", "speculative_config", "beam_width")
+_LEFT_OUT = ("enable_kv_cache_reuse", "enable_max_num_tokens_tuning")
 
 
 class Options(SeriesOptions, group=GROUP):
@@ -87,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
     options, words = parse_series(argv, Options, parser)
     config = parse_run(words)
     _check(config)
+    for line in _left_out(config):
+        print(beside("  ", line))
     ranks = options.total_gpus
     folder = series_folder(options.log_dir, "advise").absolute()
     found, test, calibrator = _plans(words, config, ranks, folder, options)
@@ -168,6 +173,17 @@ def _check(config: RunConfig) -> None:
         )
     if config.test_mode != "PerformanceOnly":
         raise ConfigError(f"{config.named('test_mode')}: advise is about performance")
+    for name in _OTHERS:
+        if config.values[name] not in (None, BY_NAME[name].default):
+            raise ConfigError(f"{config.named(name)}: advise can't simulate it; leave it out", about=[name])
+
+
+def _left_out(config: RunConfig) -> list[str]:
+    """Return a line for each option that the runs have and the simulation has not."""
+    names = [name for name in _LEFT_OUT if config.values[name]]
+    if config.traffic_distribution_policy == "kv_cache_aware":
+        names.append("traffic_distribution_policy")
+    return [f"{config.named(name)}: not simulated; predictions are of runs without it" for name in names]
 
 
 def _plans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from mpillm.configurator.columns import beside
+from mpillm.fields import BY_NAME
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import RunFiles
 
@@ -40,7 +42,17 @@ def grid_of_words(words: Sequence[str]) -> Grid:
             raise ConfigError(f"sweep: {word}: expected options of run, each with one value or several")
         else:
             grid[name].append(word)
-    return grid
+    return {name: _together(name, values) for name, values in grid.items()}
+
+
+def _together(name: str, words: list[str]) -> list[str]:
+    """Return the values of an option: several words may be one, as in ``--goodput ttft:500 tpot:50``."""
+    field = BY_NAME.get(name)
+    if len(words) > 1 and field is not None and (field.argparse_opts or {}).get("nargs") == "+":
+        with contextlib.suppress(ConfigError):
+            field.check(" ".join(words), name)
+            return [" ".join(words)]
+    return words
 
 
 def grid_of_yaml(path: Path) -> Grid:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.command import KnownFailure, explained
-from mpillm.files import read_object
+from mpillm.files import excerpt, read_object
 
 _MOST_LINE = 16 << 20  # bytes: an event holds one answer
 _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
@@ -108,6 +108,8 @@ class Request(NamedTuple):
 
 
 LATENCIES = ("ttft_ms", "tpot_ms", "latency_ms")
+_MOST_TOKENS = 2**31  # of an answer
+_MOST, _LEAST_S = 1e18, 1e-9  # figures beyond these come of no test
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,26 @@ class Measured:
         }
 
 
+def checked(found: Measured, n_samples: int) -> Measured:
+    """Return what a client reports. Raises ValueError, TypeError or OverflowError for what no test gives."""
+    figures = [found.completed, found.failed, found.duration_s, found.tokens or 0]
+    for name, latency in found.latencies.items():
+        if not isinstance(latency, Mapping):
+            raise TypeError(f"{name} is {excerpt(latency)}")
+        figures += latency.values()
+    for figure in figures:
+        if not 0 <= figure < _MOST:
+            raise ValueError(f"{figure} where a count or a time belongs")
+    if 0 < found.duration_s < _LEAST_S:
+        raise ValueError(f"it lasted {found.duration_s} s")
+    for one in found.requests:
+        if not (abs(one.issued) < _MOST and abs(one.ended) < _MOST and not abs(one.first) >= _MOST):
+            raise ValueError(f"a request from {one.issued} to {one.ended}, first token at {one.first}")
+        if not (0 <= one.sample < n_samples and 0 <= one.tokens < _MOST_TOKENS):
+            raise ValueError(f"a request of sample {one.sample} with {one.tokens} tokens")
+    return found
+
+
 @dataclass(frozen=True)
 class HarnessKind:
     """A kind of client."""
@@ -165,6 +187,16 @@ class HarnessKind:
         if self.needs_tokenizer and not load.tokenizer:
             raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
         return (*self.words(load), *load.args)
+
+    def report(self, load: Load) -> Measured:
+        """Return what it reports. Raises ConfigError: why that can't be read."""
+        try:
+            return checked(self.read(load), len(load.samples))
+        except ConfigError as error:
+            raise ConfigError(f"its report can't be read: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            what = error if isinstance(error, OSError) else excerpt(repr(error))
+            raise ConfigError(f"its report can't be read: {what}") from error
 
     def explain(self, log: str) -> str:
         """Return what a line of its log means, and what to do; "" if none is known."""

@@ -182,7 +182,7 @@ def verdict(directory: Path, test_mode: str) -> str | None:
         return str(result) if result in ("VALID", "INVALID") else None
     try:
         answers = json.loads((directory / ACCURACY).read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
     expected = accuracy_samples(detail)
     if not answers or expected is None:

@@ -23,11 +23,13 @@ class RunTelemetry:
 
     def __init__(self) -> None:
         self._progress = Series(("seconds", "issued", "samples", "tokens"), _MOST_ROWS)
+        self._looked_at = 0.0
         self.ranks: Mapping[int, dict[str, Any]] = {}  # once they have drained: what each noted
 
     def look(self, totals: Totals) -> None:
         """Note how far the test is."""
-        self._progress.add(time.perf_counter(), totals.issued, totals.samples, totals.tokens)
+        self._looked_at = time.perf_counter()
+        self._progress.add(self._looked_at, totals.issued, totals.samples, totals.tokens)
 
     def write(self, path: Path, totals: Totals, *, ends: bool = True) -> None:
         """Write the file; docs/reference/report.md describes it. Raises OSError if the disk is full.
@@ -35,7 +37,8 @@ class RunTelemetry:
         `ends`: nothing more will be noted.
         """
         if ends and totals.started and totals.ended:
-            self._progress.add(totals.ended, totals.issued, totals.samples, totals.tokens)
+            ended = max(totals.ended, self._looked_at)
+            self._progress.add(ended, totals.issued, totals.samples, totals.tokens)
         since = totals.started
         value = {
             "format": 1,

@@ -171,10 +171,9 @@ class ClientProgram(Role):
         if self._program.code != 0:
             raise self._failure(why)
         try:
-            report = self._kind.read(self._load)
-        except (ConfigError, OSError, LookupError, TypeError, ValueError) as error:
-            what = str(error) if isinstance(error, (ConfigError, OSError)) else repr(error)
-            raise self._failure(f"{why}, but its report can't be read: {what}") from error
+            report = self._kind.report(self._load)
+        except ConfigError as error:
+            raise self._failure(f"{why}, but {error}") from error
         if not report.completed:
             raise self._failure(f"{why}, and reports no request that was answered ({report.failed} failed)")
         self.report_of_client = report

@@ -90,16 +90,18 @@ class Session(RunSession):
         )
 
     def poll(self) -> bool:
-        """During the test: record what the instances have computed, and draw the progress."""
+        """During the test: record what the instances have computed, and draw the progress.
+
+        Also while no request is open: with few and quick ones that is so nearly always.
+        """
         now, totals = time.monotonic(), self._totals
         if not totals.started or now - self._progress_at <= _PROGRESS_S:
             return False
         self._progress_at = now
         self._requests.flush()
-        if totals.in_flight or not totals.samples:
-            self._telemetry.look(totals)
         self.note_measured()
-        if totals.in_flight or not totals.samples:
+        if self._control.phase == "test":
+            self._telemetry.look(totals)
             computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
             steady = bool(self._config.show_steady_state_progress)
             forecast = self._prepared.settings.forecast

@@ -22,7 +22,7 @@ from disagg.yaml_text import value_of
 from launch.owned_server import OwnedServer
 from mpillm import __version__
 from mpillm.errors import StageError
-from mpillm.files import read_json, read_object, write_json, write_text
+from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
 from mpillm.harnesses.kind import Load
 from mpillm.harnesses.kinds import kind_of
@@ -206,7 +206,10 @@ class Curve:
     def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
         """Write what depends on the whole curve, and what the submitter says of it, beside each point."""
         folders = [self.folder(output, c) for c in concurrencies]
-        rates = [system_tps(read_json(folder / SUMMARY)) for folder in folders]
+        rates = []
+        for folder in folders:
+            with as_written(folder / SUMMARY):
+                rates.append(system_tps(read_object(folder / SUMMARY)))
         for c, folder, rate in zip(concurrencies, folders, rates, strict=True):
             self.write_point(folder, c)
             description = dict(self.system_description) | {
@@ -219,8 +222,11 @@ class Curve:
 
 
 def system_tps(summary: Mapping[str, Any]) -> float:
-    """Return the tokens per second of a summary, ours or of MLCommons' client."""
-    return float(summary.get("system_tps") or summary.get("tps") or 0.0)
+    """Return the tokens per second of a summary, ours or of MLCommons' client. Raises ValueError."""
+    found = float(summary.get("system_tps") or summary.get("tps") or 0.0)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{found} tokens/s")
+    return found
 
 
 def how_measured(folder: Path) -> dict[str, Any]:
@@ -303,9 +309,9 @@ def run_client(load: Load, log: Path) -> None:
     finally:
         program.stop(_GRACE_S)
     try:
-        report = kind.read(load)
-    except (ConfigError, OSError, LookupError, TypeError, ValueError) as error:
-        raise StageError(f"{kind.title}: its report can't be read: {error!r}") from error
+        report = kind.report(load)
+    except ConfigError as error:
+        raise StageError(f"{kind.title}: {error}") from error
     if problems := [*report.problems, *_of_counts(report.completed, report.failed, load.order)]:
         raise StageError(f"{kind.title}: {'; '.join(problems)}; see {path_shown(log)}")
 

@@ -126,6 +126,13 @@ def test_a_good_end(both: Starter) -> None:
     assert lines[-1].startswith("  page"), lines
 
 
+def test_a_bar_of_few_requests(one: Starter) -> None:
+    """It is drawn although hardly ever one of them is open when it is due."""
+    options = ["--scenarios", "Server", "--server_target_qps", 2, "--min_duration", 4, "--min_query_count", 8]
+    ended = one.start(2, *options, terminal=True, one_terminal=True).end().must(DONE)
+    assert len(re.findall(r"\d samples  \d", ended.out)) > 3, ended.out
+
+
 def test_one_rank_without_mpirun(one: Starter, tmp_path: Path) -> None:
     """It draws on the terminal itself."""
     options = ["--core_type", "dummy", *ENDLESS, "--log_dir", tmp_path / "run"]

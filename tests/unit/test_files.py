@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.files import replace_folder
+from disagg.errors import ConfigError
+from mpillm.files import read_json, replace_folder
 
 
 class Folders:
@@ -80,3 +81,20 @@ def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> N
         with pytest.raises(OSError, match="not empty"):
             replace_folder(Made(folders.made), folders.target, folders.aside, is_there)
     assert folders.holds() == {"target": "theirs", ".made": "new", ".aside": "damaged"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{\n]", ":2: not valid JSON: "),
+        ("[" * 100_000, ": not valid JSON: nested too deep"),
+        ("9" * 5000, ": not valid JSON: a number of too many digits"),
+    ],
+)
+def test_what_is_no_json_is_said(text: str, said: str, tmp_path: Path) -> None:
+    (file := tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_json(file)
+    assert str(error.value).startswith(f"{file}{said}")
+    with pytest.raises(ConfigError, match="not a file's name"):
+        read_json(tmp_path / "a\0b")

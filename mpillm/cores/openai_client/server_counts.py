@@ -69,7 +69,7 @@ def reading_of(text: str) -> Reading:
         if math.isfinite(value):
             before = found.get(meaning, 0.0)
             found[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
-    return Reading(**found)
+    return _finite(Reading(**found))
 
 
 def of_iterations(text: str, before: Reading) -> Reading:
@@ -79,7 +79,7 @@ def of_iterations(text: str, before: Reading) -> Reading:
     """
     try:
         rows = [row for row in json.loads(text) if isinstance(row, dict)]
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return before
     if not rows:
         return before._replace(running=0.0, waiting=0.0)
@@ -88,7 +88,7 @@ def of_iterations(text: str, before: Reading) -> Reading:
     reused, size = _number(cache, "reusedBlocks"), _number(cache, "tokensPerBlock")
     told = (_number(_part(row, "specDecodingStats"), "numAcceptedTokens") for row in rows)
     guessed = [n for n in told if n is not None]
-    return before._replace(
+    found = before._replace(
         running=_number(last, "numActiveRequests"),
         waiting=_number(last, "numQueuedRequests"),
         kv_cache_usage=used / most if used is not None and most else before.kv_cache_usage,
@@ -97,6 +97,12 @@ def of_iterations(text: str, before: Reading) -> Reading:
         if guessed
         else before.accepted_guesses,
     )
+    return _finite(found)
+
+
+def _finite(reading: Reading) -> Reading:
+    """Return it without sums and shares that no float holds."""
+    return Reading(*(value if value is None or math.isfinite(value) else None for value in reading))
 
 
 def _part(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -106,9 +112,12 @@ def _part(row: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _number(row: dict[str, Any], name: str) -> float | None:
     value = row.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # hundreds of digits
+        return None
 
 
 async def metrics_page(endpoint: Endpoint) -> str:

@@ -16,7 +16,6 @@ what they make, is counted, and bounded by the data's size.
 
 from __future__ import annotations
 
-import math
 import mmap
 import pickle
 import re
@@ -29,6 +28,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+
+from mpillm.files import excerpt, n_values
 
 # What frames of pandas 1.0 to 3 name, by module: classes have moved.
 _ADMITTED = {
@@ -281,9 +282,8 @@ def _fill(
     else:
         size = dtype.itemsize
         spend(len(of_kind(raw, (list, bytes))))
-    expected = size * math.prod(of_kind(n, int) for n in of_kind(shape, tuple))
-    if made.size or min(shape, default=0) < 0 or len(of_kind(raw, (list, bytes))) != expected:
-        raise Refused(f"damaged: {len(raw) // size} values in an array of shape {shape}")
+    if made.size or len(of_kind(raw, (list, bytes))) != size * n_values(of_kind(shape, tuple)):
+        raise Refused(f"damaged: {len(raw) // size} values in an array of shape {excerpt(shape)}")
     made.__setstate__((1, shape, dtype, bool(is_fortran), raw))
 
 

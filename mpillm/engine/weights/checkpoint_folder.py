@@ -33,7 +33,7 @@ from mpillm.engine.weights.entries import (
 )
 from mpillm.engine.weights.memory import gibibytes
 from mpillm.engine.weights.quantization import RECORD
-from mpillm.files import read_object, replace_folder
+from mpillm.files import n_values, read_object, replace_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,10 +80,10 @@ def read_header(file: Path) -> dict[str, Entry]:
         header.pop("__metadata__", None)
         for entry in header.values():
             begin, end = entry["data_offsets"]
-            if any(type(n) is not int or n < 0 for n in (*entry["shape"], begin, end - begin)):
+            if any(type(n) is not int or n < 0 for n in (begin, end - begin)):
                 raise ValueError
-            item = ITEM_BYTES.get(entry["dtype"])  # of those that are read here
-            if item is not None and item * math.prod(entry["shape"]) != end - begin:
+            n, item = n_values(entry["shape"]), ITEM_BYTES.get(entry["dtype"])  # None: it is not read here
+            if item is not None and item * n != end - begin:
                 raise ValueError
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         entries = {name: Entry(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}

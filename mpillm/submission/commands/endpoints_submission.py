@@ -27,7 +27,7 @@ from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.results import OutputFields
-from mpillm.files import read_object, write_json
+from mpillm.files import as_written, read_object, write_json
 from mpillm.harnesses.kind import Load, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
 from mpillm.loadtest.endpoint_client import EndpointClient
@@ -270,7 +270,8 @@ def _lasts(options: _Options, c: int) -> float:
 def _is_measured(folder: Path) -> bool:
     """Return whether a point has a result, of which no request failed."""
     file = folder / SUMMARY
-    return file.exists() and not read_object(file)["n_samples_failed"]
+    with as_written(file):
+        return file.exists() and not read_object(file)["n_samples_failed"]
 
 
 def _sampling(curve: Curve, workload: Workload) -> Sampling:

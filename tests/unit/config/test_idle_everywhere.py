@@ -102,8 +102,9 @@ COMMANDS: dict[str, Callable[[list[str]], list[str]]] = {
     "sweep": lambda words: ["sweep", "--temperature", "0.5", "0.6", *words],
     "find-max-qps": lambda words: ["find-max-qps", *words],
     "plan": lambda words: ["plan", "--world_size=9", *words],
+    "advise": lambda words: ["advise", *words],
 }
-# advise chooses a plan, so it needs a model; mpirun hands its words to run, which refuses them.
+# mpirun hands its words to run, which refuses them.
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -140,6 +141,28 @@ def test_commands_that_start_runs_refuse_what_a_run_would(
                 words,
                 said.getvalue(),
             )
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        ("--speculative_config={decoding_type: NGram}", 2),
+        ("--beam_width=4", 2),
+        ("--harness=aiperf", 2),
+        ("--enable_kv_cache_reuse=true", 0),
+        ("--traffic_distribution_policy=kv_cache_aware", 0),
+    ],
+)
+def test_advise_says_what_it_does_not_simulate(
+    word: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or refuses it: its figures would be those of another test."""
+    with contextlib.suppress(Began):
+        assert main(["advise", "--model_path=tiny-llama", word]) == 2 == code
+    said = capsys.readouterr()
+    expected = "can't simulate it" if code else "not simulated; predictions are of runs without it"
+    assert expected in " ".join(f"{said.out} {said.err}".split()), said
 
 
 def test_a_load_test_takes_its_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,10 @@ def bombs() -> dict[str, bytes]:
         + b"K\x00K\x00"
         + no_texts
         + b"t\x85R",
+        "a shape whose product is long": array_of("i1", 1, b"C\x00").replace(
+            integer(1) + b"\x85",
+            b"\x8a\xff" + b"\x7f" * 255 + b"q\x000(" + b"h\x00" * 100_000 + b"t",
+        ),
         "items of no bytes": array_of("S0", 1 << 40, b"C\x00"),
         "bytes again and again": b"B"
         + struct.pack("<I", 1 << 16)

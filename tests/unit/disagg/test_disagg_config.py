@@ -375,6 +375,7 @@ BAD = [
             1,
         ),
         ("context_servers: {cache_transceiver_config: {backend: ucx, new: 1}}\ngeneration_servers: {}", 2),
+        ("{context_servers: , generation_servers: {cache_transceiver_config: {max_tokens_in_buffer: 0}}}", 2),
     ],
 )
 def test_what_trtllm_takes_is_read(text: str, workers: int) -> None:

@@ -17,6 +17,11 @@ BAD = {
     "a negative dimension": b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,0]}}',
     "a shape of text": b'{"a":{"dtype":"F32","shape":"12","data_offsets":[0,0]}}',
     "fewer bytes than values": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}' + bytes(4),
+    "more dimensions than an array has": b'{"a":{"dtype":"F32","shape":[%s9],"data_offsets":[0,0]}}'
+    % (b"9," * 200_000),
+    "a number that no array has": b'{"a":{"dtype":"F32","shape":['
+    + b"9" * 4000
+    + b',0],"data_offsets":[0,0]}}',
     "an end before its beginning": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
 }
 

@@ -24,6 +24,20 @@ def test_an_option_with_several_words_is_varied() -> None:
     assert len({point.folder for point in points(grid)}) == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["ttft:500", "tpot:50"], ["ttft:500 tpot:50"]),
+        (["ttft:500", "ttft:900"], ["ttft:500", "ttft:900"]),
+        (["ttft:500,tpot:50", "ttft:900,tpot:90"], ["ttft:500,tpot:50", "ttft:900,tpot:90"]),
+        (["ttft:500", "tpot:fast"], ["ttft:500", "tpot:fast"]),
+    ],
+)
+def test_words_that_are_one_value_are_not_varied(words: list[str], values: list[str]) -> None:
+    """As `run` takes them: each limit was a point of its own."""
+    assert grid_of_words(["--goodput", *words]) == {"goodput": values}
+
+
 def test_a_yaml_and_its_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     file.write_text(
