@@ -139,11 +139,14 @@ class Curve:
     def write_point(self, folder: Path, concurrency: int) -> None:
         """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
         config = how_measured(folder)
-        block = self.steady_state(read_json(folder / SUMMARY))
+        with as_written(folder / SUMMARY):
+            block = self.steady_state(read_object(folder / SUMMARY))
         made = self.point(concurrency, config["min_duration"], config["warmup"])
         mine = {name: value for name, value in self.disclosure.items() if not _OF_A_POINT.fullmatch(name)}
         made |= {"steady_state": block} if block else {}
-        write_yaml(folder / POINT, made | mine | dict(self.disclosure.get(f"r{concurrency}", {})))
+        if not isinstance(own := self.disclosure.get(f"r{concurrency}", {}), dict):
+            raise ConfigError(f"--disclosure: r{concurrency}: expected an object, the fields of that point")
+        write_yaml(folder / POINT, made | mine | own)
 
     def steady_state(self, summary: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what the rules (4.4) want to know of a point's steady state.

@@ -11,12 +11,12 @@ import yaml
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.commands import endpoints_submission
 from mpillm.config.values import collect
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.openai_client.server_counts import Reading, of_iterations
 from mpillm.harnesses.kind import Load, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
+from mpillm.submission.commands import endpoints_submission
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 
 SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
@@ -206,7 +206,7 @@ def yaml_text(value: Any) -> bytes:
     return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
 
 
-SUMMARY = {"n_samples_failed": 0, "system_tps": 5.0}
+SUMMARY = {"n_samples_issued": 20_000, "n_samples_failed": 0, "system_tps": 5.0}
 NOTES = {
     "url": "h:1",
     "benchmarks": "llama3.1-8b",
@@ -225,7 +225,11 @@ OF_A_CURVE = (
     changed([SUMMARY]).map(json_bytes) | damaged([json_bytes(SUMMARY)]),
     changed([NOTES]).map(yaml_text) | damaged([yaml_text(NOTES)]),
     refused_by=ConfigError,
-    found=[(b"{}", yaml_text(NOTES)), (json_bytes(SUMMARY | {"system_tps": "x"}), yaml_text(NOTES))],
+    found=[
+        (b"{}", yaml_text(NOTES)),
+        (json_bytes({"n_samples_failed": 0}), yaml_text(NOTES)),
+        (json_bytes(SUMMARY | {"system_tps": "x"}), yaml_text(NOTES)),
+    ],
 )
 def test_points_of_a_curve(folder: Path, summary: bytes, notes: bytes) -> None:
     """That an earlier command has measured."""
