@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -17,12 +16,11 @@ import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
-from mpillm.configurator.columns import beside
+from mpillm.configurator.columns import WIDTH, beside
 from mpillm.errors import Failure
 from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
 
-_WIDTH = 80  # of the progress lines
 _MOST_BAR, _LEAST_BAR = 24, 4
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
 _WAIT_SHOWN_S, _WAIT_TOLD_S = 1.0, 3.0  # into a phase before the test: on a terminal, and elsewhere
@@ -163,14 +161,13 @@ class Console:
 
     def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
         """Print a few (index, prompt, answer)."""
-        width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120)) - 6
         for index, prompt, answer in answers:
             self.line()
-            self.line(
-                f"  sample {index}: {textwrap.shorten(' '.join(prompt.split()), width, placeholder=' …')}"
-            )
-            for part in textwrap.wrap(" ".join(answer.split()), width)[:4] or ["(no text)"]:
-                self.line(f"    | {part}")
+            head = f"  sample {index}: "
+            self.line(head + textwrap.shorten(" ".join(prompt.split()), WIDTH - len(head), placeholder=" …"))
+            mark = "    | "
+            for part in textwrap.wrap(" ".join(answer.split()), WIDTH - len(mark))[:4] or ["(no text)"]:
+                self.line(mark + part)
 
     def summary(self, rows: Sequence[tuple[str, Any]]) -> None:
         """Print names and values, aligned."""
@@ -231,7 +228,7 @@ def progress_lines(now: Progress, computed: Computed | None) -> list[str]:
         f"  {duration(now.elapsed_s)}{left}"
     )
     head = "  test    "
-    width = min(_MOST_BAR, _WIDTH - len(f"{head}[] {text}"))
+    width = min(_MOST_BAR, WIDTH - len(f"{head}[] {text}"))
     filled = int(width * now.share())
     bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= _LEAST_BAR else ""
     lines = [f"{head}{bar}{text}"]

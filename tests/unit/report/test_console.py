@@ -165,3 +165,11 @@ def test_a_failure_of_no_rank_names_none() -> None:
     err = io.StringIO()
     Console(io.StringIO(), err).failure("before", [Failure("--x: wrong")], [], str, {0: "a", 1: "b"})
     assert err.getvalue() == "mpillm: failed before\n  --x: wrong\n"
+
+
+def test_answers_fit_80_columns() -> None:
+    """Under mpirun the console is a pipe, whatever the terminal's width is."""
+    out = io.StringIO()
+    Console(out).answers([(1234, "of words " * 40, "the answer " * 60), (5, "x", "")])
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 * 2 + 4 + 1 and 76 < max(map(len, lines)) <= 80
