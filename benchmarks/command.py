@@ -10,6 +10,7 @@ from mpillm.errors import ExitCode
 BENCHES = {
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
     "harness-agreement": "what another client measures of a server, beside LoadGen and ours",
+    "owned": "a server that a rank owns beside the same one started by hand",
     "triton": "triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver",
     "scale": "leader and rank 0 in a simulated cluster of thousands of ranks",
     "soak": "a long test: what memory, threads and file descriptors each rank gains",

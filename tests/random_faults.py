@@ -13,26 +13,22 @@ by PMIx, MPICH by PMI2.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e import test_host_kills as host_kills
 from tests.e2e.test_kills_in_phases import TIMES
+from tests.helpers.campaign import parser_of, play_all, taken_cores
 from tests.helpers.clusters import OnHosts, UnderSlurm, python_on
 from tests.helpers.holds import GO, HELD, HOLD
 from tests.helpers.support import (
@@ -118,18 +114,6 @@ class Round:
         )  # not the leader, whose host is rank 0's
         load, phase = chance.choice([0, 0, 4, 16]), chance.choice(PHASES)
         return cls(seed, mpi, spread, policy, phase, hit, rank, load, chance.random() * 0.3, srun)
-
-
-@contextmanager
-def taken_cores(n: int) -> Iterator[None]:
-    """Have `n` processes compute."""
-    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(n)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
@@ -284,36 +268,13 @@ def play(one: Round, folder: Path) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Play the rounds; print a line for each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.random_faults", description=__doc__)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = parser_of("tests.random_faults", __doc__ or "")
     parser.add_argument("--srun", action="store_true", help="in a Slurm, started by its srun")
-    parser.add_argument("--out", type=Path, help="a file for lines of JSON")
-    parser.add_argument("--keep", type=Path, help="a folder for the run directories of rounds that fell")
     given = parser.parse_args(argv)
-    fell = 0
-    for seed in range(given.first, given.first + given.rounds):
-        one, began = Round.of(seed, given.srun), time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
-            os.environ["TMPDIR"] = tempfile.tempdir = folder
-            try:
-                how, why = play(one, Path(folder)), ""
-            except Exception as error:  # noqa: BLE001 - the other seeds go on
-                how, why = "FELL", str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-                fell += 1
-                if given.keep and (run := Path(folder) / "run").exists():
-                    shutil.copytree(run, given.keep / f"{'srun' if given.srun else 'mpirun'}-{seed}")
-            tempfile.tempdir = None
-            del os.environ["TMPDIR"]
-        line = asdict(one) | {"how": how, "seconds": round(time.monotonic() - began, 1)}
-        print(json.dumps(line), flush=True)
-        if why:
-            print(why, flush=True)
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(line | {"why": why}) + "\n")
-    print(f"{given.rounds - fell} of {given.rounds} rounds ended as they should")
-    return 1 if fell else 0
+    name = "srun" if given.srun else "mpirun"
+    return play_all(
+        given, lambda seed: Round.of(seed, given.srun), lambda one, folder: {"how": play(one, folder)}, name
+    )
 
 
 if __name__ == "__main__":

@@ -104,6 +104,9 @@ class LLMCore(ABC):
         self.wake: Callable[[], None] = lambda: None
         """Wakes the rank, which then looks at `has_work`. Any thread may call it. The run sets it before
         `load`."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """To be called again and again, every quarter of a second say, where `load`, `run_health_check` or
+        `statistics` waits for others: raises what ends the run. The run sets it before `load`."""
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelLimits | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpillm.comms.messages import RESPONSE, Batch
+from mpillm.cores.base import LLMCore
 from mpillm.errors import Failure, RunError
 
 MOST_AT_ONCE = 1024
@@ -16,6 +18,20 @@ MOST_AT_ONCE = 1024
 
 EARLIER = 0.9
 """Of rank 0's deadline: a rank that gives up earlier names the server in its message."""
+
+_OWNER_S = 1.5
+_LOOK_S = 0.05
+
+
+def hear_owner(core: LLMCore) -> None:
+    """Before a client says that its server fails: if it belongs to the run, have its owner say why.
+
+    The owner knows how it has ended a moment later than who waits for its answer that there will be none.
+    """
+    end = time.monotonic() + (0.0 if core.config.server is None else _OWNER_S)
+    while time.monotonic() < end:
+        core.meanwhile()
+        time.sleep(_LOOK_S)
 
 
 def until_when(deadline_s: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -33,17 +33,38 @@ def doubts(
     if disturbed := _disturbances(result, {"stolen"} if others_serve else {"others", "stolen"}):
         said.append(disturbed)
     said += [_on_gpu(gpu) for gpu in result.get("other_gpu_processes", ())]
-    cached = "" if reuse_wanted else cached_prompts(result)
-    of_answers = (
-        f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else "",
-        _guesses(result) if guesses_forbidden else "",
-        _failed_transfers(result),
-        _lacking_transfers(result),
-        _other_counts(result),
-        _short_answers(result),
-    )
-    said += [found for found in of_answers if found]
+    checks = server_checks(result, reuse_wanted=reuse_wanted, guesses_forbidden=guesses_forbidden)
+    said += [found for found in checks.values() if found]
     return said
+
+
+def server_checks(
+    result: Mapping[str, Any], *, reuse_wanted: bool = False, guesses_forbidden: bool = False
+) -> dict[str, str | None]:
+    """Return for `result.json` what servers' answers were checked for: "" where it holds, or what was seen.
+
+    None: the servers do not say. {}: there are none. Arguments as of `doubts`; what is allowed is left out.
+    """
+    clients = [client for client in result.get("per_instance", ()) if "short_answers" in client]
+    asked = any(client.get("samples") for client in clients)  # by these clients, not by another harness
+    counted = asked and not any(client.get("retokenized") for client in clients)
+    found: dict[str, tuple[str, bool]] = {}
+    if not reuse_wanted:
+        cached = cached_prompts(result)
+        told = f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else ""
+        found["no_cached_prompts"] = told, _says(clients, "server_cached_tokens")
+    if guesses_forbidden:
+        found["no_guesses"] = _guesses(result), _says(clients, "server_accepted_guesses")
+    found["no_failed_transfers"] = _failed_transfers(result), _says(clients, "server_failed_transfers")
+    found["contexts_arrived"] = _lacking_transfers(result), _says(clients, "server_transfers")
+    found["token_counts"] = _other_counts(result), counted
+    found["answer_lengths"] = _short_answers(result), asked
+    checks = {name: text if text or known else None for name, (text, known) in found.items()}
+    return checks if clients or any(checks.values()) else {}
+
+
+def _says(clients: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return any(name in client for client in clients)
 
 
 def cached_prompts(result: Mapping[str, Any]) -> str:
@@ -120,7 +141,11 @@ def _lacking_transfers(result: Mapping[str, Any]) -> str:
 def _short_answers(result: Mapping[str, Any]) -> str:
     """Return how many answers of servers were too short, in words; "" if none."""
     n = sum(client.get("short_answers", 0) for client in result.get("per_instance", ()))
-    return f"{n:,} answers had fewer tokens than --min_output_len: the server ignores min_tokens" if n else ""
+    return (
+        f"{n:,} answers had fewer tokens than --min_output_len, or ignore_eos, asks for: a server ignores it"
+        if n
+        else ""
+    )
 
 
 def _other_counts(result: Mapping[str, Any]) -> str:

@@ -279,6 +279,7 @@ class Rank:
             session.make_half if session else None,
             self._control.report,
             self._loop.wake,
+            [*self._loop.pollers],
             serves=self._serves or bool(self._config.harness),
         )
         polls = [role.poll for role in self._roles]

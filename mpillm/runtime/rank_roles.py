@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,13 +97,15 @@ def make_roles(
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     report: Callable[[Failure], None],
     wake: Callable[[], None],
+    looks: Sequence[Callable[[], object]],
     *,
     serves: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
     `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `wake`:
-    see `LLMCore`; `serves`: requests come from HTTP clients, not from LoadGen.
+    see `LLMCore`; `looks`: each raises what ends the run, if something does; `serves`: requests come from
+    HTTP clients, not from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -123,6 +126,7 @@ def make_roles(
         with config.in_section(plan.instances[me.instance].section).autoapply():
             core = core_class(replace(core_config, serves=serves), comms.instance)
         core.wake = wake
+        core.meanwhile = partial(_all, [*looks, *([server.poll] if server is not None else [])])
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
@@ -147,6 +151,11 @@ def make_roles(
     if route is not None and make_harness is not None:
         roles.append(make_harness(route, plan.leader_rank))
     return roles
+
+
+def _all(looks: Sequence[Callable[[], object]]) -> None:
+    for look in looks:
+        look()
 
 
 def _instance_role(

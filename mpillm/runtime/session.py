@@ -21,7 +21,7 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console, Progress, progress_lines
-from mpillm.report.doubts import doubts
+from mpillm.report.doubts import doubts, server_checks
 from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
@@ -156,12 +156,14 @@ class Session(RunSession):
         result["other_gpu_processes"] = others_on_gpus(nodes, reports)
         is_client = BackendRegistry.get(self._config.core_type).is_client
         workload = self._config.workload
-        result["doubts"] = doubts(
-            result,
-            others_serve=is_client and not self._config.server,
-            reuse_wanted=self._config.enable_kv_cache_reuse,
-            guesses_forbidden=workload is not None and not allows_guesses(workload),
-        )
+        rules = {
+            "reuse_wanted": self._config.enable_kv_cache_reuse,
+            "guesses_forbidden": workload is not None and not allows_guesses(workload),
+        }
+        if checks := server_checks(result, **rules):
+            result["server_checks"] = checks
+        others_serve = is_client and not self._config.server
+        result["doubts"] = doubts(result, others_serve=others_serve, **rules)
         self.keep_reports(reports)
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 

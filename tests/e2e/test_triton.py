@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from tests.helpers.support import (
     make_samples,
     wait_until,
 )
+from tests.random_server_faults import Round, play
 
 TIMEOUT_S = 180.0
 # `trtllm_runtime_flags` of a repository with the embedded engine.
@@ -221,37 +220,9 @@ def test_a_process_of_an_own_server_is_killed_or_stopped(whose: bytes, number: i
     assert how in ended.message and "server 0 (tritonserver)" in ended.message, repr(ended)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("MPILLM_KILLS", "3"))))
-def test_random_kills_of_own_servers(seed: int, one: Starter) -> None:
-    """A process of a tritonserver is killed or stopped at some time: the run names it, and nothing stays."""
-    choose = random.Random(seed)
-    number = choose.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV])
-    phase, whose = choose.choice(["load", "test"]), choose.choice(_PROCESSES)
-    make_samples(one.folder / "samples.jsonl", [40] * 32)
-    generate(one, "--triton_num_servers=2", scenario="Offline")
-    words = ["--dataset_path", one.folder / "samples.jsonl", "--max_output_len", 64, "--min_duration", 60]
-    command = one.start(3, *words, *OWNED, "--min_query_count", 4096, core="triton_grpc")
-
-    def victims() -> list[int]:
-        found = []
-        for pid in command.pids():
-            with contextlib.suppress(OSError):
-                found += [pid] if whose in Path(f"/proc/{pid}/cmdline").read_bytes() else []
-        return found
-
-    if phase == "test":
-        command.wait_phase("test", TIMEOUT_S)
-    wait_until(victims, "a process", TIMEOUT_S)
-    time.sleep(choose.random() * (0.5 if phase == "load" else 3))
-    # A stub that says what its model has lives for a moment.
-    victim = choose.choice(wait_until(victims, "a process", TIMEOUT_S))
-    loaded = "\n  load " in command.out
-    os.kill(victim, number)
-    ended = command.end(60, lingers=15)
-    print(f"seed {seed}, {phase}, {number.name}: exit code {ended.code}: {ended.message}")
-    assert ended.code in ([INSTANCE_LOST] if loaded else [INSTANCE_LOST, NOT_READY]), repr(ended)
-    how = f"is stopped: kill -CONT {victim}" if number == signal.SIGSTOP else f"({number.name})"
-    assert how in ended.message and " (tritonserver): " in ended.message, repr(ended)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults(seed: int, tmp_path: Path) -> None:
+    print(play(Round.of(seed, "tritonserver"), tmp_path))
 
 
 def test_a_harness_that_starts_its_servers(one: Starter) -> None:

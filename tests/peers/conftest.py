@@ -19,9 +19,10 @@ import pytest
 from launch.environment import clean_environment
 from tests.e2e.conftest import one as one
 from tests.e2e.conftest import own_tmpdir as own_tmpdir
+from tests.helpers.peer_programs import FOLDER as FOLDER
+from tests.helpers.peer_programs import on_cpus
 from tests.helpers.support import ROOT, Ended, Starter
 
-FOLDER = Path(os.environ.get("MPILLM_PEERS", ROOT / ".venv-peers"))
 MODEL = "smollm2-135m"
 TIMEOUT_S = 1200.0
 
@@ -92,11 +93,7 @@ def peer_environment() -> dict[str, str]:
     return {
         **clean_environment(os.environ),
         "PYTHONPATH": "",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        **on_cpus(),
     }
 
 

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mpillm.data.tokenizer import load_tokenizer
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.clusters import OnHosts, or_skip
-from tests.helpers.support import (
-    DONE,
-    INSTANCE_LOST,
-    NOT_READY,
-    Command,
-    Starter,
-    descendants,
-    wait_until,
-)
-from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
+from tests.helpers.owned import guards, words_of
+from tests.helpers.peer_programs import on_cpus, tiny_llama
+from tests.helpers.support import DONE, Command, Starter, descendants, make_samples, wait_until
+from tests.peers.conftest import TIMEOUT_S, Program, Says
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
+from tests.random_server_faults import Round, play
 from tools.hosts import hosts
 
 pytestmark = pytest.mark.peers
 
-LENGTH, WITHIN_S = 32, 120.0
+LENGTH = 32
+END = 2  # of its answers
+TINY: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--load_format", "dummy")
 VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--max_seq_len", 1024)
 
 
@@ -40,8 +35,8 @@ VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager",
 def in_path(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have vllm in PATH, and its settings for CPUs in the environment."""
     program("vllm")
-    for name in ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "DO_NOT_TRACK"):
-        monkeypatch.setenv(name, peer_environment()[name])
+    for name, value in on_cpus().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -81,10 +76,9 @@ def test_tensor_parallel_over_three_hosts(
     data = options(model, prompts(n))
     ours = offline(one, "ours", "torch", *data)
     words = ("run", *data, *VLLM, "--tensor_parallelism", 3, "--server_nodes", 3, "--min_duration", 0)
-    names = ("PATH", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
     with or_skip(hosts(3)) as made:
         on = OnHosts(made, one)
-        exports = {name: os.environ[name] for name in names}
+        exports = {**on_cpus(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         command = on.start("h1:2,h2:1,h3:1", *words, "--save_outputs", exports=exports)
         ended = command.end(TIMEOUT_S).must(DONE)
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
@@ -134,14 +128,50 @@ def test_a_prefix_cache_that_nobody_asked_for(model: Path, one: Starter, tmp_pat
     assert "prompt tokens came from a server's prefix cache, which MLPerf forbids" in doubt
 
 
+def test_a_server_that_none_of_us_wrote(
+    model: Path, prompts: Callable[[int], Path], one: Starter, program: Program, say: Says
+) -> None:
+    """mpillm knows nothing of `transformers serve` but its command line."""
+    program("transformers")
+    n = 40
+    data = ("--dataset_path", prompts(n), "--model_path", model, "--max_output_len", 16)
+    ours = offline(one, "ours", "torch", *data, "--dtype", "float32")
+    line = "command:transformers serve --device cpu --dtype float32 --host {host} --port {port}"
+    own = ("--server", line, "--core_options", f"model:{model}")
+    theirs = offline(one, "theirs", "trtllm_endpoint", *data, *own)
+    tokenizer = load_tokenizer(model, apply_chat_template=False)
+
+    def text(tokens: list[int]) -> str:
+        return tokenizer.decode([token for token in tokens if token != END])
+
+    texts = sum(text(tokens) == text(theirs[index][0]) for index, (tokens, _) in ours.items())
+    say(f"transformers serve as a rank: Offline VALID; {texts} of {n} answers have our text")
+    assert len(theirs) == texts == n
+
+
+def test_two_runs_at_once(one: Starter, say: Says) -> None:
+    """vLLM takes ports of its own besides, for its processes."""
+    data = make_samples(one.folder / "samples.jsonl", range(9, 41))
+    model = tiny_llama(one.folder / "tiny")
+    words = ("--dataset_path", data.path, "--model_path", model, "--min_duration", 0, "--max_output_len", 8)
+    folders = [one.folder / f"run{index}" for index in range(2)]
+    runs = [one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder) for folder in folders]
+    results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
+    ports = [re.findall(r"--port (\d+)", (folder / "server_0.log").read_text()) for folder in folders]
+    say(f"two runs of vLLM at once: ports {ports}")
+    assert all((result["status"], result["errors"]) == ("VALID", 0) for result in results)
+    assert len({port for (port,) in ports}) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults(seed: int, tmp_path: Path, say: Says) -> None:
+    say(str(play(Round.of(seed, "vllm"), tmp_path)))
+
+
 def titled(word: bytes) -> list[int]:
     """Return the processes with a word in their title: vLLM's own title takes the place of our mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(word):
-                found.append(int(path.parent.name))
-    return found
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if words_of(pid).startswith(word)]
 
 
 def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int]:
@@ -151,82 +181,7 @@ def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int
     """
 
     def find() -> list[int]:
-        ids = [pid for pid in guards(command) if _words_of(pid, word)]
-        return [pid for guard in ids for pid in descendants(guard) if _words_of(pid, title)]
+        ids = [pid for pid in guards(command) if word in words_of(pid)]
+        return [pid for guard in ids for pid in descendants(guard) if title in words_of(pid)]
 
     return list(wait_until(find, f"vLLM's {title.decode()}", TIMEOUT_S))
-
-
-def guards(command: Command) -> list[int]:
-    """Return what stands over the servers."""
-    return [pid for pid in command.pids() if _words_of(pid, b"server_guard")]
-
-
-def _words_of(pid: int, word: bytes) -> bool:
-    try:
-        return word in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-SEED = int(os.environ.get("MPILLM_KILLS_SEED", "0"))
-ROUNDS = int(os.environ.get("MPILLM_KILLS", "3"))
-
-
-@pytest.mark.parametrize("seed", range(SEED, SEED + ROUNDS))
-def test_random_kills(
-    seed: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
-) -> None:
-    """Any process of vLLM's is killed or stopped at some time: the run names it, and nothing stays."""
-    choose = random.Random(seed)
-    number = choose.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV])
-    phase = choose.choice(["load", "load", "warmup", "test", "test", "drain"])
-    tp = choose.choice([1, 1, 1, 3])  # its model has 9 heads
-    few = phase == "drain"
-    words = [*options(model, prompts(4 if few else 160)), *VLLM, "--min_duration", 0 if few else 60]
-    words += ["--tensor_parallelism", tp] if tp > 1 else []
-    command = one.start(2, *words, core="trtllm_endpoint")
-    before = {"load": "join", "warmup": "health", "test": "ready", "drain": "test"}[phase]
-
-    def is_over(phase: str) -> bool:
-        return re.search(rf"^  {phase} +[\d.]+ s", command.out, re.MULTILINE) is not None
-
-    wait_until(lambda: is_over(before) or command.process.poll() is not None, phase, TIMEOUT_S)
-    (guard,) = wait_until(lambda: guards(command), "the server's guard", WITHIN_S)
-    time.sleep(choose.random() * {"load": 20, "test": 5}.get(phase, 0))
-    below = wait_until(lambda: descendants(guard) or command.process.poll() is not None, "vLLM", WITHIN_S)
-    assert command.process.poll() is None, repr(command.end())
-    tree = {pid: _started(pid) for pid in (guard, *below)}
-    victim = choose.choice([pid for pid in tree if pid != guard and _title(pid)])
-    who, loaded = _title(victim), is_over("load")
-    at = time.monotonic()
-    os.kill(victim, number)
-    wait_until(lambda: "failed in phase" in command.err or command.process.poll() is not None, "its end", 120)
-    named_s = time.monotonic() - at
-    ended = command.end(120, lingers=15)
-    said = ended.message.splitlines()[1].strip() if ended.message else ended.result["status"]
-    what = f"seed {seed}, {phase}, TP {tp}, {number.name}, {who}"
-    say(f"{what}: exit code {ended.code}, after {named_s:.1f} s: {said}")
-    assert not {pid for pid, started in tree.items() if _started(pid) == started}
-    if ended.code == DONE:
-        assert phase == "drain", "the run was over"
-        return
-    assert ended.code in ([INSTANCE_LOST] if loaded else [INSTANCE_LOST, NOT_READY]), repr(ended)
-    how = "is stopped: kill -CONT" if number == signal.SIGSTOP else f"({number.name})"
-    by_itself = "has ended, then the server"  # its parent was faster to ask how
-    assert ended.result["failures"] and (how in said or by_itself in said), repr(ended)
-    assert f"process {victim} (" in said or "(vllm): was ended by" in said, repr(ended)
-
-
-def _started(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:60]
-    except OSError:
-        return "gone"

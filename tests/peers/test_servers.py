@@ -28,6 +28,7 @@ USER_CONF = "".join(
         ("target_latency_percentile", 90),
     )
 )
+TRANSFERS = ["no_failed_transfers", "contexts_arrived"]  # of which a server that is no half says nothing
 Outputs = dict[int, tuple[list[int], str]]  # tokens and text, by index of the prompt
 
 
@@ -65,6 +66,7 @@ def vllm(start: Starter, model: Path, program: Program) -> str:
         "serve",
         model,
         *words,
+        "--no-enable-prefix-caching",
         "--host",
         host,
         "--port",
@@ -128,6 +130,34 @@ def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Start
     assert instance["retokenized"] == instance["other_answer_length"] == 0
     assert instance["frameworks"] == ["vLLM 0.32.0"]
     say(f"vLLM: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def test_clean_runs_are_not_doubted(
+    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """Of whatever kind: streamed and whole answers, long and short ones, one client of the server and two."""
+    n_clean = 20
+    for i in range(n_clean):
+        words: list[object] = [
+            "--dataset_path",
+            prompts(16),
+            "--model_path",
+            model,
+            "--max_output_len",
+            2 + 3 * i % 7,
+        ]
+        words += ["--min_output_len", i % 3, "--trtllm_server_urls", vllm, "--core_options", f"model:{MODEL}"]
+        words += ["--temperature", 0.5 * (i % 2), "--min_duration", 0]
+        if i % 2:
+            (conf := one.folder / "user.conf").write_text(USER_CONF)
+            words += ["--scenarios", "Server", "--server_target_qps", 10, "--user_conf", conf]
+            words += ["--min_query_count", 16]
+        result = one.run(2 + i % 2, *words, core="trtllm_endpoint", timeout=TIMEOUT_S).must(DONE).result
+        checks = result["server_checks"]
+        doubts = [doubt for doubt in result["doubts"] if not doubt.startswith("disturbed")]
+        assert (result["status"], doubts, set(checks.values()) - {None}) == ("VALID", [], {""}), result
+        assert [name for name, found in checks.items() if found is None] == TRANSFERS, checks
+    say(f"{n_clean} clean runs of vLLM: none is doubted")
 
 
 def test_transformers(

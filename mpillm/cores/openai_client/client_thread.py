@@ -40,21 +40,22 @@ class ClientThread:
         self._failed()
 
     def run(
-        self, work: Coroutine[Any, Any, T], timeout_s: float, meanwhile: Callable[[], None] | None = None
+        self, work: Coroutine[Any, Any, T], timeout_s: float, meanwhile: Callable[[], None] = lambda: None
     ) -> T:
         """Return or raise what `work` does. Raises TimeoutError after `timeout_s`.
 
-        `meanwhile` is called again and again until then.
+        `meanwhile` is called again and again until then; what it raises ends the work, too.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         end = time.monotonic() + timeout_s
-        while not future.done() and (left := end - time.monotonic()) > 0:
-            concurrent.futures.wait([future], left if meanwhile is None else min(left, _LOOK_S))
-            if meanwhile is not None:
+        try:
+            while not future.done() and (left := end - time.monotonic()) > 0:
+                concurrent.futures.wait([future], min(left, _LOOK_S))
                 meanwhile()
-        if future.done():
-            return future.result()
-        future.cancel()
+            if future.done():
+                return future.result()
+        finally:
+            future.cancel()
         raise TimeoutError(f"not done within {timeout_s:g} s")
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:

@@ -14,7 +14,15 @@ from disagg.errors import ConfigError, about
 from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, allow_files, share_of, until_when
+from mpillm.cores.clients import (
+    EARLIER,
+    MOST_AT_ONCE,
+    Answers,
+    allow_files,
+    hear_owner,
+    share_of,
+    until_when,
+)
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
@@ -22,7 +30,6 @@ from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerG
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
-from mpillm.cores.openai_client.server_counts import MOST_S
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.cores.openai_client.told import AnswerTokens, Told
@@ -37,8 +44,6 @@ _log = logging.getLogger(__name__)
 # Answers that arrive closer together than this are passed on together. A message for each would cost the
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
-# A request that fails since a server of the run's own ends: its owner knows why a moment later.
-_OWNER_S = 1.5
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
@@ -97,7 +102,6 @@ class EndpointCore(LLMCore):
         self._reader: ServerReader | None = None  # of one client of each server
         self._answers = Answers()
         self._failed: EndpointError | None = None
-        self._fails_at = 0.0  # time.perf_counter(): when that is told
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._told: dict[int, Told] = {}  # by id, of open calls
@@ -235,8 +239,9 @@ class EndpointCore(LLMCore):
     def _ask(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
         try:
-            return self._thread.run(work, limit_s)
+            return self._thread.run(work, limit_s, self.meanwhile)
         except EndpointError as error:
+            hear_owner(self)
             raise RunError(Failure(str(error), self.config.rank)) from None
         except TimeoutError as error:  # long after its own deadline: the thread is stuck
             urls = ", ".join(self._urls)
@@ -253,6 +258,10 @@ class EndpointCore(LLMCore):
         if self._reader is not None:  # beside the first requests, which must not wait for it
             self._thread.post(self._reader.start)
 
+    def flush(self) -> None:
+        if self._reader is not None:
+            self._reader.is_over = True
+
     def _began(self, cpu_s: float) -> None:
         self._statistics = Statistics()
         self._started = time.perf_counter(), cpu_s
@@ -266,18 +275,18 @@ class EndpointCore(LLMCore):
         `other_answer_length`: answers for which the server counted other numbers of
         tokens. `short_answers`: those of fewer tokens than were asked for. `server_…`, from the first client
         of each server: what that counted in the test, of all its clients; see `Reading`. `server_context_…`:
-        what context servers did, from the first client of all.
+        what context servers did, from the first client of all. Before the test is over it is what they said
+        last.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
         busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
-        counted = self._ask(self._reader.counted(), MOST_S + 60) if self._reader else {}
         return {
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
             **({"handed_over": self._client.handed_over} if self._contexts else {}),
             **self._statistics.values(),
-            **{f"server_{name}": grown for name, grown in counted.items()},
+            **(self._reader.counted(self._ask) if self._reader else {}),
         }
 
     def frameworks(self) -> list[str]:
@@ -319,18 +328,16 @@ class EndpointCore(LLMCore):
     def has_work(self) -> bool:
         return (
             (bool(self._answers) and time.perf_counter() - self._handed_on >= _GATHER_S)
-            or (self._failed is not None and time.perf_counter() >= self._fails_at)
+            or self._failed is not None
             or (self._thread is not None and self._thread.error is not None)
         )
 
     def quiet_s(self) -> float:
-        at = self._handed_on + _GATHER_S if self._answers else math.inf
-        if self._failed is not None:
-            at = min(at, self._fails_at)
-        return at - time.perf_counter()
+        return (self._handed_on + _GATHER_S if self._answers else math.inf) - time.perf_counter()
 
     def poll_responses(self) -> Batch | None:
-        if self._failed is not None and time.perf_counter() >= self._fails_at:
+        if self._failed is not None:
+            hear_owner(self)
             raise RunError(Failure(str(self._failed), self.config.rank))
         if self._thread is not None and self._thread.error is not None:
             raise RuntimeError("the HTTP client failed") from self._thread.error
@@ -414,7 +421,8 @@ class EndpointCore(LLMCore):
         counts["retokenized"] += not call.endpoint.dialect.token_ids
         counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
         n_generated = len(tokens) if call.endpoint.dialect.token_ids else answer.completion_tokens
-        counts["short_answers"] += n_generated is not None and n_generated < call.sampling.min_tokens
+        least = call.sampling.max_tokens if call.sampling.ignore_eos else call.sampling.min_tokens
+        counts["short_answers"] += n_generated is not None and n_generated < least
         counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
@@ -426,9 +434,7 @@ class EndpointCore(LLMCore):
             _log.error("request %d: %s", call.id, error)
             self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
             return
-        if self._failed is None:
-            self._fails_at = time.perf_counter() + (0.0 if self.config.server is None else _OWNER_S)
-            self._failed = error
+        self._failed = self._failed or error
         self.wake()
 
     def _is_alone(self, call: Call) -> bool:

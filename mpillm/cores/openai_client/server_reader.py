@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from mpillm.cores.base import Metrics
 from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import Reading, grown, read_one
+from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_one
 
 _READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
 _FRESH_S = 5.0  # how long a reading counts
@@ -17,7 +18,7 @@ Read = Callable[[Endpoint], Awaitable[Reading]]
 
 
 class ServerReader:
-    """Belongs to the client's loop, but for `metrics`."""
+    """Belongs to the client's loop, but for `counted`, `is_over` and `metrics`."""
 
     def __init__(
         self, servers: Sequence[Endpoint], contexts: Sequence[Endpoint] = (), read: Read = read_one
@@ -29,6 +30,8 @@ class ServerReader:
         self._before: list[Reading] = []  # what they had counted when the test began
         self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
         self._task: asyncio.Task[None] | None = None
+        self.is_over = False
+        """The test is: what they have counted is worth waiting for."""
 
     def start(self) -> None:
         """Read them from now on, which is the start of the test."""
@@ -45,17 +48,27 @@ class ServerReader:
         if self._before:
             self._before[0] = before
 
-    async def counted(self) -> dict[str, float]:
-        """Return by how much their counts have grown in the test; those of contexts as `context_…`."""
-        if self._task is None:  # no test has begun
+    def counted(self, run: Callable[[Coroutine[Any, Any, list[Reading]], float], Any]) -> dict[str, float]:
+        """Return by how much their counts have grown in the test, as `server_…`; those of contexts as
+        `server_context_…`.
+
+        Once the test is over `run` waits for what they say then, so many seconds at most; before, it is what
+        they said last.
+        """
+        after = run(self._last(), MOST_S + 60) if self.is_over else self._latest[1]
+        if not (self._before and after):
             return {}
+        n = self._n
+        contexts = grown(self._before[n:], after[n:])
+        counts = grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
+        return {f"server_{name}": by for name, by in counts.items()}
+
+    async def _last(self) -> list[Reading]:
+        if self._task is None:  # no test has begun
+            return []
         while not self._before and not self._task.done():  # a test shorter than the answer to the first
             await asyncio.sleep(0.01)
-        if not self._before:
-            return {}
-        after, n = await self._all(), self._n
-        contexts = grown(self._before[n:], after[n:])
-        return grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
+        return await self._all()
 
     def metrics(self, mine: Metrics, *, asks_alone: bool) -> Metrics:
         """Return what they say, in place of `mine`, what the client knows.

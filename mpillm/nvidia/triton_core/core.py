@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,8 @@ from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, share_of, until_when
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, hear_owner, share_of, until_when
 from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import MOST_S
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
@@ -141,6 +141,7 @@ class TritonGrpcCore(LLMCore):
 
         def tell(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(deadline)}"
+            self.meanwhile()
 
         for url in self._urls:
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
@@ -150,7 +151,7 @@ class TritonGrpcCore(LLMCore):
                 wanted = self.config.options.get("model")
                 models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
             except TritonError as error:
-                raise RunError(Failure(str(error), self.config.rank)) from None
+                raise self._failure(str(error)) from None
             finally:
                 channel.close()
             self._models[url] = itertools.cycle(models)
@@ -173,6 +174,7 @@ class TritonGrpcCore(LLMCore):
             end = time.monotonic() + limit
             while not self._answers:
                 self._watch()
+                self.meanwhile()
                 if time.monotonic() > end:
                     raise self._failure(f"tritonserver {url} gave no token within {limit:g} s")
                 time.sleep(0.001)
@@ -195,13 +197,17 @@ class TritonGrpcCore(LLMCore):
 
         `server_…`, from the first client of each server: what that counted in the test; see `Reading`.
         """
-        counted = self._clients.thread.run(self._reader.counted(), MOST_S + 60) if self._reader else {}
+        run = partial(self._clients.thread.run, meanwhile=self.meanwhile)
         return {
             "clients": len(self._clients.open),
             "channels": self._clients.n_channels,
             "errors": self._errors,
-            **{f"server_{name}": grown for name, grown in counted.items()},
+            **(self._reader.counted(run) if self._reader else {}),
         }
+
+    def flush(self) -> None:
+        if self._reader is not None:
+            self._reader.is_over = True
 
     def frameworks(self) -> list[str]:
         return sorted(self._frameworks)
@@ -328,6 +334,8 @@ class TritonGrpcCore(LLMCore):
         return f"{len(ids)} answers" + (f" (requests {listed})" if ids else "")
 
     def _failure(self, message: str) -> RunError:
+        """Return why the run ends. Raises what the server's owner says, if that is the cause."""
+        hear_owner(self)
         return RunError(Failure(message, self.config.rank))
 
     # --- on the streams' thread ---

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
+from mpillm.cores.capabilities import FindsServers
 from mpillm.errors import RunError
-from tests.helpers.endpoint_cores import core_of, refuses, started
+from tests.helpers.endpoint_cores import Rows, core_of, refuses, requests, started
 from tests.helpers.scripted_server import Reply, ScriptedServer, plain
 
 
@@ -94,3 +97,44 @@ def test_a_server_that_refuses_everything() -> None:
     )
     with ScriptedServer(no) as server, pytest.raises(RunError, match=words), started(server):
         pass
+
+
+def ends_soon() -> Callable[[], None]:
+    """Return what a rank hears while it waits: nothing, nothing, and then the end of its server."""
+    heard = itertools.count()
+
+    def meanwhile() -> None:
+        if next(heard) == 2:
+            raise LookupError("the server was ended by signal 9")
+
+    return meanwhile
+
+
+@pytest.mark.parametrize("then", ["hang", "reset"])
+def test_an_own_server_that_ends_before_the_test(then: str) -> None:
+    """Its owner names it, whether its client waits or has heard that there is no answer."""
+    models = {"data": [{"id": "m"}]}
+    others = {"/v1/models": lambda _: plain(models)}
+    with (
+        ScriptedServer(lambda _: Reply([], then), others) as server,
+        core_of(server.address, server=0) as core,
+    ):
+        core.load()
+        assert isinstance(core, FindsServers)
+        core.find_servers({0: server.url})
+        core.meanwhile = ends_soon()
+        with pytest.raises(LookupError, match="signal 9"):
+            core.run_health_check()
+
+
+def test_an_own_server_that_ends_in_the_test() -> None:
+    with ScriptedServer() as server, core_of(server.address, server=0) as core:
+        core.load()
+        assert isinstance(core, FindsServers)
+        core.find_servers({0: server.url})
+        core.run_health_check()
+        server.stop()
+        core.meanwhile = ends_soon()
+        core.enqueue(requests())
+        with pytest.raises(LookupError, match="signal 9"):
+            Rows(core).until(4)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
 
+from mpillm.comms.messages import RequestFlag
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_one, reading_of
-from mpillm.report.doubts import doubts
+from mpillm.report.doubts import doubts, server_checks
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
+from tests.helpers.support import wait_until
 
 VLLM = """# HELP vllm:prefix_cache_hits_total Prefix cache hits, in terms of number of cached tokens.
 # TYPE vllm:prefix_cache_hits_total counter
@@ -106,19 +109,41 @@ def test_a_server_that_caches_prompts(caches: bool) -> None:
         return good(request)
 
     with ScriptedServer(completions, {"/metrics": metrics}) as server, started(server) as core:
-        core.statistics()  # waits for the reading of the start, which the requests would not
+        # The requests would not wait for the reading of the start.
+        wait_until(lambda: "server_cached_tokens" in core.statistics(), "the first reading")
         core.enqueue(requests())
         Rows(core).until(4)
+        core.flush()
         statistics = core.statistics()
     assert statistics["server_cached_tokens"] == 4 * 48 * caches
     told = doubts({"per_instance": [statistics, {}]}, others_serve=True)
     assert [line.partition(" came")[0] for line in told] == ["192 prompt tokens"] * caches
 
 
+def test_a_server_that_does_not_say_in_time() -> None:
+    """Before the test is over nobody waits for it; afterwards the rank hears meanwhile what ends the run."""
+    heard = itertools.count()
+
+    def meanwhile() -> None:
+        if next(heard) == 2:
+            raise LookupError("the server has ended")
+
+    with (
+        ScriptedServer(good, {"/metrics": lambda _: Reply([], "hang")}) as server,
+        started(server) as core,
+    ):
+        core.meanwhile = meanwhile
+        assert "server_cached_tokens" not in core.statistics() and next(heard) == 0
+        core.flush()
+        with pytest.raises(LookupError, match="the server has ended"):
+            core.statistics()
+
+
 def test_a_server_that_says_nothing_of_its_cache() -> None:
     with ScriptedServer() as server, started(server) as core:
         core.enqueue(requests())
         Rows(core).until(4)
+        core.flush()
         assert "server_cached_tokens" not in core.statistics()
 
 
@@ -132,19 +157,39 @@ def test_a_server_that_counts_other_tokens() -> None:
     assert doubts({"per_instance": [client | {"retokenized": 5}]}) == []
 
 
-@pytest.mark.parametrize("least", [0, 4, 5])
-def test_a_server_that_ignores_min_tokens(least: int) -> None:
+@pytest.mark.parametrize(("least", "flags"), [(0, 0), (4, 0), (5, 0), (0, int(RequestFlag.IGNORE_END))])
+def test_a_server_that_ignores_min_tokens_or_ignore_eos(least: int, flags: int) -> None:
     def short(request: Request) -> Reply:
         n = min(4, request.json["max_tokens"])
         return plain({**choice([7] * n, "t" * n, "stop"), "usage": {"completion_tokens": n}})
 
     with ScriptedServer(short) as server, started(server) as core:
-        core.enqueue(requests(max_output=8, min_output=least))
+        core.enqueue(requests(max_output=8, min_output=least, flags=flags))
         Rows(core).until(4)
         statistics = core.statistics()
     told = doubts({"per_instance": [statistics]}, others_serve=True)
-    assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * (least == 5)
-    assert statistics["short_answers"] == 4 * (least == 5)
+    is_short = least == 5 or flags > 0
+    assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * is_short
+    assert statistics["short_answers"] == 4 * is_short
+
+
+def test_what_servers_were_checked_for() -> None:
+    """Also where it holds; what nobody counts is not known."""
+    told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
+    client = {**told, "samples": 5, "server_cached_tokens": 0.0, "server_accepted_guesses": 3.0}
+    assert server_checks({"per_instance": [client]}, guesses_forbidden=True) == {
+        "no_cached_prompts": "",
+        "no_failed_transfers": None,
+        "contexts_arrived": None,
+        "token_counts": "",
+        "answer_lengths": "",
+        "no_guesses": "servers took 3 guessed tokens, which the workload's rules forbid",
+    }
+    text = server_checks({"per_instance": [{**client, "retokenized": 5}]}, reuse_wanted=True)
+    assert text["token_counts"] is None and "no_cached_prompts" not in text and "no_guesses" not in text
+    asked_by_others = server_checks({"per_instance": [{**client, "samples": 0}]})
+    assert asked_by_others["answer_lengths"] is None and asked_by_others["no_cached_prompts"] == ""
+    assert server_checks({"per_instance": [{"samples": 5}]}) == {}
 
 
 ITERATION = {

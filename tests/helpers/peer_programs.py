@@ -1,0 +1,47 @@
+"""Where other people's programs are, if `tools.install_peers` has installed them, and a model for them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.support import ROOT
+
+FOLDER = Path(os.environ.get("MPILLM_PEERS", ROOT / ".venv-peers"))
+
+
+def on_cpus() -> dict[str, str]:
+    """Return what vLLM reads of its environment, and the way to it."""
+    return {
+        "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def tiny_llama(folder: Path) -> Path:
+    """Write a model of two layers without weights, for `--load_format dummy`; return its folder."""
+    make_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
