@@ -108,7 +108,8 @@ def test_a_process_that_is_killed_or_stopped_before_or_after_the_test(
     one: Starter, phase: str, before: str, holds: str, number: int
 ) -> None:
     command, _ = start(one, 2, *server("--worker", holds, 10))
-    wait_until(lambda: f"\n  {before} " in command.out or command.process.poll() is not None, phase)
+    is_over = re.compile(rf"^  {before} +[\d.]+ s", re.MULTILINE)
+    wait_until(lambda: is_over.search(command.out) or command.process.poll() is not None, phase)
     (victim,) = processes(command, b"time.sleep(600)")
     os.kill(victim, number)
     ended = command.end(60).must(INSTANCE_LOST)
