@@ -75,7 +75,7 @@ class Round:
         servers = 1 if kind == "vllm" else 2
         scenario, load = chance.choice(["Offline", "Server"]), chance.choice([0, 0, 4])
         return cls(
-            seed, kind, phase, number, whom, policy, hits, scenario, tp, servers, load, chance.random()
+            seed, kind, phase, int(number), whom, policy, hits, scenario, tp, servers, load, chance.random()
         )
 
 
@@ -216,7 +216,7 @@ def check(one: Round, ended: Ended, hits: Sequence[Hit]) -> str:
     assert not left, f"left: {[(pid, title_of(pid)) for pid in left]}"
     if ended.code == DONE:
         result = ended.result
-        assert result["status"] == "VALID" and result["errors"] == 0, "code 0 of a run that is not VALID"
+        assert result["samples"] > 0 and result["errors"] == 0, "code 0 of a run with errors"
         if one.phase == "drain" or not hits:
             return "was over"
         if one.policy == "continue":
