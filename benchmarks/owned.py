@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from disagg.errors import ConfigError
 from launch.command import find_program
 from launch.environment import clean_environment
 from launch.held_port import HeldPort
@@ -20,7 +21,7 @@ from mpillm.config.values import Values
 from mpillm.experiments.intervals import paired_test
 from mpillm.fields import Field, positive
 from mpillm.runs.whole_runs import load_test, served_in
-from mpillm.servers.kinds import server as server_kind
+from mpillm.servers.kinds import kind_of
 
 _ALPHA = 0.05
 _END_S = 30.0
@@ -60,7 +61,10 @@ EPILOG = (
 
 def main(config: Options) -> int:
     """Print a line for each figure; 0 unless something failed."""
-    server_kind(f"command:{config.server}")  # or ConfigError before anything starts
+    try:
+        kind_of(f"command:{config.server}")
+    except ValueError as error:
+        raise ConfigError(f"--server {config.server}: {error}", about=["server"]) from None
     ways = {"by hand": _by_hand, "owned": _owned}
     found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in _FIGURES} for way in ways}
     for pair in range(config.pairs):

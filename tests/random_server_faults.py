@@ -73,7 +73,9 @@ class Round:
         policy = chance.choice(["fail", again]) if phase == "test" and whom == "process" else "fail"
         hits = chance.randint(1, MOST_AGAIN) if policy == "restart" else 1
         servers = 1 if kind == "vllm" else 2
-        scenario, load = chance.choice(["Offline", "Server"]), chance.choice([0, 0, 4])
+        # A test at a rate lasts: it can be hit, go on, and end.
+        scenario = chance.choice(["Offline", "Server"]) if policy == "fail" else "Server"
+        load = chance.choice([0, 0, 4])
         return cls(
             seed, kind, phase, int(number), whom, policy, hits, scenario, tp, servers, load, chance.random()
         )
@@ -86,7 +88,8 @@ def start(one: Round, starter: Starter) -> Command:
     words += ["--on_instance_loss", one.policy, "--grace", 1.5, "--save_outputs"]
     words += ["--server_target_qps", 4] if one.scenario == "Server" else []
     brief = one.phase == "drain"
-    words += ["--min_duration", 0 if brief else TEST_S, "--min_query_count", 4 if brief else 64]
+    words += ["--min_duration", 0 if brief else TEST_S]
+    words += ["--min_query_count", 4 if brief else 64 if one.scenario == "Server" else 20_000]
     if one.kind == "vllm":
         words += ["--server", "vllm", "--model_path", tiny_llama(starter.folder / "tiny")]
         words += ["--load_format", "dummy", "--max_seq_len", 256, "--server_args=--enforce-eager"]
