@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import enum
-
 from mpillm.configurator import Options, option
 from mpillm.configurator.effect import ANY
 from mpillm.configurator.parsers import accuracy, boolean, names
 from mpillm.fields.effects import REPORTED, used_by
-from mpillm.user_config import HarnessType, PowerSetting, Scenario
 from mpillm.workloads import TARGETS, WORKLOADS
 
-
-def _words(of: type[enum.Enum]) -> tuple[str, ...]:
-    return tuple(member.value for member in of)
-
-
 # NVIDIA's and the submission checker's name for Server with a workload's interactive form.
-INTERACTIVE = Scenario.Interactive.value
-SCENARIOS = tuple(name for name in _words(Scenario) if name != INTERACTIVE)
+INTERACTIVE = "Interactive"
+SCENARIOS = ("Offline", "Server", "SingleStream")
+HARNESS_TYPES = ("custom", "triton")
+POWER_SETTINGS = ("MaxP", "MaxQ")
 
 _ALIASES = {alias: workload.name for workload in WORKLOADS.values() for alias in workload.aliases}
 _NAMES = {**_ALIASES, **{name: name for name in WORKLOADS}}
@@ -46,12 +40,12 @@ class GeneralFields(Options, group="workload"):
     accuracy_target = option(
         "the share of the reference accuracy to reach: 0.99, 0.999", accuracy, default=0.99, effect=REPORTED
     )
-    harness_type = option("triton: through Triton servers", default="custom", choices=_words(HarnessType))
+    harness_type = option("triton: through Triton servers", default="custom", choices=HARNESS_TYPES)
     use_triton = option("the same as --harness_type triton", boolean, default=False)
     power_setting = option(
         "chooses among a file's configurations",
         default="MaxP",
-        choices=_words(PowerSetting),
+        choices=POWER_SETTINGS,
         effect=used_by(needs=("config_file", ANY), measured=False),
     )
     model_scale = option(

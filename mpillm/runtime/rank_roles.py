@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
+from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
@@ -73,6 +73,8 @@ def what_runs(
     `cores`: at least one of each section.
     """
     if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
+        from disagg import with_hosts  # takes time to import, and most ranks need nothing else of its file
+
         yaml = with_hosts(
             yaml,
             plan.ranks[plan.leader_rank].node,

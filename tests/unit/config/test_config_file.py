@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm import fields, user_config, workloads
+from mpillm import user_config, workloads
 from mpillm.config.options import parse_run
 from mpillm.fields import general
 from mpillm.nvidia.configs import TritonHarnessConfig
@@ -310,9 +310,10 @@ def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[s
 
 
 def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:
-    assert [member.value for member in user_config.Benchmark] == list(workloads.WORKLOADS)
     assert [member.value for member in user_config.Scenario] == [*general.SCENARIOS, general.INTERACTIVE]
-    assert [member.value for member in user_config.HarnessType] == list(fields.harness_type.choices)
+    assert tuple(member.value for member in user_config.HarnessType) == general.HARNESS_TYPES
+    assert tuple(member.value for member in user_config.PowerSetting) == general.POWER_SETTINGS
+    assert [member.value for member in user_config.Benchmark] == list(workloads.WORKLOADS)
 
 
 def test_what_a_file_prints_is_not_the_commands_output(
