@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .errors import ConfigError
-from .yaml_text import value_text
+from .yaml_text import is_text, value_text
 
 # In the order in which their instances take ranks.
 SECTIONS = ("context_servers", "generation_servers", "executors")
@@ -34,7 +34,10 @@ _LIMIT: Rule = ("an integer, at least 1, or null", lambda x: x is None or (type(
 _NATURAL: Rule = ("an integer, at least 0", lambda x: type(x) is int and x >= 0)
 _FRACTION: Rule = ("a number above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1)
 _BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
-_TEXT: Rule = ("a string that is not empty", lambda x: isinstance(x, str) and x.strip() != "")
+_TEXT: Rule = (
+    "a string that is not empty",
+    lambda x: isinstance(x, str) and x.strip() != "" and is_text(x),
+)
 MAPPING: Rule = ("a mapping", lambda x: isinstance(x, Mapping))
 _HOST: Rule = (
     "a host name or an IPv4 address",

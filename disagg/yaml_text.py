@@ -95,6 +95,14 @@ def write(data: Mapping[str, Any]) -> str:
     return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
+def is_text(value: str) -> bool:
+    """Return whether a string can be a file's name, and stand in a file: no half of a character, no null."""
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """Return a deep copy of `data` as plain JSON-like data: mappings have string keys, numbers are finite.
 

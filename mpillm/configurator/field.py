@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 from disagg.errors import ConfigError, nearest
-from disagg.yaml_text import plain, value_text
+from disagg.yaml_text import is_text, plain, value_text
 from mpillm.configurator.effect import EVERYWHERE, Effect
 
 if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
@@ -183,6 +183,8 @@ class Field(Generic[T]):
 
     def parse(self, text: str, source: str) -> Any:
         """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
+        if not is_text(text):
+            raise ConfigError(f"{source} {text!a}: not UTF-8 text, or with a null character")
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:

@@ -89,6 +89,14 @@ def test_values_of_kinds_that_a_field_has_no_text_for(value: object) -> None:
             field.check(value, "a file")
 
 
+@pytest.mark.parametrize("text", ["a\0b", "half \ud800", "\udcff"])
+def test_a_text_can_be_written(text: str) -> None:
+    """A file can say what no command line can; a path of it raised errors of Python's."""
+    for name in ("model_path", "log_dir", "system_name", "stop_words"):
+        with pytest.raises(ConfigError, match=rf"^a file {name} .*: not UTF-8 text, or with a null"):
+            fields.BY_NAME[name].check(text, f"a file {name}")
+
+
 @pytest.mark.slow
 def test_mypy_knows_the_type_of_an_option(tmp_path: Path) -> None:
     (tmp_path / "uses.py").write_text(

@@ -193,6 +193,7 @@ def test_expert_parallel_size_as_in_trtllm(section: str, expert_size: int) -> No
 
 # Each text and what its message must say, besides the file.
 BAD = [
+    ('{model: "a\\0b", executors: {}}', "model: "),
     ("", "empty"),
     ("# only a comment", "empty"),
     ("- a\n- b", "(a list); must be a mapping"),
