@@ -33,7 +33,7 @@ from launch.environment import environment_of_this_node
 from launch.shared_files import mapped
 
 _LOOK_S = 0.2
-_STOPPED_S = 1.0  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
+_STOPPED_S = 0.6  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
 _KILL_S = 5.0  # for the guard to end what does not end by itself
 # By these no process ends on purpose; a server ends its pool of compilers by SIGTERM, for one.
 _FATAL = (
@@ -106,6 +106,7 @@ class OwnedServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a launcher that ends this process's group leaves the guard alone
             )
+        self._over = _Process(self._guard.pid, -1, "what stands over it", 0)
         self._watcher = threading.Thread(target=self._watch, name=f"watch {log.stem}", daemon=True)
         self._watcher.start()
 
@@ -146,6 +147,7 @@ class OwnedServer:
         self._stopping = True
         self._note_shared_memory()
         with contextlib.suppress(OSError):  # the guard has ended
+            self._guard.send_signal(signal.SIGCONT)
             self._line.sendall(f"{grace_s:g}\n".encode())
         self._watcher.join(_KILL_S)
         self._line.close()
@@ -245,12 +247,13 @@ class OwnedServer:
 
     def _stopped(self) -> str:
         now, ticks = time.monotonic(), 0
-        for process in self._processes.values():
+        for process in (self._over, *self._processes.values()):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = _stat(process.pid)
                 ticks += int(fields[11]) + int(fields[12])
                 process.resident = int(fields[21]) * _PAGE
-                process.name = _name(process.pid) or process.name  # a server may give itself another one
+                if process is not self._over:  # a server may give itself another one
+                    process.name = _name(process.pid) or process.name
                 if fields[0] not in ("T", "t"):
                     process.stopped_at = None
                 elif process.stopped_at is None:

@@ -158,7 +158,7 @@ class Hit:
         if one.whom == "owner":
             return re.search(r"\brank [12]\b", text) is not None
         if one.whom == "guard":
-            return f"its guard (pid {self.pid})" in text
+            return f"its guard (pid {self.pid})" in text or f"process {self.pid} (" in text
         # A parent that was faster to ask how its child has ended keeps it from others.
         how_known = how in text or "has ended, then the server" in text
         whole = f"({one.kind}): was ended by" in text

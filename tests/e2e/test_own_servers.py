@@ -16,6 +16,7 @@ import pytest
 from mpillm.roles.server import MOST_RESTARTS
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.e2e.test_serve import answer, post, serve, tokens_of
+from tests.helpers.owned import guards
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import (
     DONE,
@@ -187,6 +188,16 @@ def test_a_compiler_that_a_server_starts_may_end(one: Starter) -> None:
     assert command.end(60).must(DONE).result["errors"] == 0
 
 
+def test_what_stands_over_a_server_is_stopped(one: Starter) -> None:
+    command, _ = start(one, 2, *server("--worker", *SLOW))
+    wait_for_answers(command, 4)
+    (guard,) = guards(command)
+    os.kill(guard, signal.SIGSTOP)
+    ended = command.end(60, lingers=10).must(INSTANCE_LOST)
+    said = f"process {guard} (what stands over it) is stopped: kill -CONT {guard}"
+    assert said in ended.message, repr(ended)
+
+
 @pytest.mark.parametrize("victim", ["owner", "mpirun", "guard"])
 def test_nothing_stays_when_its_owner_is_killed(both: Starter, victim: str) -> None:
     command, _ = start(both, 3, *server("--worker", *SLOW))
@@ -204,9 +215,9 @@ def test_nothing_stays_when_its_owner_is_killed(both: Starter, victim: str) -> N
 
 
 def _guard(command: Command) -> int:
-    ranks = [pid for pid in command.pids() if b"server_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return min(
-        ranks, key=lambda pid: not {b"OMPI_COMM_WORLD_RANK=1", b"PMI_RANK=1"} & _parent_environment(pid)
+        guards(command),
+        key=lambda pid: not {b"OMPI_COMM_WORLD_RANK=1", b"PMI_RANK=1"} & _parent_environment(pid),
     )
 
 
