@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from mpillm.report.repeats import kept_prompts
+
 _TAKEN = {
     "others": "other processes used {others:.2g} of the {cores} cores of {host}",
     "stolen": "the host of {host}, a virtual machine, took {stolen:.2g} of its {cores} cores",
@@ -50,9 +52,10 @@ def server_checks(
     counted = asked and not any(client.get("retokenized") for client in clients)
     found: dict[str, tuple[str, bool]] = {}
     if not reuse_wanted:
-        cached = cached_prompts(result)
+        says, seen = _says(clients, "server_cached_tokens"), result.get("repeated_prompts")
+        cached = cached_prompts(result) or ("" if says or not seen else kept_prompts(seen))
         told = f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else ""
-        found["no_cached_prompts"] = told, _says(clients, "server_cached_tokens")
+        found["no_cached_prompts"] = told, says or bool(seen)
     if guesses_forbidden:
         found["no_guesses"] = _guesses(result), _says(clients, "server_accepted_guesses")
     found["no_failed_transfers"] = _failed_transfers(result), _says(clients, "server_failed_transfers")

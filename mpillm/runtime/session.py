@@ -25,6 +25,7 @@ from mpillm.report.doubts import doubts, server_checks
 from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
+from mpillm.report.repeats import repeated_prompts
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
@@ -177,6 +178,8 @@ class Session(RunSession):
         found["latency_limits"] = bool(limits) or any(
             asked[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
         )
+        if BackendRegistry.get(self._config.core_type).is_client:
+            found["repeated_prompts"] = repeated_prompts(rows)
         return found | ({"goodput": goodput(rows, limits, self._totals.lasted_s)} if limits else {})
 
     # --- the end ---
