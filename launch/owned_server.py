@@ -208,10 +208,14 @@ class OwnedServer:
     def _after(self, why: str) -> str:
         """Return how the server ended, after what else of it had just ended.
 
-        Its parent may have asked how that did, so that nobody else learns it, and it may be small.
+        Its parent may have asked how that did, so that nobody else learns it, and it may be small. But a
+        server that has got a deadly signal may itself start something, to write where it was.
         """
         at, text = self._gone
-        return f"{text}, then the server {why}" if text and time.monotonic() - at <= _BEFORE_S else why
+        if not text or time.monotonic() - at > _BEFORE_S:
+            return why
+        assert self.code is not None
+        return f"{why}; shortly before, {text}" if -self.code in _FATAL else f"{text}, then the server {why}"
 
     def _told_lost(self) -> str:
         return self._lost[0] if self._lost else ""

@@ -1,0 +1,37 @@
+"""What is said of an owned server's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from launch.command import Command
+from launch.owned_server import OwnedServer
+from tests.helpers.support import wait_until
+
+TRACES = """
+import os, signal, subprocess, time
+
+def trace(number, frame):
+    subprocess.run(["sleep", "0.6"])
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+signal.signal(signal.SIGSEGV, trace)
+print("up" * 3, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_server_that_writes_where_it_was(tmp_path: Path) -> None:
+    """As tritonserver, which starts a program for each line of its stack: none of those is the cause."""
+    server = OwnedServer(Command((sys.executable, "-c", TRACES)), tmp_path / "server.log")
+    try:
+        wait_until(lambda: "upupup" in server.tail() and server.pids, "it to be up")
+        os.kill(server.pids[0], signal.SIGSEGV)
+        why = wait_until(server.ended, "its end")
+    finally:
+        server.stop(1.0)
+    assert why.startswith("was ended by signal 11 (SIGSEGV)"), why
