@@ -212,9 +212,8 @@ class OwnedServer:
         server that has got a deadly signal may itself start something, to write where it was.
         """
         at, text = self._gone
-        if not text or time.monotonic() - at > _BEFORE_S:
+        if self.code is None or not text or time.monotonic() - at > _BEFORE_S:
             return why
-        assert self.code is not None
         return f"{why}; shortly before, {text}" if -self.code in _FATAL else f"{text}, then the server {why}"
 
     def _told_lost(self) -> str:

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from launch.command import Command
 from launch.owned_server import OwnedServer
 from tests.helpers.support import wait_until
@@ -23,6 +25,20 @@ signal.signal(signal.SIGSEGV, trace)
 print("up" * 3, flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
+def test_its_guard_is_what_has_ended(tmp_path: Path, number: int) -> None:
+    """Not a program of the server's that did so just before."""
+    words = "import subprocess, time\nwhile True: subprocess.run(['sleep', '0.3']); time.sleep(0.1)"
+    server = OwnedServer(Command((sys.executable, "-c", words)), tmp_path / "server.log")
+    try:
+        wait_until(lambda: server._gone[1], "a program to end")
+        os.kill(server._guard.pid, number)
+        why = wait_until(server.ended, "its end")
+    finally:
+        server.stop(1.0)
+    assert why == f"its guard (pid {server._guard.pid}) has ended"
 
 
 def test_a_server_that_writes_where_it_was(tmp_path: Path) -> None:
