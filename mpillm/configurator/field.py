@@ -200,7 +200,7 @@ class Field(Generic[T]):
             raise ConfigError(f"{source} '{text}': expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
-        except (ValueError, RecursionError) as error:
+        except (ArithmeticError, ValueError, RecursionError) as error:
             why = f" ({error})" if isinstance(error, Reason) else ""
             raise ConfigError(f"{source} {text}: expected {self._expected}{why}") from None
 
@@ -226,7 +226,8 @@ class Field(Generic[T]):
             value = os.fspath(value)
         try:
             text = value if isinstance(value, str) else self.text(value)
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that contains itself
+        # a number of hundreds of digits, a list that contains itself
+        except (ArithmeticError, ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: {error}") from None
         except (TypeError, AttributeError):  # a value of a kind that the field has no text for
             raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None

@@ -104,6 +104,7 @@ def _read_options(file: Path) -> None:
 @fuzz(
     changed(OPTIONS).map(yaml_text) | damaged([yaml_text(one) for one in OPTIONS], WORDS),
     refused_by=ConfigError,
+    found=[(b"goodput:\n  ttft: 1" + b"0" * 400,)],
 )
 def test_configuration_file_in_yaml(folder: Path, text: bytes) -> None:
     (file := folder / "options.yaml").write_bytes(text)
