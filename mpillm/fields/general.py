@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpillm.configurator import Options, option
-from mpillm.configurator.effect import ANY
+from mpillm.configurator.effect import ANY, Effect, Use
 from mpillm.configurator.parsers import accuracy, boolean, names
-from mpillm.fields.effects import REPORTED, used_by
+from mpillm.fields.effects import REPORTED, RUN, SERVE, used_by
 from mpillm.workloads import TARGETS, WORKLOADS
 
 # NVIDIA's and the submission checker's name for Server with a workload's interactive form.
@@ -36,6 +36,8 @@ class GeneralFields(Options, group="workload"):
         f" {INTERACTIVE} is Server with a workload's interactive form",
         names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
         default=("Offline",),
+        # of what serves, it chooses among a file's configurations alone
+        effect=Effect((Use((RUN,)), Use((SERVE,), needs=("config_file", ANY))), measured=False),
     )
     accuracy_target = option(
         "the share of the reference accuracy to reach: 0.99, 0.999", accuracy, default=0.99, effect=REPORTED

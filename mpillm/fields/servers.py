@@ -15,7 +15,7 @@ from mpillm.configurator.parsers import (
     shell_words,
     urls,
 )
-from mpillm.core_names import TRITON, TRTLLM_ENDPOINT
+from mpillm.core_names import TRITON, TRTLLM_DISAGG, TRTLLM_ENDPOINT
 from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
 from mpillm.servers.kinds import KINDS
 
@@ -60,6 +60,7 @@ class ServerFields(Options, group="server"):
         "where started endpoints and tritonservers, which ask for no key, listen; 0.0.0.0: at all addresses",
         choices=("127.0.0.1", "0.0.0.0"),
         default="127.0.0.1",
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON, measured=False),
     )
     server_port = option("port of a disaggregated leader", port, default=8000)
     worker_start_port = option(

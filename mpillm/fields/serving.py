@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpillm.configurator import Options, option
-from mpillm.configurator.effect import EVERYWHERE
+from mpillm.configurator.effect import ANY
 from mpillm.configurator.parsers import natural, port_or_any, positive, secret
-from mpillm.fields.effects import SERVED
+from mpillm.fields.effects import SERVE, SERVED, used_by
 
 
 class ServingFields(Options, group="serve", effect=SERVED):
@@ -25,7 +25,7 @@ class ServingFields(Options, group="serve", effect=SERVED):
         secret,
         disallow_argparse=False,
         from_environ="MPILLM_KV_SECRET",
-        effect=EVERYWHERE,
+        effect=used_by(commands=[SERVE], needs=("server_role", ANY), measured=False),
     )
     served_model_name = option(
         "the model's name in the API, or several with commas between them [default: the model's]"

@@ -21,6 +21,7 @@ TEXTS = {
     "goodput": "ttft:500",
     "server": "vllm",
     "harness": "aiperf",
+    "server_role": "context",
     "stop_words": "x",
     "end_ids": "7",
     "user_conf": "x",
@@ -61,7 +62,7 @@ def beside(field: Field) -> dict[str, str]:
         if use.needs and use.needs[1] is not ANY
     }
     for use in field.effect.uses:
-        if use.needs in (("server", ANY), ("harness", ANY)):
+        if use.needs in (("server", ANY), ("harness", ANY), ("server_role", ANY)):
             words[use.needs[0]] = TEXTS[use.needs[0]]
         if use.scenarios:
             words["scenarios"] = ",".join(use.scenarios)

@@ -88,6 +88,10 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
     named_in_vain = [one for one in idle(alone, "run") if one.name == "triton_num_frontends_per_model"]
     assert [one.is_error for one in named_in_vain] == [False], "servers that others have started"
     assert made["server_target_qps"]["serve"]["torch"] == "line"
+    assert (run["build_deadline"]["dummy"], run["build_deadline"]["torch"]) == ("line", "effect")
+    assert (run["server_host"]["torch"], run["server_host"]["trtllm_endpoint"]) == ("line", "effect")
+    assert {*run["kv_secret"].values()} == {"line"}, "halves of a server have it"
+    assert (made["scenarios"]["serve"]["torch"], run["scenarios"]["torch"]) == ("line", "effect")
 
 
 # Where a core computes, or asks what computes; `roles` and `run` read the rest for all cores.
