@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
             length = "" if best.full else ", by a short test only"
             said = f"{best.rate:.5g} per second{length}: {path_shown(Path(best.folder))}"
             print(f"\n{beside('best so far                ', said)}")
+        else:
+            print("\nno rate has been VALID so far")
         _leave_page(tests, record, None)
         print(beside("to go on: ", f"the same command with --log_dir {path_shown(tests.folder)}"), flush=True)
         raise

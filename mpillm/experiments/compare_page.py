@@ -11,7 +11,7 @@ import numpy as np
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
 from mpillm.experiments.intervals import STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
-from mpillm.report.numbers import milliseconds
+from mpillm.report.numbers import milliseconds, percent
 from mpillm.report.page.charts import MARKED, Chart
 from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
 from mpillm.report.page.facts import limits_ms
@@ -63,7 +63,7 @@ def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
             cell = one["runs"][i]
             if one["figure"] in _HEADLINES and cell is not None and cell.get("differs"):
                 judged = "better" if is_better(one["figure"], cell["change"]) else "worse"
-                change = f"{100 * cell['change']:+,.3g}\N{NO-BREAK SPACE}%"
+                change = f"{percent(cell['change'])}\N{NO-BREAK SPACE}%"
                 found.append(f"{one['figure']} {change} ({judged})")
         cells = [one["runs"][i] for one in result["figures"] if one["figure"] in _HEADLINES]
         none = (
@@ -137,9 +137,9 @@ def _axis(reach: float) -> Html:
     if not reach:
         return Html("")
     return Html(
-        f'<svg class="change" viewBox="0 0 200 18"><text x="4" y="13">{-100 * reach:+.3g} %</text>'
+        f'<svg class="change" viewBox="0 0 200 18"><text x="4" y="13">{percent(-reach)} %</text>'
         '<text x="100" y="13" text-anchor="middle">0</text>'
-        f'<text x="196" y="13" text-anchor="end">{100 * reach:+.3g} %</text></svg>'
+        f'<text x="196" y="13" text-anchor="end">{percent(reach)} %</text></svg>'
     )
 
 

@@ -17,6 +17,12 @@ def short(number: float) -> str:
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
+def percent(share: float) -> str:
+    """Return a change in percent: +0.05, -12.3, +8,224."""
+    value = 100 * share
+    return f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return 42 s, 12 min, 3.4 h."""
     if seconds < 180:

@@ -219,7 +219,7 @@ class Rank:
             versions={
                 "mpillm": __version__,
                 "Python": sys.version.split()[0],
-                "MPI": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
+                "MPI": " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0").split()),
             },
             usage_error=self._usage_error,
             digest=self._config.digest() if self._config else "",

@@ -152,6 +152,7 @@ def test_runs_that_another_command_starts(one: Starter) -> None:
     wait_until(lambda: re.search(said, command.out), "the progress of the run", 60.0)
     command.press_ctrl_c()
     lines = screen(command.end().must(130).out, 200)
+    assert "no rate has been VALID so far" in lines, lines
     assert any(line.startswith("to go on: ") for line in lines), lines
     assert not any("01-short" in line for line in lines), lines
 

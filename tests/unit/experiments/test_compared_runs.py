@@ -160,6 +160,16 @@ def test_few_requests_are_no_sameness(tmp_path: Path) -> None:
     assert "B against A: too few requests to tell." in (tmp_path / "compare.html").read_text()
 
 
+def test_a_change_of_thousands_of_percent_is_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The headline said +8.22e+03 %, the table below it +8,224 %."""
+    runs = [run(tmp_path / name, ttft, n=2000) for name, ttft in (("a", 0.01), ("b", 0.82))]
+    assert main(["compare", *map(str, runs), "--log_dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out + (tmp_path / "compare.html").read_text()
+    assert re.search(r"TTFT p99\s\+[78],\d{3}\s%", said) and not re.search(r"\de\+\d+\s%", said)
+
+
 def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:
     """Names of folders, options, and whatever stands in result.json: all texts, and a text for each value."""
 
