@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
+from tritonclient.grpc import service_pb2
+
+from mpillm.comms.messages import ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core import core as module
@@ -71,3 +77,34 @@ def test_both_names_of_the_number_of_clients(
         assert opened == {"a:1": n, "b:2": n}
     finally:
         core.notify_stop()
+
+
+def part(number: int, *tokens: int, is_last: bool = False) -> Any:
+    """Return a response as a decoupled model sends it."""
+    made = service_pb2.ModelInferResponse(id=str(number))
+    made.parameters["triton_final_response"].bool_param = is_last
+    made.outputs.add(name="output_ids", datatype="INT32", shape=[1, 1, len(tokens)])
+    made.raw_output_contents.append(np.array(tokens, np.int32).tobytes())
+    return made
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_tokens_behind_the_first_are_told_to_those_who_want_them(
+    live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind `serve` nothing waits for other answers, whatever the scenario."""
+    config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
+    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True))
+    stream: Any = SimpleNamespace(open={1})
+    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, live)
+    told = []
+    try:
+        for response in (part(1), part(1, 5, 6), part(1, 8), part(1, is_last=True)):
+            core._heard(stream, response, "")
+            if core.has_work() and (batch := core.poll_responses()) is not None:
+                told.append((int(batch.rows["flags"][0]), batch.tokens.tolist()))
+    finally:
+        core.notify_stop()
+    first, end = (int(ResponseFlag.FIRST), [5]), (int(ResponseFlag.FINAL), [5, 6, 8])
+    assert told == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
