@@ -11,7 +11,7 @@ import sys
 import aiohttp
 from aiohttp import web
 
-from mpillm.event_loop import new_loop
+from launch.event_loop import new_loop
 
 
 async def _serve(url: str) -> None:

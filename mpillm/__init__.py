@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpillm.version import __version__ as __version__
+
 MYPY = False  # which mypy takes for true: it would check all rooms as one circle
 if TYPE_CHECKING and not MYPY:  # for editors
     from mpillm.runs.from_python import Endpoint, Run, RunFailed, load, run, serve
 
-__version__ = "1.0.0rc1"
 __all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"]
 
 

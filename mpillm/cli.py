@@ -20,9 +20,9 @@ from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_co
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.outside import safe_stream
 from launch.signals import stop_signals
-from mpillm import __version__
 from mpillm.core_names import WINGS, brought, brought_by, lacks, package_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
+from mpillm.version import __version__
 
 COMMANDS = {
     "run": "run a test on the ranks of this mpirun or srun",

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from mpillm.event_loop import new_loop
+from launch.event_loop import new_loop
 
 _AT_ONCE = 4096  # connections
 _END_S = 10.0

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, cast
 
-from mpillm.event_loop import new_loop
+from launch.event_loop import new_loop
 
 MODEL = "null"
 _LENGTH = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)

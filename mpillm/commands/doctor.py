@@ -16,7 +16,6 @@ from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.places import RUNS
-from mpillm import __version__
 from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
 from mpillm.configurator import option
@@ -26,6 +25,7 @@ from mpillm.doctor.findings import Line, Status, World, report_lines, worst
 from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import seconds
 from mpillm.fields.results import OutputFields
+from mpillm.version import __version__
 
 _START_SHARE = 0.5  # of the deadline, for MPI_Init
 _LATE_S = 10.0  # after the deadline; then even rank 0 is stuck

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from launch.check_world import WrongLauncher, library_title
 from launch.environment import EXIT_FILE
 from launch.launcher import EveryRankError, find_launcher
-from mpillm import __version__
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+from mpillm.version import __version__
 
 Launches = Mapping[int, "LaunchFacts"]
 

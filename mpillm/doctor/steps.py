@@ -18,10 +18,10 @@ from launch.check_world import library_title
 from launch.children import Child, Children, tail
 from launch.command import Command
 from launch.launcher import EveryRankError
-from mpillm import __version__
 from mpillm.comms.start import mpi_library
 from mpillm.doctor.findings import Status
 from mpillm.errors import ExitCode
+from mpillm.version import __version__
 
 _TAIL = 120  # lines of a step's output
 _HAS = "This file has names of hosts, addresses and folders; no keys, no variables but these of Slurm."

@@ -18,7 +18,6 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
@@ -33,6 +32,7 @@ from mpillm.endpoint.prometheus import TEXT, ServeMetrics
 from mpillm.endpoint.protocol import Asked, Served, encode, read
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.roles.half import Arrival
+from mpillm.version import __version__
 
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.

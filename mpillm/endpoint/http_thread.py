@@ -14,13 +14,13 @@ from functools import partial
 from aiohttp import web
 
 from disagg.errors import ConfigError
+from launch.event_loop import new_loop
 from mpillm.comms.messages import Batch
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connection, Connections, raise_limit
 from mpillm.endpoint.frontend import Mailbox
 from mpillm.endpoint.http_errors import without_what_is_no_http
 from mpillm.endpoint.open_requests import OpenRequests
-from mpillm.event_loop import new_loop
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections not accepted yet

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mpillm
 from mpillm.report.machine import gpu_driver, operating_system
+from mpillm.version import __version__
 
 ENVIRONMENT = "environment.json"
 
-_SOURCE = Path(mpillm.__file__).parents[1]
+_SOURCE = Path(__file__).parents[2]
 # What programs of other people read, by the beginnings of their variables' names.
 _VARIABLES = ("CUDA_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "UCX_")
 _GIT_S = 5.0
@@ -27,7 +27,7 @@ def describe_environment(mpi: str | None = None) -> dict[str, Any]:
     `mpi`: the MPI library's version, which only a rank knows.
     """
     return {
-        "mpillm": mpillm.__version__,
+        "mpillm": __version__,
         "commit": _commit(),
         "python": sys.version.split()[0],
         "mpi": mpi,

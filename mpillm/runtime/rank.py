@@ -20,7 +20,6 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch import roll_call
 from launch.held_port import HeldPort
-from mpillm import __version__
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
@@ -45,6 +44,7 @@ from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter, GpuWatch
 from mpillm.telemetry.rank_sampler import RankSampler
 from mpillm.telemetry.recorder import Recorder
+from mpillm.version import __version__
 
 if TYPE_CHECKING:
     from mpillm.runtime.rank0 import Purpose, Rank0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import disagg
-from mpillm import __version__
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
@@ -27,6 +26,7 @@ from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned
+from mpillm.version import __version__
 
 if TYPE_CHECKING:
     from mpillm.roles.harness import Totals

@@ -20,7 +20,6 @@ from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from launch.owned_server import OwnedServer
-from mpillm import __version__
 from mpillm.errors import StageError
 from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
@@ -31,6 +30,7 @@ from mpillm.report.run_directory import path_shown
 from mpillm.roles.client_program import command_of
 from mpillm.submission.endpoint_rules import SEED_SETS, Regions
 from mpillm.submission.scores import Scores
+from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
 SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mpillm
 from disagg.errors import ConfigError
 from mpillm.files import read_object, replace_folder, write_json, write_text
 from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
@@ -28,10 +27,11 @@ from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import Problem
 from mpillm.submission.submitted_runs import Result, Run
 from mpillm.submission.system import unknown
+from mpillm.version import __version__
 from mpillm.workloads.rounds import Round
 
 _KEPT = 4096  # bytes kept at each end of an accuracy log
-_SOURCE = Path(mpillm.__file__).parents[1]
+_SOURCE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _readme(result: Result) -> str:
 def _source_readme(benchmark: str) -> str:
     return (
         f"# {benchmark}\n\n"
-        f"The program is mpillm {mpillm.__version__}, in ../mpillm. The commands of each scenario are in\n"
+        f"The program is mpillm {__version__}, in ../mpillm. The commands of each scenario are in\n"
         f"results/<system>/{benchmark}/<scenario>/README.md.\n"
     )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm import __version__
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.files import as_writable, read_json, write_json, write_text
@@ -20,6 +19,7 @@ from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1, reference_scores
 from mpillm.submission.targets import Check, check
+from mpillm.version import __version__
 
 COMPLETIONS = "mbxp_completions.json"
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. Rooms on one line do not import each other.
 ROOMS = """
-disagg mpillm.phases mpillm.event_loop
+disagg mpillm.phases mpillm.version
 launch mpillm.core_names mpillm.workloads mpillm.files mpillm.devices
 mpillm.errors mpillm.user_config mpillm.telemetry mpillm.configurator mpillm.servers mpillm.harnesses
 mpillm.fields mpillm.comms

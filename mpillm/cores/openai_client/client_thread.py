@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from mpillm.event_loop import new_loop
+from launch.event_loop import new_loop
 
 T = TypeVar("T")
 

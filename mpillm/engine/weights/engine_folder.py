@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mpillm
 from disagg.errors import ConfigError, about
 from mpillm.engine.model.read_config import architecture_of
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import digests, read_header, weight_files
 from mpillm.engine.weights.entries import Entry, rank_entries
 from mpillm.files import read_object
+from mpillm.version import __version__
 
 if TYPE_CHECKING:
     from mpillm.config.core_config import CoreConfig
@@ -100,7 +100,7 @@ def engine_json(
         **({"group_size": group} if group else {}),
     }
     return {
-        "version": mpillm.__version__,
+        "version": __version__,
         "format": FORMAT,
         "pretrained_config": pretrained | {"dtype": dtype, "mapping": mapping, "quantization": quantized},
         "build_config": flags,

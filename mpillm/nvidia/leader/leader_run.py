@@ -14,6 +14,7 @@ import aiohttp
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from disagg.world_plan import check_pairs
+from launch.event_loop import new_loop
 from launch.logs import log_to
 from launch.signals import Echoes
 from mpillm.config.disagg_values import router_arguments
@@ -22,7 +23,6 @@ from mpillm.config.run_config import RunConfig
 from mpillm.endpoint.admission import guard_of
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.errors import ExitCode
-from mpillm.event_loop import new_loop
 from mpillm.nvidia.leader.leader_service import LeaderService
 from mpillm.nvidia.leader.workers import Pool, Worker, wait_ready, watch
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool

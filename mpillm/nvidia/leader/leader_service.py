@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import aiohttp
 from aiohttp import web
 
-from mpillm import __version__
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE, flag, mapping, parse
@@ -28,6 +27,7 @@ from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram
 from mpillm.endpoint.shapes import DONE, error_event
 from mpillm.nvidia.leader.ask import Ask
 from mpillm.nvidia.leader.workers import Pool, Worker
+from mpillm.version import __version__
 
 _log = logging.getLogger(__name__)
 

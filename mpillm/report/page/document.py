@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mpillm import __version__
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
 from mpillm.report.run_directory import PAGE
+from mpillm.version import __version__
 
 ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
 CDF = "What share of the samples took at most so long. Log scale of time."
