@@ -28,7 +28,7 @@ from mpillm.harnesses.kinds import kind_of
 from mpillm.loadtest.load_test import Record
 from mpillm.report.run_directory import path_shown
 from mpillm.roles.client_program import command_of
-from mpillm.submission.endpoint_rules import SEED_SETS, Regions
+from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s
 from mpillm.submission.scores import Scores
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
@@ -140,7 +140,7 @@ class Curve:
         """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
         config = how_measured(folder)
         with as_written(folder / SUMMARY):
-            block = self.steady_state(read_object(folder / SUMMARY))
+            block = self.steady_state(read_object(folder / SUMMARY), concurrency)
         made = self.point(concurrency, config["min_duration"], config["warmup"])
         mine = {name: value for name, value in self.disclosure.items() if not _OF_A_POINT.fullmatch(name)}
         made |= {"steady_state": block} if block else {}
@@ -148,17 +148,19 @@ class Curve:
             raise ConfigError(f"--disclosure: r{concurrency}: expected an object, the fields of that point")
         write_yaml(folder / POINT, made | mine | own)
 
-    def steady_state(self, summary: Mapping[str, Any]) -> dict[str, Any] | None:
+    def steady_state(self, summary: Mapping[str, Any], concurrency: int) -> dict[str, Any] | None:
         """Return what the rules (4.4) want to know of a point's steady state.
 
         None: it was long enough for one, which MLCommons' detector finds in the client's events.
         """
         passes = summary["n_samples_issued"] // self.least
-        if passes >= _LEAST_PASSES:
-            return None
-        status = "insufficient_passes" if passes else "partial_dataset"
-        window = {"super_pass_size": self.least}
-        return {"status": status, "verdict": "not found", "window": window, "state": {}}
+        block = {"window": {"super_pass_size": self.least}, "state": {}}
+        if passes < _LEAST_PASSES:  # too few for any window
+            status = "insufficient_passes" if passes else "partial_dataset"
+            return {"status": status, "verdict": "not found", **block}
+        if (summary["duration_ns"] or 0) / _NS < min_duration_s(concurrency):
+            return {"status": "insufficient_duration", **block}
+        return None
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
         """Return `point.yaml`, without what the submitter discloses."""

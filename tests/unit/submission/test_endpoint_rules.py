@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
 from mpillm.loadtest.load_test import Record
-from mpillm.submission.endpoint_points import request_logs, result_summary
+from mpillm.submission.endpoint_points import Curve, request_logs, result_summary
 from mpillm.submission.endpoint_rules import (
     Regions,
     default_points,
@@ -95,3 +96,22 @@ def test_nothing_of_the_data_set_warms_up() -> None:
     again = warm_up_prompts(tokens, lengths, 40, seed=7)
     assert all(map(np.array_equal, made, again))
     assert not np.array_equal(made[0][:50], warm_up_prompts(tokens, lengths, 1, seed=8)[0][:50])
+
+
+@pytest.mark.parametrize(
+    ("passes", "seconds", "status"),
+    [
+        (0.9, 3000, "partial_dataset"),
+        (3.9, 3000, "insufficient_passes"),
+        (4, 599, "insufficient_duration"),
+        (4, 600, None),
+    ],
+)
+def test_what_a_point_can_say_of_a_steady_state_by_itself(
+    passes: float, seconds: float, status: str | None
+) -> None:
+    """Whether a point that is long enough has one is for MLCommons' detector to find."""
+    curve = Curve("Us", "1", "Box", "RDI", cast(Any, None), 48, cast(Any, None), "", "", 1000, {}, {})
+    summary = {"n_samples_issued": round(1000 * passes), "duration_ns": seconds * 1e9}
+    block = curve.steady_state(summary, 8)
+    assert (block or {}).get("status") == status
