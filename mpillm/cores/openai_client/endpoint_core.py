@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 # Answers that arrive closer together than this are passed on together. A message for each would cost the
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
+_MOST_LOGGED = 100  # requests that have failed alone: anyone may send more
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
@@ -105,6 +106,8 @@ class EndpointCore(LLMCore):
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._told: dict[int, Told] = {}  # by id, of open calls
+        self._may_fail_alone = False  # a request; what warms a server up may not
+        self._n_failed = 0  # requests, alone
         self._began(0.0)
 
     @classmethod
@@ -254,6 +257,7 @@ class EndpointCore(LLMCore):
     def start_test(self) -> None:
         assert self._thread is not None
         self._client.outlives_server = self.config.server_restarts
+        self._may_fail_alone = self.config.serves
         self._began(self._thread.cpu_s())
         if self._reader is not None:  # beside the first requests, which must not wait for it
             self._thread.post(self._reader.start)
@@ -429,9 +433,11 @@ class EndpointCore(LLMCore):
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        if self.config.serves and not isinstance(error, ServerGone) and self._is_alone(call):
+        if self._may_fail_alone and not isinstance(error, ServerGone) and self._is_alone(call):
             self._told.pop(call.id, None)
-            _log.error("request %d: %s", call.id, error)
+            self._n_failed += 1
+            if self._n_failed <= _MOST_LOGGED:
+                _log.error("request %d: %s", call.id, error)
             self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
             return
         self._failed = self._failed or error

@@ -10,7 +10,17 @@ import pytest
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.data.tokenizer import load_tokenizer
-from tests.helpers.endpoint_cores import CANCELLED, FINAL, FIRST, Rows, failure, requests, started
+from tests.helpers.endpoint_cores import (
+    CANCELLED,
+    FINAL,
+    FIRST,
+    Rows,
+    core_of,
+    failure,
+    refuses,
+    requests,
+    started,
+)
 from tests.helpers.scripted_server import (
     STREAM,
     Reply,
@@ -123,6 +133,15 @@ def test_a_request_that_is_refused_fails_alone() -> None:
         core.enqueue(requests([[1], [2], [3]], **LIVE))
         ended = {id_: (flags & ~FIRST, tokens) for id_, flags, tokens in Rows(core).until(3) if flags & FINAL}
         assert ended == {10: (FINAL, [1, 2, 3, 4]), 11: (FINAL | ERROR, []), 12: (FINAL | ERROR, [])}
+
+
+def test_a_server_that_refuses_what_warms_it_up_is_not_ready() -> None:
+    with ScriptedServer() as server, core_of(server.address, serves=True) as core:
+        core.load()
+        core.run_health_check()
+        server.completions = refuses("max_tokens")
+        core.enqueue(core.warm_up_requests())
+        assert "max_tokens" in failure(core)
 
 
 @pytest.mark.parametrize("serves", [False, True])
