@@ -206,6 +206,7 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
         command.process.send_signal(signal.SIGTERM)
         ended = command.end(TIMEOUT_S).must(DONE)
     assert (ended.result["samples"], ended.result["errors"]) == (2, 1)
+    assert ended.result["ttft_ms"]["p50"] > 0 and "not streamed" not in ended.out
 
 
 @pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)

@@ -84,7 +84,7 @@ class EndpointCore(LLMCore):
         super().__init__(config, comms)
         self._options = EndpointOptions.from_options(config.options)
         self._harness = type(self).config_class()
-        self.streams = self._harness.streaming
+        self.streams = self._harness.streaming or config.serves
         at_once = self._harness.max_concurrency or MOST_AT_ONCE
         self._urls, self._at_once = (
             share_of(self._harness.endpoint_urls, at_once, config.instance, config.n_instances)

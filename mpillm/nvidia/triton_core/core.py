@@ -76,7 +76,7 @@ class TritonGrpcCore(LLMCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._harness = TritonHarnessConfig()
-        self.streams = self._harness.streaming
+        self.streams = self._harness.streaming or config.serves
         at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
         self._urls, self._at_once = (
             share_of(self._harness.server_urls or (TRITON_URL,), at_once, config.instance, config.n_instances)
@@ -96,7 +96,7 @@ class TritonGrpcCore(LLMCore):
         self._number = itertools.count(1)
         self._frameworks: set[str] = set()  # of the servers' models
         self._answers = Answers()
-        self._gathers = not (self._harness.streaming or config.serves)
+        self._gathers = not self.streams
         at_once = self._at_once * len(self._urls) if self._gathers else 1
         self._gather = max(1, at_once // _GATHER_PART)
         self._next_watch = self._next_rows = 0.0
