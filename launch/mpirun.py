@@ -304,6 +304,9 @@ def main(
         if survive and interrupted is None and (started or supervisor.killed):
             if cause := _why(witness, supervisor, told, code, status):
                 code = INSTANCE_LOST
+            elif told == 0 and supervisor.killed:  # and what rank 0 printed may be lost with it
+                where = f": see {directory / 'result.json'}" if directory is not None else ""
+                say(f"{killed(supervisor.pid, supervisor.killed)}; the run had ended by then{where}")
         elif told is None and interrupted is not None:
             cause = Cause(f"interrupted ({title(interrupted)})")
     text = cause.text if cause else ""

@@ -448,6 +448,20 @@ def test_mpis_own_exit_code_is_none_of_ours(
     assert (said in capsys.readouterr().err) != joined
 
 
+def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The summary may be lost with it."""
+    beside = '"$(dirname "$MPILLM_EXIT_FILE")'
+    words = f'touch {beside}/started"; printf /none > {beside}/directory"; echo 0 > $MPILLM_EXIT_FILE'
+    fake = script(tmp_path / "mpirun", f"{words}; kill -9 $$")
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
+    assert mpirun.main(["-n", "2", "run"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "mpirun" in said and "ended by SIGKILL" in said
+    assert "; the run had ended by then: see /none/result.json" in said
+
+
 def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     line = ["/opt/venv/bin/mpirun", "-n", "3", *("--an_option", "its value") * 8, "x" * 90]
     text = wrapped(map(shlex.quote, line))
