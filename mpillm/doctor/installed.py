@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
 
 import disagg
+from mpillm.core_names import brought
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
 from mpillm.engine.kernels.c_library import compiler
 
@@ -25,6 +27,7 @@ class PackageFacts(NamedTuple):
     extras: dict[str, tuple[str, ...]]  # what each extra lacks
     versions: dict[str, str]  # of those that are there
     compiler: str | None = None  # of C
+    programs: tuple[tuple[str, str], ...] = ()  # others that are there, and what is wrong with each
 
 
 def package_facts() -> PackageFacts:
@@ -32,7 +35,7 @@ def package_facts() -> PackageFacts:
     try:
         requirements = metadata.requires("mpillm") or []
     except metadata.PackageNotFoundError:
-        return PackageFacts(None, {}, {}, compiler())
+        return PackageFacts(None, {}, {}, compiler(), _examined())
     required: dict[str, str] = {}
     extras: dict[str, list[str]] = {}
     versions: dict[str, str] = {}
@@ -53,7 +56,16 @@ def package_facts() -> PackageFacts:
         elif wrong and lacks is not None:
             lacks.append(name)
     lacking = {extra: tuple(lacks) for extra, lacks in extras.items()}
-    return PackageFacts(required, lacking, versions, compiler())
+    return PackageFacts(required, lacking, versions, compiler(), _examined())
+
+
+def _examined() -> tuple[tuple[str, str], ...]:
+    found = []
+    for program, place in brought("EXAMINED").items():
+        module, _, name = place.partition(":")
+        wrong = getattr(importlib.import_module(module), name)()
+        found += [] if wrong is None else [(program, wrong)]
+    return tuple(found)
 
 
 # --- checks ---
@@ -121,7 +133,17 @@ def c_compiler(installed: Installed, world: World) -> list[Line]:
     return by_verdict("C compiler", {rank: verdict(facts) for rank, facts in installed.items()})
 
 
-CHECKS = (packages, extras, same_packages, c_compiler)
+def programs(installed: Installed, world: World) -> list[Line]:
+    """Whether programs that are there, and load this Python's packages, can."""
+    found: dict[str, dict[int, Verdict]] = {}
+    for rank, facts in installed.items():
+        for name, wrong in facts.programs:
+            verdict = (Status.WARNING, wrong) if wrong else (Status.OK, "finds packages that fit")
+            found.setdefault(name, {})[rank] = Verdict(*verdict)
+    return [line for name, verdicts in found.items() for line in by_verdict(name, verdicts)]
+
+
+CHECKS = (packages, extras, same_packages, c_compiler, programs)
 
 
 def _version(name: str) -> str | None:

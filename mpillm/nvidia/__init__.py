@@ -27,6 +27,9 @@ SERVERS = {
 }
 """Kinds of servers that a run may start (--server)."""
 
+EXAMINED = {"tritonserver": "mpillm.nvidia.triton.embedded:examined"}
+"""Programs of which `mpillm doctor` says whether they fit: see `doctor.installed`."""
+
 RUNTIME_FLAGS = {
     "trtllm_endpoint": "mpillm.nvidia.flags:SERVE_FLAGS",
     "trtllm_disagg": "mpillm.nvidia.flags:SERVE_FLAGS",

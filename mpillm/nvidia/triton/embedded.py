@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.command import NotHere
 from mpillm.config.disagg_values import CORE
 from mpillm.config.run_config import RunConfig
 from mpillm.models.model_files import BuildConfig
-from mpillm.nvidia.triton.tritonserver import made_prefix
+from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix
 
 PYTHON = "python"
 """The `triton_backend` of the embedded engine."""
@@ -99,6 +100,15 @@ def numpy_note() -> str:
         " made for NumPy 1 hands them tensors with wrong contents, without an error; make triton installs one"
         " below 2"
     )
+
+
+def examined() -> str | None:
+    """Return what is wrong for the tritonserver of this machine; "" if nothing is, None if there is none."""
+    try:
+        find_tritonserver(None)
+    except NotHere:
+        return None
+    return numpy_note()
 
 
 def site_packages() -> str:

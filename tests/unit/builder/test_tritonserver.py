@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mpillm.doctor.findings import Status, World
+from mpillm.doctor.installed import package_facts, programs
 from mpillm.nvidia.triton.embedded import numpy_note, site_packages
 from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix
 
@@ -22,6 +24,7 @@ def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(prefix / purelib))
     monkeypatch.setattr(sys, "prefix", str(prefix))
     assert site_packages() == str(prefix / purelib)
+    assert programs({0: package_facts()}, World({0: "a"})) == [], "the doctor sees no tritonserver here"
     made = tmp_path / "triton"
     (made / purelib).mkdir(parents=True)
     (made / "bin").mkdir()
@@ -35,5 +38,8 @@ def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: p
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
         assert (f"models find NumPy {version} in {made}" in numpy_note()) == noted
+        (line,) = programs({0: package_facts()}, World({0: "a"}))
+        assert (line.check, line.status) == ("tritonserver", Status.WARNING if noted else Status.OK)
+        assert not noted or line.text == numpy_note()
         (info / "METADATA").unlink()
         info.rmdir()
