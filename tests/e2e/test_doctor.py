@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.support import DONE, PYTHONS, USAGE, Ended, Starter, wait_until
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    PYTHONS,
+    USAGE,
+    Ended,
+    Starter,
+    wait_until,
+)
 
 FAILED = 1
 
@@ -61,8 +70,26 @@ def test_too_small_a_dev_shm(one: Starter) -> None:
     assert found["shared memory"][0]["status"] == "failure"
     head = [*small, one.python, "-m", "mpillm", "mpirun", "-n", 2, "run", "--core_type", "dummy"]
     ended = one.command([*head, "--log_dir", one.folder / "run"]).end()
-    assert ended.code != DONE
+    assert ended.code in (NOT_READY, INSTANCE_LOST), "not MPI's own"
     assert ended.messages[0].startswith("mpillm: doctor: shared memory: /dev/shm has 1.0 MB free of 1.0 MB")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user")
+def test_hardly_a_process_may_start(one: Starter) -> None:
+    """As with ``ulimit -u 15``: of a user of its own, who may read all; the limit counts all of a user's."""
+    may = "+dac_override"
+    user = [
+        "setpriv",
+        "--reuid=54321",
+        f"--inh-caps={may}",
+        f"--ambient-caps={may}",
+        f"--bounding-set=-all,{may}",
+    ]
+    words = [one.python, "-m", "mpillm", "doctor", "--json", "--log_dir", one.folder]
+    ended = one.command(["prlimit", "--nproc=15", *user, *words]).end().must(DONE)
+    (line,) = told(ended)["processes"]
+    assert line["status"] == "warning" and "ulimit -u" in line["advice"]
+    assert "Traceback" not in ended.err
 
 
 def test_a_run_without_a_gpu_is_explained(one: Starter) -> None:
