@@ -229,6 +229,7 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
         options.ready_deadline,
         options.stall_timeout,
     ) as client:
+        _check_model(curve, output, points, client.endpoint.model)
         for c in todo:
             if not _is_measured(curve.folder(output, c)):
                 failed += _point(options, curve, c, client, dataset, workload)
@@ -243,23 +244,34 @@ _MEASURED = (
     "harness",
 )
 
+_MODEL_THERE = "served_model"  # in its notes
+_CURE = "remove it, or choose another --submission_id"
+
 
 def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None:
     """Raise ConfigError if a point in the folder was measured with other options, or is not of the curve."""
     results = curve.folder(Path(options.output or ""), 1).parent
-    cure = "remove it, or choose another --submission_id"
     for file in sorted(results.glob(f"r[0-9]*/{CONFIG}")):
         folder, config = file.parent, how_measured(file.parent)
         c = int(folder.name[1:])
         if c not in points:
-            raise ConfigError(f"{folder} is no point of this curve (--concurrency): {cure}")
+            raise ConfigError(f"{folder} is no point of this curve (--concurrency): {_CURE}")
         asked = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
         for name, value in asked.items():
             if (was := config.get(name)) != value:
                 said = "without" if was is None else "with"
                 had = "" if was is None else f" {was}"
                 this = "without" if value is None else value
-                raise ConfigError(f"{folder} was measured {said} --{name}{had}, this is {this}: {cure}")
+                raise ConfigError(f"{folder} was measured {said} --{name}{had}, this is {this}: {_CURE}")
+
+
+def _check_model(curve: Curve, output: Path, points: Sequence[int], model: str) -> None:
+    """Raise ConfigError if a point was measured when the server had another model, which no option says."""
+    for folder in (curve.folder(output, c) for c in points):
+        if _is_measured(folder) and (was := how_measured(folder).get(_MODEL_THERE, model)) != model:
+            raise ConfigError(
+                f"{folder} was measured with the server's model {was}, now it has {model}: {_CURE}"
+            )
 
 
 def _lasts(options: _Options, c: int) -> float:
@@ -321,7 +333,7 @@ def _point(
         "link_logs": WARMUP,
     }
     stated = {name: value for name, value in options.values.items() if value is not None}
-    notes = stated | {"min_duration": lasts, "warmup": warmed_up}
+    notes = stated | {"min_duration": lasts, "warmup": warmed_up, _MODEL_THERE: client.endpoint.model}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     if options.harness:

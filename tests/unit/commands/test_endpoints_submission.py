@@ -107,7 +107,24 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
             assert main([*command, *more]) == 2
             error = capsys.readouterr().err
             assert said in error and "another --submission_id" in error, error
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+        noted = yaml.safe_load((folder / "r1" / "config.yaml").read_text())
+        assert noted["served_model"]
+        (folder / "r1" / "config.yaml").write_text(yaml.safe_dump(noted | {"served_model": "another"}))
+        (folder / "r48" / "result_summary.json").unlink()
+        assert main([*command, "--min_duration", "0.01"]) == 2
+        assert "r1 was measured with the server's model another, now it has " in capsys.readouterr().err
+
+
+def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
+    """One that is in neither list would be taken without effect where points are there."""
+    of_points = {*endpoints_submission._MEASURED, "min_duration", "concurrency"}
+    folders = {"output", "submitter", "submission_id", "system_name"}
+    written_anew = {"division", "system_description", "system_power", "disclosure", "src", "docs"}
+    written_anew |= {"target_cohort", "max_supported_concurrency"}
+    waits = {"ready_deadline", "stall_timeout"}
+    every = {field.name for field in endpoints_submission._Options.declared()}
+    assert every == of_points | folders | written_anew | waits
 
 
 @pytest.mark.parametrize(
