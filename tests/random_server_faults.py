@@ -200,7 +200,7 @@ def heard(one: Round, command: Command, n: int) -> bool:
     if command.process.poll() is not None or "failed in phase" in command.err:
         return True
     if one.policy == "continue":
-        return "goes on without" in command.err + command.out
+        return "\n  lost " in command.out
     return said_in_logs(command, "it is started again") >= n
 
 
