@@ -5,7 +5,8 @@ KIND is vllm, of the environment that `tools.install_peers` has made (MPILLM_PEE
 triton`. Each round is a run with one server or two, which is hit in a phase: any process of a server, what
 stands over it, or the rank that owns it is killed or stopped, while up to 4 processes take the cores. The run
 must name it and nobody else, end in time, or go on as --on_instance_loss says, and leave no process. vLLM
-serves a model of two layers with random weights, so that each start costs little but its imports.
+serves a model of two layers with random weights, and forks its processes, so that a start costs its imports
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from tests.helpers.campaign import parser_of, play_all, taken_cores
 from tests.helpers.owned import guards, parent_of, started_at, title_of
-from tests.helpers.peer_programs import on_cpus, tiny_llama
+from tests.helpers.peer_programs import forking_vllm, tiny_llama
 from tests.helpers.real_triton import TRITONSERVER
 from tests.helpers.support import (
     DONE,
@@ -98,7 +99,7 @@ def start(one: Round, starter: Starter) -> Command:
             2,
             *words,
             core="trtllm_endpoint",
-            env={**on_cpus(), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+            env=forking_vllm(starter.folder / "bin"),
         )
     starter.mpillm(
         *("generate-triton-config", "--model_path=tiny-llama", f"--scenarios={one.scenario}"),

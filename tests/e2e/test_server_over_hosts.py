@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_host_kills import _kill as kill_daemon
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.e2e.test_own_servers import TEST
 from tests.helpers.clusters import OnHosts
+from tests.helpers.owned import words_of
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, make_samples, wait_until
 from tools.hosts import Hosts
@@ -83,3 +85,19 @@ def test_a_part_that_is_killed_in_load(on_hosts: OnHosts) -> None:
     os.kill(part_on(on_hosts.hosts, "h2"), signal.SIGKILL)
     ended = command.end(WITHIN_S).must(NOT_READY)
     assert "h2, pid " in ended.message and "part 2 of 2): was ended by signal 9" in ended.message, repr(ended)
+
+
+def test_nothing_of_a_server_stays_on_a_host_that_loses_its_daemon(on_hosts: OnHosts) -> None:
+    """Its owner ends with the daemon, and it with its owner."""
+    command, _ = start(on_hosts, "--worker", "--pause_s", 0.3)
+    wait_for_answers(command, 4)
+    part_on(on_hosts.hosts, "h2")
+    kill_daemon(on_hosts.hosts, "h2", "prted", "hydra_pmi_proxy")
+    ended = command.end(WITHIN_S, lingers=60.0)
+    assert ended.code != DONE and "h2" in ended.err, repr(ended)
+
+    def left() -> list[int]:
+        words = (b"small_server\0", b"time.sleep(600)", b"server_guard")
+        return [pid for pid in on_hosts.hosts.processes("h2") if any(word in words_of(pid) for word in words)]
+
+    wait_until(lambda: not left(), f"processes {left()} to end", WITHIN_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 from tests.helpers.make_checkpoint import make_tokenizer
@@ -21,6 +22,28 @@ def on_cpus() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+
+
+_FORKS = """import multiprocessing
+
+_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
+"""
+
+
+def forking_vllm(folder: Path) -> dict[str, str]:
+    """Return an environment, as `on_cpus`, with a vLLM whose processes are forked.
+
+    Its build for CPUs starts each anew, which imports PyTorch and vLLM: most of what a start takes.
+    """
+    (folder / "site").mkdir(parents=True)
+    (folder / "site" / "sitecustomize.py").write_text(_FORKS)
+    (program := folder / "vllm").write_text(
+        f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(folder / "site"))} exec {FOLDER / "bin" / "vllm"} "$@"\n'
+    )
+    program.chmod(0o755)
+    found = {**on_cpus(), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return found | {"PATH": f"{folder}{os.pathsep}{found['PATH']}"}
 
 
 def tiny_llama(folder: Path) -> Path:
