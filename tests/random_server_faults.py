@@ -43,7 +43,7 @@ WITHIN_S = 240.0
 NUMBERS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV)
 PHASES = ("load", "load", "health", "warmup", "test", "test", "test", "drain")
 BEFORE = {"load": "join", "health": "load", "warmup": "health", "test": "ready", "drain": "test"}
-TEST_S = 30
+TEST_S = {"vllm": 30, "tritonserver": 12}  # a server that is started again takes long
 MOST_AGAIN = 2  # hits of a run whose server is started again
 
 
@@ -89,7 +89,7 @@ def start(one: Round, starter: Starter) -> Command:
     words += ["--on_instance_loss", one.policy, "--grace", 1.5, "--save_outputs"]
     words += ["--server_target_qps", 4] if one.scenario == "Server" else []
     brief = one.phase == "drain"
-    words += ["--min_duration", 0 if brief else TEST_S]
+    words += ["--min_duration", 0 if brief else TEST_S[one.kind]]
     words += ["--min_query_count", 4 if brief else 64 if one.scenario == "Server" else 20_000]
     if one.kind == "vllm":
         words += ["--server", "vllm", "--model_path", tiny_llama(starter.folder / "tiny")]
