@@ -101,3 +101,16 @@ def test_nothing_of_a_server_stays_on_a_host_that_loses_its_daemon(on_hosts: OnH
         return [pid for pid in on_hosts.hosts.processes("h2") if any(word in words_of(pid) for word in words)]
 
     wait_until(lambda: not left(), f"processes {left()} to end", WITHIN_S)
+
+
+def test_a_client_on_another_host_than_its_server(on_hosts: OnHosts) -> None:
+    samples = make_samples(on_hosts.starter.folder / "samples.jsonl", range(1, 65))
+    words = [sys.executable, "-m", "tests.helpers.small_server", "--host", "{host}", "--port", "{port}"]
+    line = " ".join(words)
+    test = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4, "--clients_per_server", 2]
+    ended = on_hosts.start("h1:2,h2:1", "run", "--server", f"command:{line}", *test).end(WITHIN_S).must(DONE)
+    plan = ended.json("plan.json")["ranks"]
+    assert [(rank["node"], rank["server"]) for rank in plan[1:]] == [("h1", 0), ("h2", 0)]
+    outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert outputs == {i: answer_of(prompt, 6) for i, prompt in enumerate(samples.prompts)}
+    assert min(client["samples"] for client in ended.result["per_instance"]) > 0
