@@ -13,15 +13,16 @@ import pytest
 
 from mpillm.data.tokenizer import load_tokenizer
 from tests.e2e.test_instance_loss import wait_for_answers
-from tests.helpers.clusters import OnHosts, or_skip
+from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
 from tests.helpers.owned import guards, words_of
-from tests.helpers.peer_programs import on_cpus, tiny_llama
+from tests.helpers.peer_programs import forking_vllm, on_cpus, tiny_llama
 from tests.helpers.support import DONE, Command, Starter, descendants, make_samples, wait_until
 from tests.peers.conftest import TIMEOUT_S, Program, Says
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
 from tests.random_server_faults import Round, play
 from tools.hosts import hosts
+from tools.slurm import slurm
 
 pytestmark = pytest.mark.peers
 
@@ -161,6 +162,23 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
     say(f"two runs of vLLM at once: ports {ports}")
     assert all((result["status"], result["errors"]) == ("VALID", 0) for result in results)
     assert len({port for (port,) in ports}) == 2
+
+
+def test_under_slurm(one: Starter, say: Says) -> None:
+    """srun on two nodes, each with a vLLM."""
+    data = make_samples(one.folder / "samples.jsonl", range(9, 41))
+    model, folder = tiny_llama(one.folder / "tiny"), one.folder / "run"
+    words = ("--dataset_path", data.path, "--model_path", model, "--min_duration", 0, "--max_output_len", 8)
+    with or_skip(slurm(2)) as cluster:
+        under = UnderSlurm(cluster, one)
+        env = forking_vllm(one.folder / "bin")
+        command = under.start(["-n", 3, "-N", 2], "run", *words, *TINY, "--log_dir", folder, env=env)
+        ended = command.end(TIMEOUT_S).must(DONE)
+    owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
+    samples = [client["samples"] for client in ended.result["per_instance"]]
+    say(f"vLLM on two nodes of a Slurm: Offline {ended.result['status']}, {samples} samples")
+    assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    assert sum(samples) == 32 and min(samples) > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
