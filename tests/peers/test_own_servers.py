@@ -155,8 +155,10 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
     data = make_samples(one.folder / "samples.jsonl", range(9, 41))
     model = tiny_llama(one.folder / "tiny")
     words = ("--dataset_path", data.path, "--model_path", model, "--min_duration", 0, "--max_output_len", 8)
-    folders = [one.folder / f"run{index}" for index in range(2)]
-    runs = [one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder) for folder in folders]
+    folders, env = [one.folder / f"run{index}" for index in range(2)], forking_vllm(one.folder / "bin")
+    runs = [
+        one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder, env=env) for folder in folders
+    ]
     results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
     ports = [re.findall(r"--port (\d+)", (folder / "server_0.log").read_text()) for folder in folders]
     say(f"two runs of vLLM at once: ports {ports}")
