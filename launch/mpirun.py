@@ -335,5 +335,6 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
         return Cause(text)
     if told is not None:
         return None
-    end = f"rank 0 ended without an exit code: it was killed or crashed (mpirun ended with {status})"
+    where = witness.where(0)
+    end = f"rank 0 ended without an exit code{where}: it was killed or crashed (mpirun ended with {status})"
     return Cause(end, 0)

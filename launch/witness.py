@@ -111,6 +111,11 @@ class Witness:
         how = f" ({_name(self._status - 128)})" if self._status > 128 else ""
         return self._lost(self.host, how)
 
+    def where(self, rank: int) -> str:
+        """Say on which host a rank is, as `` on h1``; "" if that is this one, or not known."""
+        host = self._roll_call.hosts().get(rank) if self._roll_call is not None else None
+        return f" on {host}" if host else ""
+
     def before_rank_0(self, status: int) -> str:
         """Name who has ended before rank 0, which had no time to do so; "" if nobody is known to have.
 

@@ -157,6 +157,8 @@ def _write_files(folder: Path, made: Hosts, cpus: int) -> None:
         (folder / f"tmp.{host}").mkdir()
     conf = _CONF.format(folder=folder, nodes=",".join(made.names), cpus=cpus)
     (folder / "slurm.conf").write_text(conf, encoding="ascii")
+    # Nothing here uses control groups; the other plugin, chosen by what the machine has, wants systemd.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="ascii")
 
 
 class _Daemons:

@@ -149,6 +149,14 @@ def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest
     assert said == "rank 2 on h2 has ended; then mpirun, with 137, and all ranks"
 
 
+def test_where_a_rank_is(roll_call: RollCall) -> None:
+    assert (Witness(roll_call).where(2), Witness(roll_call).where(9), Witness().where(0)) == (
+        " on h2",
+        "",
+        "",
+    )
+
+
 def test_a_killed_mpirun() -> None:
     assert killed(7, signal.SIGSEGV) == "mpirun (pid 7) was ended by SIGSEGV, and so were all ranks"
     assert "signal 99" in killed(7, 99)
