@@ -151,7 +151,7 @@ def test_clean_runs_are_not_doubted(
         if i % 2:
             (conf := one.folder / "user.conf").write_text(USER_CONF)
             words += ["--scenarios", "Server", "--server_target_qps", 10, "--user_conf", conf]
-            words += ["--min_query_count", 16]
+            words += ["--min_query_count", 64]
         result = one.run(2 + i % 2, *words, core="trtllm_endpoint", timeout=TIMEOUT_S).must(DONE).result
         checks = result["server_checks"]
         doubts = [doubt for doubt in result["doubts"] if not doubt.startswith("disturbed")]
