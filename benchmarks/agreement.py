@@ -175,7 +175,8 @@ def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
         if len(prompt) < 2 or len(step.tokens) + len(prompt) > min(_MOST_ROWS, core.config.max_num_tokens):
             break
         n_blocks = -(-len(prompt) // core.config.tokens_per_block)
-        step.spans.append(Span(slot, 0, len(prompt), 0, list(range(block, block + n_blocks))))
+        blocks = list(range(block, block + n_blocks))
+        step.spans.append(Span(slot, 0, len(prompt), 0, blocks, near=blocks))
         step.tokens += prompt
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))

@@ -220,7 +220,8 @@ def _logits(core: Any, texts: Tokens) -> Any:
     step, block = Step(), 1
     for slot, text in enumerate(texts):
         n_blocks = -(-len(text) // core.config.tokens_per_block)
-        step.spans.append(Span(slot, 0, len(text), 0, list(range(block, block + n_blocks))))
+        blocks = list(range(block, block + n_blocks))
+        step.spans.append(Span(slot, 0, len(text), 0, blocks, near=blocks))
         step.tokens += text
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))

@@ -12,8 +12,11 @@ from typing import NamedTuple
 from disagg.errors import ConfigError
 from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.cache.kv_cache import NULL_BLOCK
+from mpillm.engine.cache.near_blocks import n_unseen
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.speculation.eagle import EagleDrafter
@@ -143,6 +146,14 @@ def _admit(engine: Engine, sequence: Sequence) -> None:
     engine.scheduler.admit(sequence)
 
 
+def _near_tables(part: ModelPart, n_cached: int, ends: list[int], size: int) -> list[list[int]]:
+    """Return the near blocks of sequences with so many tokens that grow to `ends`, if the model has any."""
+    if part.near is None:
+        return []
+    blocks, n_gone = itertools.count(1), n_unseen(n_cached, part.info.config.near_window, size)
+    return [[NULL_BLOCK] * n_gone + list(itertools.islice(blocks, -(-end // size) - n_gone)) for end in ends]
+
+
 _STEPS = 12
 _WARM_UP = 3
 
@@ -164,9 +175,13 @@ def mixed_step(worker: Worker, batch: int, context: int, piece: int, tokens_per_
     blocks = itertools.count(1)
     tables = [list(itertools.islice(blocks, -(-end // tokens_per_block))) for end in ends]
 
+    near = _near_tables(worker.part, context, ends, tokens_per_block)
+
     def step(is_first: bool) -> Step:
         spans = [
-            Span(slot, context, n, 0 if is_first else len(table), table if is_first else [])
+            Span(slot, context, n, 0, table, n_near_told=0, near=near[slot] if near else [])
+            if is_first
+            else Span(slot, context, n, len(table))
             for slot, (n, table) in enumerate(zip(counts, tables, strict=True))
         ]
         return Step(spans, [1] * sum(counts), list(itertools.accumulate(counts, initial=-1))[1:])

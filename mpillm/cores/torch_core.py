@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
     from mpillm.engine.cache.kv_cache import KVCache
+    from mpillm.engine.cache.two_caches import TwoCaches
     from mpillm.engine.engine import Engine
     from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
@@ -120,7 +121,7 @@ class TorchCore(LLMCore):
         worker = self.worker = self._make_worker()
         max_moving_tokens = None if c.gpu_bytes is None else self.info.kv_cache_tokens // _CACHE_TO_BUFFERS
         if self._handoff is not None:
-            worker.transfers = self._make_transfers(worker.part.cache, *self._handoff)
+            worker.transfers = self._make_transfers(worker.part.handed_over, *self._handoff)
         worker.warm_up(c.max_num_tokens)
         if self._leads:
             limits = EngineLimits(
@@ -141,7 +142,7 @@ class TorchCore(LLMCore):
         else:
             self._runs = Follower(worker)
 
-    def _make_transfers(self, cache: KVCache, mover: Mover, peers: dict[int, Peer]) -> Transfers:
+    def _make_transfers(self, cache: KVCache | TwoCaches, mover: Mover, peers: dict[int, Peer]) -> Transfers:
         from mpillm.engine.handoff.transfer import Transfers, partners
 
         config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
@@ -155,7 +156,7 @@ class TorchCore(LLMCore):
         ranks = partners(config, layout, peers.values(), sends=sends)
         peer_mover = PeerMover.connected(mover.comm, ranks, cache, sends=sends)
         mover = NcclMover.connected(mover.comm, ranks - peer_mover.ranks, sends=sends)
-        most_bytes = (cache.keys.nbytes + cache.values.nbytes) // _CACHE_TO_BUFFERS
+        most_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
         return Transfers(
             cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, block_mover=peer_mover
         )

@@ -13,6 +13,7 @@ import torch
 
 from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.cache.near_blocks import NearBlocks
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
@@ -50,7 +51,14 @@ class Engine:
         self._peers = worker.peers
         self._n_stages = worker.part.groups.layout.pp_size
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
-        self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
+
+        def allocator(n_blocks: int) -> BlockAllocator:
+            return PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
+
+        self.blocks = allocator(n_blocks)
+        self.near: NearBlocks | None = None
+        if info.near_tokens:
+            self.near = NearBlocks(allocator(info.near_tokens // size), info.config.near_window, size)
         self.scheduler = Scheduler(
             self.blocks,
             size,
@@ -62,10 +70,13 @@ class Engine:
             limits.chunking,
             # A head's only layer sees all tokens, and its cache has the same blocks.
             0 if info.feature_layers else info.config.widest_window,
+            self.near,
         )
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()
-        self.handoffs = EngineHandoffs(self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens)
+        self.handoffs = EngineHandoffs(
+            self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens, self.near
+        )
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
@@ -161,6 +172,8 @@ class Engine:
             plan = self.speculation.add_drafts(plan)
         if plan or self.handoffs.has_orders():
             sequences = [sequence for sequence, _ in plan]
+            if self.near is not None:
+                self.near.cover(plan)
             step, sampled = Step.of(plan)
             step.transfers = self.handoffs.take_orders(sampled)
             self.scheduler.publish(plan)

@@ -7,6 +7,7 @@ bytes as `KVCache.read` returns them; both ends know their sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,15 @@ from mpillm.engine.step import Span, Step
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
-# A step as int32: the head, a row for each span, the spans' blocks, a row for each transfer, the transfers'
-# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy; then, if there is
-# something special, what `_special_numbers` makes of it. As `Step.of` makes them, a span's last rows are
-# wanted, and the first of those are the ones that must not get an end token.
+# A step as int32: the head, a row for each span, the spans' blocks, each with its near ones behind them, a
+# row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each wanted
+# row, unless all are greedy; then, if there is something special, what `_special_numbers` makes of it. As
+# `Step.of` makes them, a span's last rows are wanted, and the first of those are the ones that must not get
+# an end token.
 _HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
-_SPAN = 7  # slot, cached, new, blocks told before, blocks told now, rows wanted, how many must not end
-_TRANSFER = 6  # kind, ticket, peer, slot, tokens, blocks
+# Slot, cached, new, blocks told before, told now, near ones likewise, rows wanted, how many must not end.
+_SPAN = 9
+_TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, near blocks
 _SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_special_numbers`' lists
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
@@ -52,6 +55,7 @@ class Room(NamedTuple):
     head: int
     n_tokens: int
     blocks: list[int]
+    near: Sequence[int] = ()  # of layers with a window
 
 
 def _write_step(step: Step) -> Buffer:
@@ -70,13 +74,16 @@ def _write_step(step: Step) -> Buffer:
         while i < len(step.wanted) and step.wanted[i] < end:
             i += 1
         n_not_end = len(not_end.intersection(range(first, i)))
-        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks), i - first, n_not_end
+        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks)
+        numbers += span.n_near_told, len(span.near), i - first, n_not_end
     for span in step.spans:
         numbers += span.blocks
+        numbers += span.near
     for t in step.transfers:
-        numbers += t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks)
+        numbers += t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks), len(t.near)
     for t in step.transfers:
         numbers += t.blocks
+        numbers += t.near
     numbers += step.tokens
     rows = [
         (p.temperature, p.top_k, p.top_p, p.seed, place)
@@ -129,19 +136,23 @@ def _read_step(buffer: Buffer) -> Step:
     n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, n_special = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
     for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
-        slot, n_cached, n_new, n_told, n_blocks, n_wanted, n_not_end = row
-        blocks = numbers[at : at + n_blocks].tolist()
-        step.spans.append(Span(slot, n_cached, n_new, n_told, blocks, is_few=n_wanted > 1))
-        at += n_blocks
+        slot, n_cached, n_new, n_told, n_blocks, n_near_told, n_near, n_wanted, n_not_end = row
+        blocks = numbers[at : at + n_blocks + n_near].tolist()
+        near = blocks[n_blocks:]
+        step.spans.append(
+            Span(slot, n_cached, n_new, n_told, blocks[:n_blocks], n_wanted > 1, n_near_told, near)
+        )
+        at += n_blocks + n_near
         end += n_new
         step.not_end += range(len(step.wanted), len(step.wanted) + n_not_end)
         step.wanted += range(end - n_wanted, end)
     heads = numbers[at : at + n_transfers * _TRANSFER]
     at += len(heads)
-    for kind, ticket, peer, slot, length, n_blocks in heads.reshape(-1, _TRANSFER).tolist():
-        blocks = numbers[at : at + n_blocks].tolist()
-        step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, blocks))
-        at += n_blocks
+    for kind, ticket, peer, slot, length, n_blocks, n_near in heads.reshape(-1, _TRANSFER).tolist():
+        blocks = numbers[at : at + n_blocks + n_near].tolist()
+        of_both = blocks[:n_blocks], blocks[n_blocks:]
+        step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, *of_both))
+        at += n_blocks + n_near
     step.tokens = numbers[at : at + n_tokens].tolist()
     at += n_tokens
     if n_sampled:
@@ -167,15 +178,16 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
 def _write_rooms(rooms: list[Room]) -> Buffer:
     numbers: list[int] = []
     for room in rooms:
-        numbers += *room[:4], len(room.blocks), *room.blocks
+        numbers += *room[:4], len(room.blocks), len(room.near), *room.blocks, *room.near
     return _bytes(np.array(numbers, np.int32))
 
 
 def _read_rooms(buffer: Buffer) -> list[Room]:
     numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
-        tag, layer, head, n_tokens, n_blocks = numbers[at : (at := at + 5)]
-        rooms.append(Room(tag, layer, head, n_tokens, numbers[at : (at := at + n_blocks)]))
+        tag, layer, head, n_tokens, n_blocks, n_near = numbers[at : (at := at + 6)]
+        blocks, near = numbers[at : (at := at + n_blocks)], numbers[at : (at := at + n_near)]
+        rooms.append(Room(tag, layer, head, n_tokens, blocks, near))
     return rooms
 
 

@@ -28,7 +28,7 @@ from mpillm.engine.graphs import capture, gpu_ms, ladder, too_slow
 from mpillm.engine.layer_graphs import LayerGraphs
 from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.model.paged_attention import Contexts, PagedAttention
+from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.staging import last_of_each, to_device
@@ -82,7 +82,21 @@ class GpuSteps:
         with torch.inference_mode():
             self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
             n_per_slot = part.cache.blocks_for(info.max_seq_len)
-            self._table = torch.zeros(max_batch_size + 1, n_per_slot, dtype=torch.int32, device=device)
+            # The blocks of each slot, and the near ones.
+            self._table, self._near_table = (
+                torch.zeros(max_batch_size + 1, n, dtype=torch.int32, device=device)
+                for n in (n_per_slot, n_per_slot if part.near is not None else 0)
+            )
+            self._held = [
+                LayerCache(
+                    cache.keys[i],
+                    cache.values[i],
+                    None if cache.scales is None else cache.scales[i],
+                    self._near_table if near else self._table,
+                )
+                for near, i in part.places
+                for cache in [part.near if near and part.near is not None else part.cache]
+            ]
             self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
             # Tokens, slots, positions.
             self._rows = torch.zeros(3 * self._decode_rows, dtype=torch.int64, device=device)
@@ -201,10 +215,9 @@ class GpuSteps:
     ) -> PagedAttention:
         return PagedAttention(
             self.kernels,
-            self._part.cache,
+            self._held,
             self._part.n_heads,
             self._rotations,
-            self._table,
             slots,
             positions,
             n_decode,
@@ -214,16 +227,23 @@ class GpuSteps:
 
     def _tell_blocks(self, spans: list[Span]) -> None:
         """Write the blocks that `spans` name into the tables."""
+        self._write(self._table, [(span.slot, span.n_told, span.blocks) for span in spans if span.blocks])
+        self._write(
+            self._near_table, [(span.slot, span.n_near_told, span.near) for span in spans if span.near]
+        )
+
+    def _write(self, table: Tensor, told: list[tuple[int, int, list[int]]]) -> None:
+        """Write blocks into a table: of a slot, after so many."""
         at: list[int] = []
         blocks: list[int] = []
-        width = self._table.shape[1]
-        for span in spans:
-            first = span.slot * width + span.n_told
-            at += range(first, first + len(span.blocks))
-            blocks += span.blocks
+        width = table.shape[1]
+        for slot, n_told, more in told:
+            first = slot * width + n_told
+            at += range(first, first + len(more))
+            blocks += more
         if at:
             places, values = to_device(np.array([at, blocks]), self._part.device)
-            self._table.view(-1).index_copy_(0, places, values.to(torch.int32))
+            table.view(-1).index_copy_(0, places, values.to(torch.int32))
 
     # --- graphs ---
 

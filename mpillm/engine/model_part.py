@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model import ops
 from mpillm.engine.model.features import Features
@@ -38,17 +39,33 @@ class ModelPart:
         self.n_heads = layout.n_heads(config)
         self.dtype = dtype
         kv_heads = layout.kv_heads(config)
-        with torch.inference_mode():
-            self.cache = KVCache(
-                len(layout.layers(config)),
-                info.kv_cache_tokens // tokens_per_block,
+        # Each layer of this stage in its KV cache: whether it is the near one, and which of its layers.
+        is_near = [info.near_tokens > 0 and config.window(layer) > 0 for layer in layout.layers(config)]
+        self.places = [(near, is_near[:i].count(near)) for i, near in enumerate(is_near)]
+
+        def cache(near: bool, n_tokens: int) -> KVCache:
+            mine = [i for i, one in enumerate(is_near) if one == near]
+            return KVCache(
+                len(mine),
+                n_tokens // tokens_per_block,
                 kv_heads.stop - kv_heads.start,
                 tokens_per_block,
                 config.head_dim,
                 torch_dtype(info.kv_dtype),
                 self.device,
-                kv_scales,
+                None if kv_scales is None else kv_scales[mine],
+                config.kv_parts,
             )
+
+        with torch.inference_mode():
+            self.cache = cache(False, info.kv_cache_tokens)
+            # Of the layers with a window, if it is not `cache` (see `NearBlocks`).
+            self.near = cache(True, info.near_tokens) if info.near_tokens else None
+
+    @property
+    def handed_over(self) -> KVCache | TwoCaches:
+        """What KV caches of handoffs come from, or go to."""
+        return self.cache if self.near is None else TwoCaches((self.cache, self.near), self.places)
 
     @classmethod
     def load(

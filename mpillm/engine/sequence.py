@@ -31,6 +31,9 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_gone: int = 0  # its first blocks that it has given back, of tokens that no window reaches any more
+    near: list[int] = field(default_factory=list)  # of layers with a window (see `NearBlocks`)
+    n_near_gone: int = 0
+    n_near_told: int = 0
     n_most: int = 0  # blocks that it may hold at once, from its start
     n_cached: int = 0
     draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests

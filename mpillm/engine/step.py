@@ -20,7 +20,8 @@ class Span:
     """A sequence's part of a step: `n_new` tokens after `n_cached`, with keys and values in its blocks.
 
     Each rank keeps the block table of a slot. A span names only the blocks that no earlier span of its
-    sequence has named; they follow the first `n_told`. With `n_told` 0 they begin a new table.
+    sequence has named; they follow the first `n_told`. With `n_told` 0 they begin a new table. Likewise
+    `near`, if layers with a window have blocks of their own (see `NearBlocks`).
     """
 
     slot: int  # see `Sequence`
@@ -29,6 +30,8 @@ class Span:
     n_told: int = 0
     blocks: list[int] = field(default_factory=list)
     is_few: bool = False  # its tokens are the last one and guesses
+    n_near_told: int = 0
+    near: list[int] = field(default_factory=list)
 
     @property
     def decodes(self) -> bool:
@@ -77,8 +80,10 @@ class Step:
                 places += [sequence.n_output] * (len(sampled) - len(places))
                 continue
             n_told, sequence.n_told = sequence.n_told, len(sequence.blocks)
-            draft = sequence.draft
-            step.spans.append(Span(sequence.slot, start, n, n_told, sequence.blocks[n_told:], bool(draft)))
+            n_near_told, sequence.n_near_told = sequence.n_near_told, len(sequence.near)
+            draft, near = sequence.draft, sequence.near[n_near_told:]
+            blocks = sequence.blocks[n_told:]
+            step.spans.append(Span(sequence.slot, start, n, n_told, blocks, bool(draft), n_near_told, near))
             step.tokens += sequence.tokens(start, start + n - len(draft))
             step.tokens += draft
             if sequence.special is not None:

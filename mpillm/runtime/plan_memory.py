@@ -108,7 +108,13 @@ def _needs(info: ModelInfo, core: CoreConfig) -> str:
     text = f"holds {_shown(info.n_bytes)} of weights, and {_shown(per_token)} of KV cache for each token"
     # Without a number the cache takes what is left.
     tokens = info.kv_cache_tokens if core.gpu_bytes or core.kv_cache_tokens else None
-    return text if tokens is None else f"{text}, {_shown(per_token * tokens)} for {tokens:,}"
+    if tokens is None:
+        return text
+    n_bytes = per_token * tokens
+    if info.near_tokens:  # of some layers the cache is smaller
+        of_layer = info.config.kv_bytes_per_token(info.kv_dtype, core.tp_size, info.config.n_layers)
+        n_bytes -= info.config.kv_layers(core.pp_size, near=True) * of_layer * (tokens - info.near_tokens)
+    return f"{text}, {_shown(n_bytes)} for {tokens:,}"
 
 
 def _shown(n_bytes: float) -> str:

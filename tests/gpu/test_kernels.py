@@ -398,12 +398,13 @@ def test_parts_of_a_cache_are_put_into_blocks_of_another(dtype: torch.dtype) -> 
             Put(2 * size + 1, [7, 2, 5], list(range(1, 7)), 2, 1, 1, 0),
             Put(1, [8], [9], 1, 2, 0, 1),
             Put(size, [3, 4], list(range(8, 12)), 0, 0, 2, 1),
+            Put(size + 1, [4, 6], list(range(8, 12)), 0, 0, 0, 0, first=size),
         ]
         _, n_blocks, n_heads, tokens, _ = dests[0].keys.shape
         there = CacheThere(dests[0].keys.data_ptr(), dests[0].values.data_ptr(), n_blocks, n_heads, tokens)
         source.put(puts, there, 2, 1, Staging(torch.device(DEVICE)))
         for put in puts:
-            for layer, token in itertools.product(range(2), range(put.n_tokens)):
+            for layer, token in itertools.product(range(2), range(put.first, put.n_tokens)):
                 for a, b in ((source.keys, dests[1].keys), (source.values, dests[1].values)):
                     moved = a[put.layer + layer, put.blocks[token // size], put.head, token % size]
                     block = put.there[token // size_there]

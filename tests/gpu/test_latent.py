@@ -46,18 +46,18 @@ class Latents:
         self.heads, self.rank, rest = shape
         self.d, self.dtype = self.rank + rest, dtype
         held_dtype = dtype if held == "as computed" else torch_dtype(held)
-        self.scales = torch.tensor([[0.02], [0.03]], device=DEVICE) if held == "fp8" else None
+        self.scales = torch.tensor([[0.02], [0.02]], device=DEVICE) if held == "fp8" else None
         n, per_slot = len(lengths), (max(lengths) + 200) // SIZE + 1
         self.table = (torch.randperm(n * per_slot, device=DEVICE) + 1).view(n, per_slot).to(torch.int32)
         self.slots = torch.randperm(n, device=DEVICE)
-        shape_of_cache = 2, n * per_slot + 1, 1, SIZE, self.d
-        self.cache = torch.full(shape_of_cache, torch.nan, device=DEVICE).to(held_dtype)
+        shape_of_cache = n * per_slot + 1, 1, SIZE, self.d
+        pool = torch.full(shape_of_cache, torch.nan, device=DEVICE).to(held_dtype)
+        self.cache = pool, pool  # as keys and as values
         for slot, length in zip(self.slots, lengths, strict=True):
             keys = torch.randn(length, 1, self.d, device=DEVICE).to(dtype)
             at = torch.arange(length, device=DEVICE)
-            for i, pool in enumerate(self.cache):
-                scale = None if self.scales is None else self.scales[i]
-                pool[self.table[slot, at // SIZE].long(), :, at % SIZE] = rounded(keys, held_dtype, scale)
+            scale = None if self.scales is None else self.scales[0]
+            pool[self.table[slot, at // SIZE].long(), :, at % SIZE] = rounded(keys, held_dtype, scale)
         angles = torch.randn(8000, self.d // 2, device=DEVICE)
         angles[:, : self.rank // 2] = 0  # which are not turned
         self.rotations = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)

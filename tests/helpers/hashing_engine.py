@@ -1,8 +1,8 @@
 """An engine whose model reads its tokens back from the KV cache.
 
-The model's next token is a hash of the whole context as the cache holds it. So an answer is right only if
-every block that a sequence names still holds what that sequence, or one with the same beginning, has put
-there.
+The model's next token is a hash of the whole context as the cache holds it, or of what its windows reach. So
+an answer is right only if every block that a sequence names still holds what that sequence, or one with the
+same beginning, has put there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,27 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
 
 
-def answer(prompt: list[int], n: int, window: int = 0) -> list[int]:
+def answer(prompt: list[int], n: int, window: int = 0, near_window: int = 0) -> list[int]:
     context = list(prompt)
     for _ in range(n):
-        context.append(next_token(context[-window:]))
+        near = context[-near_window:] if near_window else []
+        context.append(next_token(context[-window:] + near))
     return context[len(prompt) :]
+
+
+class _Cache:
+    def __init__(self, window: int) -> None:
+        self.tables: dict[int, list[int]] = {}
+        self._window = window
+        self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
+
+    def put(self, slot: int, n_cached: int, tokens: list[int]) -> None:
+        for position, token in enumerate(tokens, n_cached):
+            self._memory[self.tables[slot][position // SIZE], position % SIZE] = token
+
+    def seen(self, slot: int, position: int) -> list[int]:
+        first = max(0, position + 1 - self._window) if self._window else 0
+        return [self._memory[self.tables[slot][p // SIZE], p % SIZE] for p in range(first, position + 1)]
 
 
 class FakeGroups(Groups):
@@ -47,13 +63,13 @@ class FakeGroups(Groups):
     With several stages a step runs only when its tokens are asked for, perhaps long after.
     """
 
-    def __init__(self, n_stages: int, random: np.random.Generator, window: int) -> None:
+    def __init__(self, n_stages: int, random: np.random.Generator, window: int, near_window: int) -> None:
         super().__init__(Layout(pp_size=n_stages))
-        self._window = window
         self._random = random
         self._messages: deque[Buffer] = deque()
-        self._tables: dict[int, list[int]] = {}
-        self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
+        self._caches = [_Cache(window)]
+        if near_window:
+            self._caches.append(_Cache(near_window))
         self._last: dict[int, int] = {}  # by slot: what a row takes whose token the engine has not read
 
     def send_plan(self, step: Step) -> None:
@@ -66,30 +82,23 @@ class FakeGroups(Groups):
         step = PLAN.read(self._messages.popleft())
         first = 0
         for span in step.spans:
-            blocks = self._tables.setdefault(span.slot, [])
-            blocks[span.n_told :] = span.blocks
-            for i in range(span.n_new):
-                position = span.n_cached + i
-                token = step.tokens[first + i]
-                self._memory[blocks[position // SIZE], position % SIZE] = (
-                    self._last[span.slot] if token == UNREAD else token
-                )
+            tokens = step.tokens[first : first + span.n_new]
+            tokens = [self._last[span.slot] if token == UNREAD else token for token in tokens]
+            told = (span.n_told, span.blocks), (span.n_near_told, span.near)
+            for cache, (n_told, blocks) in zip(self._caches, told, strict=False):
+                cache.tables.setdefault(span.slot, [])[n_told:] = blocks
+                cache.put(span.slot, span.n_cached, tokens)
             first += span.n_new
         owners, positions = zip(
             *((span, span.n_cached + i) for span in step.spans for i in range(span.n_new)), strict=True
         )
         spans = [owners[row] for row in step.wanted]
         tokens = [
-            next_token(
-                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in self._seen(positions[row])]
-            )
+            next_token([token for cache in self._caches for token in cache.seen(s.slot, positions[row])])
             for s, row in zip(spans, step.wanted, strict=True)
         ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
         return tokens
-
-    def _seen(self, position: int) -> range:
-        return range(max(0, position + 1 - self._window) if self._window else 0, position + 1)
 
 
 class FakeSampled:
@@ -131,7 +140,12 @@ def make_engine(
     seed: int = 0,
     n_ahead: int = 0,
     window: int = 0,
+    near_window: int = 0,
 ) -> Engine:
+    """With a `near_window` the near cache has no more blocks than sequences may hold at once."""
+    chunked = chunking != "off"
+    max_num_tokens = max_num_tokens if chunked else 64
+    n_near = max_batch_size * (-(-near_window // SIZE) + 2) + -(-max_num_tokens // SIZE)
     info: Any = SimpleNamespace(
         kv_cache_tokens=n_blocks * SIZE,
         end_ids=(),
@@ -139,12 +153,12 @@ def make_engine(
         vocab_size=VOCAB,
         max_seq_len=80,
         feature_layers=(),
-        config=SimpleNamespace(widest_window=window),
+        near_tokens=n_near * SIZE if near_window else 0,
+        config=SimpleNamespace(widest_window=window, near_window=near_window),
     )
-    chunked = chunking != "off"
     limits = EngineLimits(
         max_batch_size,
-        max_num_tokens if chunked else 64,
+        max_num_tokens,
         SIZE,
         chunked,
         policy,
@@ -152,7 +166,7 @@ def make_engine(
         reuse,
     )
     random = np.random.default_rng(seed)
-    worker: Any = FakeWorker(FakeGroups(n_stages, random, window), n_ahead, random)
+    worker: Any = FakeWorker(FakeGroups(n_stages, random, window, near_window), n_ahead, random)
     return Engine(info, limits, worker)
 
 
@@ -176,6 +190,11 @@ def check_blocks(engine: Engine) -> None:
     assert not any(s.blocks for s in engine.scheduler.waiting)
     assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))
     assert isinstance(engine.blocks, PrefixCache) or len(set(held)) == len(held)
+    if engine.near is not None:
+        near = engine.near.blocks
+        held = [block for s in engine.scheduler.running for block in s.near[s.n_near_gone :]]
+        assert all(held) and near.n_free == near.n_blocks - len(set(held))
+        assert isinstance(near, PrefixCache) or len(set(held)) == len(held)
 
 
 def check_empty(engine: Engine) -> None:
@@ -183,9 +202,10 @@ def check_empty(engine: Engine) -> None:
     assert engine.blocks.n_free == engine.blocks.n_blocks
     assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
     assert engine.scheduler._n_owed == 0
-    blocks = engine.blocks.take(engine.blocks.n_blocks)
-    assert sorted(blocks) == list(range(1, engine.blocks.n_blocks + 1))
-    engine.blocks.give_back(blocks)
+    for allocator in (engine.blocks, *([engine.near.blocks] if engine.near is not None else [])):
+        blocks = allocator.take(allocator.n_blocks)
+        assert sorted(blocks) == list(range(1, allocator.n_blocks + 1))
+        allocator.give_back(blocks)
 
 
 def run(engine: Engine) -> None:

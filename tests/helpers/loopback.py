@@ -87,7 +87,7 @@ class PeerWire:
     def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[Event]) -> Mark:
         self.puts.append(([room.tag for _, room in parts], ready))
         for part, room in parts:
-            (blocks, n_tokens), layers, heads = part
+            (blocks, n_tokens, _), layers, heads = part
             for a, b in ((self.source.keys, self.dest.keys), (self.source.values, self.dest.values)):
                 for i, layer in enumerate(range(*layers.indices(len(a)))):
                     for token in range(n_tokens):

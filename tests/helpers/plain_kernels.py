@@ -54,7 +54,8 @@ def rotate_store(
         (values, qkv[:, n_heads + k :], value_scales),
     ):
         held = rounded(own, pool.dtype, some)
-        pool[block, :, positions % size] = held
+        if pool is keys or values.data_ptr() != keys.data_ptr():
+            pool[block, :, positions % size] = held
         own.copy_(held.to(qkv.dtype))
     return qkv if out is None else out.copy_(qkv)
 

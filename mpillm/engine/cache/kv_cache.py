@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,19 +38,20 @@ class BlockAllocator:
 
 
 class Held(NamedTuple):
-    """A sequence's blocks, and the number of tokens in them."""
+    """A sequence's blocks, the number of tokens in them, and its near blocks (see `NearBlocks`)."""
 
     blocks: list[int]
     n_tokens: int
+    near: Sequence[int] = ()
 
 
 class KVCache:
     """Keys and values: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim] each; keys are rotated.
 
     In fp8 a value is the number times the scale of its layer and head: `scales` (float32 [layers, 2,
-    kv_heads], keys before values; None in another dtype). A piece of a handoff is [layers, 2, kv_heads,
+    kv_heads], keys before values; None in another dtype). A piece of a handoff is [layers, parts, kv_heads,
     tokens, head_dim] of the cache's dtype, contiguous, keys before values, without scales: both ends have
-    them from the same weights.
+    them from the same weights. Of latents (see `latent`) there is one part, and `values` is `keys`.
     """
 
     def __init__(
@@ -62,19 +64,23 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         scales: Tensor | None = None,
+        n_parts: int = 2,
     ) -> None:
-        """`scales` are for an fp8 cache; None: all 1."""
+        """`scales` are for an fp8 cache; None: all 1. `n_parts`: see `ModelConfig.kv_parts`."""
         self.tokens_per_block = tokens_per_block
         self.scales: Tensor | None = None
         if dtype == FP8:
             self.scales = torch.ones(n_layers, 2, n_kv_heads, device=device) if scales is None else scales
+            if n_parts == 1:
+                self.scales = self.scales[:, :1].expand(-1, 2, -1).contiguous()
         self._shape = (n_layers, n_blocks + 1, n_kv_heads, tokens_per_block, head_dim)
-        self.keys, self.values = (_zeros(self._shape, dtype, torch.device(device)) for _ in range(2))
+        self.pools = [_zeros(self._shape, dtype, torch.device(device)) for _ in range(n_parts)]
+        self.keys, self.values = self.pools[0], self.pools[-1]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks: from, to. No block is both."""
         old, new = (list(blocks) for blocks in zip(*copies, strict=True))
-        for pool in (self.keys, self.values):
+        for pool in self.pools:
             pool[:, new] = pool[:, old]
 
     def blocks_for(self, n_tokens: int) -> int:
@@ -82,8 +88,8 @@ class KVCache:
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
         n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
-        n_bytes: int = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
-        return n_bytes
+        n_each: int = n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
+        return len(self.pools) * n_each
 
     @torch.inference_mode()
     def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
@@ -95,12 +101,12 @@ class KVCache:
     @torch.inference_mode()
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
         """Copy some layers and heads: a piece of a handoff for each, uint8 [bytes]."""
-        sizes = [self.piece_bytes(n_tokens, layers, heads) for _, n_tokens in held]
+        sizes = [self.piece_bytes(one.n_tokens, layers, heads) for one in held]
         pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
         if self.keys.is_cuda:
             self._copy_on_gpu(held, layers, heads, pieces, into_pieces=True)
             return pieces
-        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
             n_whole, rest = divmod(n_tokens, self.tokens_per_block)
             for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
                 whole.copy_(pool[:, blocks[:n_whole]])
@@ -114,7 +120,7 @@ class KVCache:
         if self.keys.is_cuda:
             self._copy_on_gpu(held, layers, heads, pieces, into_pieces=False)
             return
-        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
             n_whole, rest = divmod(n_tokens, self.tokens_per_block)
             for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
                 pool[:, blocks[:n_whole]] = whole
@@ -128,7 +134,7 @@ class KVCache:
         from mpillm.engine.kernels.handoff_kernels import copy_blocks
 
         rows: tuple[list[int], ...] = [], [], [], []
-        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
             n = self.blocks_for(n_tokens)
             of_piece = (
                 blocks[:n],
@@ -161,9 +167,9 @@ class KVCache:
         size, head_dim = self._shape[-2:]
         n_whole = n_tokens // size
         n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
-        handed = piece.view(self.keys.dtype).view(n_layers, 2, n_heads, n_tokens, head_dim)
+        handed = piece.view(self.keys.dtype).view(n_layers, len(self.pools), n_heads, n_tokens, head_dim)
         parts = []
-        for pool, part in zip((self.keys, self.values), handed.unbind(1), strict=True):
+        for pool, part in zip(self.pools, handed.unbind(1), strict=True):
             whole = (
                 part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
             )

@@ -9,11 +9,12 @@ first.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.cache.kv_cache import NULL_BLOCK, BlockAllocator
 
 if TYPE_CHECKING:
     from mpillm.engine.sequence import Sequence
@@ -57,25 +58,30 @@ class PrefixCache(BlockAllocator):
             else:
                 super().give_back([block])
 
-    def take_known(self, sequence: Sequence) -> list[int]:
-        """Take the known blocks after its cached tokens; never all: the last token must be computed."""
+    def known(self, sequence: Sequence) -> list[int]:
+        """Return the known blocks after its cached tokens; never all: the last token must be computed."""
         if sequence.n_cached % self._tokens_per_block:
             return []
-        blocks: list[int] = []
         hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
-        for hash_ in hashes[sequence.n_cached // self._tokens_per_block :]:
-            block = self._block_of.get(hash_)
-            if block is None:
-                break
-            blocks.append(block)
+        found = map(self.find, hashes[sequence.n_cached // self._tokens_per_block :])
+        return list(itertools.takewhile(bool, found))
+
+    def find(self, hash_: bytes) -> int:
+        """Return the block with a hash, or `NULL_BLOCK`."""
+        return self._block_of.get(hash_, NULL_BLOCK)
+
+    def hold(self, blocks: list[int]) -> None:
+        """Take blocks that `find` has returned."""
         for block in blocks:
             self._left.pop(block, None)
             self._n_holders[block] += 1
         self.reused_blocks += len(blocks)
-        return blocks
 
-    def publish(self, plan: list[tuple[Sequence, int]]) -> None:
-        """Note that the step `plan` has started: later steps can find the blocks that it fills."""
+    def publish(self, plan: list[tuple[Sequence, int]], near: PrefixCache | None = None) -> None:
+        """Note that the step `plan` has started: later steps can find the blocks that it fills.
+
+        `near`: of the sequences' `near` blocks.
+        """
         size = self._tokens_per_block
         for sequence, _ in plan:
             n_known = len(sequence.prompt) + len(sequence.output)  # not on a device still, nor a guess
@@ -83,10 +89,16 @@ class PrefixCache(BlockAllocator):
                 n_known = len(sequence.prompt)
             first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
-            for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):
-                if hash_ not in self._block_of:  # computed by two sequences at once: one block is enough
-                    self._block_of[hash_], self._hash_of[block] = block, hash_
+            self._note(hashes[first:], sequence.blocks[first:end])
+            if near is not None:
+                near._note(hashes[first:], sequence.near[first:end])
             sequence.n_published = max(first, end)
+
+    def _note(self, hashes: list[bytes], blocks: list[int]) -> None:
+        for hash_, block in zip(hashes, blocks, strict=True):
+            # Computed by two sequences at once: one block is enough.
+            if block != NULL_BLOCK and hash_ not in self._block_of:
+                self._block_of[hash_], self._hash_of[block] = block, hash_
 
     def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:
         """Return the hashes of its first `n` blocks, all of them full."""

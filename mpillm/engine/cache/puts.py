@@ -18,6 +18,7 @@ class Put(NamedTuple):
     head: int
     layer_there: int
     head_there: int
+    first: int = 0  # a token before which nothing is wanted there
 
 
 class CacheThere(NamedTuple):
@@ -32,15 +33,17 @@ class CacheThere(NamedTuple):
 
 def put_table(puts: list[Put], tokens_per_block: int) -> tuple[NDArray[np.int64], int]:
     """Return the table that `handoff_kernels.put_blocks` reads, and its number of rows."""
-    counts = [-(-put.n_tokens // tokens_per_block) for put in puts]
+    firsts = [put.first // tokens_per_block for put in puts]
+    ends = [-(-put.n_tokens // tokens_per_block) for put in puts]
+    counts = [end - first for first, end in zip(firsts, ends, strict=True)]
     n_rows, n_there = sum(counts), sum(len(put.there) for put in puts)
     table = np.empty(8 * n_rows + n_there, np.int64)
     rows, at, there_at = table[: 8 * n_rows].reshape(n_rows, 8), 0, 8 * n_rows
-    for put, n in zip(puts, counts, strict=True):
+    for put, first, n in zip(puts, firsts, counts, strict=True):
         of_put = rows[at : at + n]
-        of_put[:, 0] = put.blocks[:n]
-        of_put[:, 1] = np.arange(0, n * tokens_per_block, tokens_per_block)
-        of_put[:, 2:] = put.n_tokens, there_at, *put[3:]
+        of_put[:, 0] = put.blocks[first : first + n]
+        of_put[:, 1] = np.arange(first, first + n) * tokens_per_block
+        of_put[:, 2:] = put.n_tokens, there_at, put.layer, put.head, put.layer_there, put.head_there
         table[there_at : there_at + len(put.there)] = put.there
         at, there_at = at + n, there_at + len(put.there)
     return table, n_rows

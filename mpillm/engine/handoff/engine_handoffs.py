@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpillm.engine.cache.near_blocks import NearBlocks
 from mpillm.engine.handoff.transfer import Kind, Transfer
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
@@ -24,6 +25,7 @@ class _Leaving:
 @dataclass
 class _Coming:
     blocks: list[int]
+    near: list[int]
     n_at_most: int  # tokens cached at the end of the longest answer
     is_cancelled: bool = False
 
@@ -41,9 +43,15 @@ class EngineHandoffs:
     """The KV caches that leave, arrive and move, by sequence id."""
 
     def __init__(
-        self, scheduler: Scheduler, worker: Worker, max_seq_len: int, max_moving_tokens: int | None
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        max_seq_len: int,
+        max_moving_tokens: int | None,
+        near: NearBlocks | None,
     ) -> None:
         """`max_moving_tokens`: see `EngineLimits`."""
+        self._near = near
         self._scheduler = scheduler
         self._worker = worker
         layout = worker.part.groups.layout
@@ -102,6 +110,8 @@ class EngineHandoffs:
         else:
             coming = self._coming.pop(sequence_id)
             self._scheduler.give_up(coming.blocks, coming.n_at_most)
+            if self._near is not None:
+                self._near.give_up(coming.near)
 
     # --- the context side ---
 
@@ -161,8 +171,9 @@ class EngineHandoffs:
         blocks = self._scheduler.reserve(n_prompt, n_at_most)
         if blocks is None:
             return False
-        self._coming[sequence_id] = _Coming(blocks, n_at_most)
-        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks)
+        near = [] if self._near is None else self._near.reserve(n_prompt)
+        self._coming[sequence_id] = _Coming(blocks, near, n_at_most)
+        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks, near)
         return True
 
     def cancel(self, sequence_id: int) -> None:
@@ -174,14 +185,23 @@ class EngineHandoffs:
         """Run a sequence whose KV cache has arrived; return whether it was cancelled meanwhile."""
         coming = self._coming.pop(sequence.id)
         sequence.blocks, sequence.n_cached = coming.blocks, len(sequence.prompt)
+        if self._near is not None:
+            self._near.admit(sequence, coming.near)
         self._scheduler.admit(sequence)
         return coming.is_cancelled
 
     def _order(
-        self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]
+        self,
+        kind: Kind,
+        sequence_id: int,
+        peer: int,
+        slot: int,
+        n_tokens: int,
+        blocks: list[int],
+        near: list[int] | None = None,
     ) -> None:
         """Order the ranks of this instance to begin a transfer with the next step."""
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF
         self._moving[ticket] = _Moving(sequence_id, n_tokens, self._n_ranks)
-        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks))
+        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks, near or []))

@@ -26,8 +26,8 @@ class HostPool:
     """Caches by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int) -> None:
-        self._shape = config.n_layers, 2, config.n_kv_heads
-        self._row = kv_bytes_per_token // (config.n_layers * 2 * config.n_kv_heads)
+        self._shape = config.n_layers, config.kv_parts, config.n_kv_heads
+        self._row = kv_bytes_per_token // (config.n_layers * config.kv_parts * config.n_kv_heads)
         self._whole = kv_bytes_per_token
         self.caches: dict[int, Cache] = {}
 
@@ -35,7 +35,7 @@ class HostPool:
         return np.empty(n_tokens * self._whole, np.uint8)
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
-        n_parts: int = (layers.stop - layers.start) * 2 * (heads.stop - heads.start)
+        n_parts: int = (layers.stop - layers.start) * self._shape[1] * (heads.stop - heads.start)
         return n_parts * n_tokens * self._row
 
     def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Cache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby, takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -17,8 +17,9 @@ import torch
 from mpi4py import MPI
 
 from mpillm.comms.tags import Tag
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import NULL_BLOCK, Held, KVCache
 from mpillm.engine.cache.puts import CacheThere, Put
+from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.engine_messages import PUT, ROOM, Room
 from mpillm.engine.handoff.nccl_mover import event
 from mpillm.engine.handoff.notes import Notes
@@ -64,12 +65,19 @@ class Link(Protocol):
         ...
 
 
-class _There(NamedTuple):
-    """What a receiver tells of its cache."""
+class _Pools(NamedTuple):
+    """A cache of a receiver."""
 
     keys: Exported
     values: Exported
     shape: tuple[int, ...]  # of each
+
+
+class _There(NamedTuple):
+    """What a receiver tells: its cache, or both, and where each layer is (see `TwoCaches`)."""
+
+    caches: list[_Pools]
+    places: list[tuple[bool, int]]
     dtype: str
 
 
@@ -83,16 +91,23 @@ class _Passed:
 class PeerLink:
     """A link between two ranks of the handoff communicator, with a stream of its own."""
 
-    def __init__(self, comm: MPI.Intracomm, peer: int, cache: KVCache, there: _There | None) -> None:
-        """`there`: the other end's cache, if this end sends. Raises RuntimeError if it cannot be reached."""
+    def __init__(
+        self, comm: MPI.Intracomm, peer: int, cache: KVCache | TwoCaches, there: _There | None
+    ) -> None:
+        """`there`: the other end's, if this end sends, as `cache` is one then.
+
+        Raises RuntimeError if it cannot be reached.
+        """
         self._rooms, self._puts = Notes(comm, peer, ROOM), Notes(comm, peer, PUT)
-        self._cache = cache
         if there is not None:
+            assert isinstance(cache, KVCache)
+            self._cache = cache
             if there.dtype != str(cache.keys.dtype):
                 raise RuntimeError(f"its KV cache is {there.dtype}, this one {cache.keys.dtype}")
-            _, n_blocks, n_heads, tokens_per_block, _ = there.shape
-            keys, values = reach([there.keys, there.values])
-            self._there = CacheThere(keys, values, n_blocks, n_heads, tokens_per_block)
+            self._there = [
+                CacheThere(*reach([pools.keys, pools.values]), *pools.shape[1:4]) for pools in there.caches
+            ]
+            self._places = there.places
             # High priority: a transfer's few programs run between those of a step's kernels.
             self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             self._staging = Staging(cache.keys.device)
@@ -117,11 +132,30 @@ class PeerLink:
             if not one.query():
                 self._stream.wait_event(one)  # type: ignore[arg-type]
         with torch.cuda.stream(self._stream):
-            for size, group in groupby(parts, lambda one: _size(one[0])):
-                self._cache.put([_as_put(*one) for one in group], self._there, *size, self._staging)
+            for (n_layers, n_heads), group in groupby(parts, lambda one: _size(one[0])):
+                puts = [(_as_put(*one), list(one[1].near)) for one in group]
+                for there, some, n in self._in_caches(puts, n_layers):
+                    self._cache.put(some, there, n, n_heads, self._staging)
         done = event(self._stream)
         self._staging.read_until(done)
         return done
+
+    def _in_caches(
+        self, puts: list[tuple[Put, list[int]]], n_layers: int
+    ) -> Iterator[tuple[CacheThere, list[Put], int]]:
+        """Yield a cache there, what goes to it, and of how many layers each. `puts`: with near blocks."""
+        if len(self._there) == 1:
+            yield self._there[0], [put for put, _ in puts], n_layers
+            return
+        into: tuple[list[Put], list[Put]] = [], []
+        for put, near_blocks in puts:
+            first = near_blocks.count(NULL_BLOCK) * self._there[1].tokens_per_block
+            for i, (near, at) in enumerate(self._places[put.layer_there : put.layer_there + n_layers]):
+                of_layer = put._replace(layer=put.layer + i, layer_there=at)
+                into[near].append(of_layer._replace(there=near_blocks, first=first) if near else of_layer)
+        for there, some in zip(self._there, into, strict=True):
+            if some:
+                yield there, some, 1
 
     def send_put(self, tags: list[int]) -> None:
         self._puts.send(tags)
@@ -131,7 +165,7 @@ class PeerLink:
 
 
 def _as_put(part: Part, room: Room) -> Put:
-    (blocks, n_tokens), layers, heads = part
+    (blocks, n_tokens, _), layers, heads = part
     return Put(n_tokens, blocks, room.blocks, layers.start, heads.start, room.layer, room.head)
 
 
@@ -163,7 +197,7 @@ class PeerMover:
 
     @classmethod
     def connected(
-        cls, comm: MPI.Intracomm, ranks: Iterable[int], cache: KVCache, *, sends: bool
+        cls, comm: MPI.Intracomm, ranks: Iterable[int], cache: KVCache | TwoCaches, *, sends: bool
     ) -> PeerMover:
         """Make links to those of `ranks` of the handoff communicator whose GPUs can be reached, or from them.
 
@@ -191,20 +225,20 @@ class PeerMover:
             lane.go_on()
 
 
-def _offer(comm: MPI.Intracomm, rank: int, cache: KVCache) -> PeerLink | None:
+def _offer(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLink | None:
     """Tell the sender where this rank's cache is; None if it cannot reach it."""
     there = None
     try:
-        there = _There(
-            export(cache.keys), export(cache.values), tuple(cache.keys.shape), str(cache.keys.dtype)
-        )
+        caches, places = (cache.caches, cache.places) if isinstance(cache, TwoCaches) else ([cache], [])
+        told = [_Pools(export(one.keys), export(one.values), tuple(one.keys.shape)) for one in caches]
+        there = _There(told, places, str(caches[0].keys.dtype))
     except RuntimeError as error:
         _log.warning("no memory of this GPU for others: %s", error)
     comm.send(there, rank, Tag.ROOM)
     return PeerLink(comm, rank, cache, None) if comm.recv(None, rank, Tag.PUT) else None
 
 
-def _offered(comm: MPI.Intracomm, rank: int, cache: KVCache) -> PeerLink | None:
+def _offered(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLink | None:
     there, link = comm.recv(None, rank, Tag.ROOM), None
     if there is not None:
         try:
@@ -307,7 +341,7 @@ def _is_ready(moving: Moving) -> bool:
 
 def _room(moving: Moving) -> Room:
     held, layers, heads = moving.part
-    return Room(moving.tag, layers.start, heads.start, held.n_tokens, held.blocks)
+    return Room(moving.tag, layers.start, heads.start, held.n_tokens, held.blocks, held.near)
 
 
 def _take(queues: dict[int, deque[T]], tag: int) -> T:

@@ -47,6 +47,7 @@ class Transfer:
     slot: int  # at the receiver
     n_tokens: int
     blocks: list[int]
+    near: list[int] = field(default_factory=list)  # of layers with a window, at a receiver
 
 
 class _Piece(NamedTuple):
@@ -65,7 +66,7 @@ class _Under:
 
     @property
     def held(self) -> Held:
-        return Held(self.transfer.blocks, self.transfer.n_tokens)
+        return Held(self.transfer.blocks, self.transfer.n_tokens, self.transfer.near)
 
 
 class Cache(Protocol):

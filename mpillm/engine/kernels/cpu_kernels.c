@@ -99,7 +99,8 @@ void rotate_store(number *qkv, const float *rotations, const int64_t *slots, num
         for (int64_t head = 0; head < kv_heads; head++) {
             int64_t to = ((slots[i] / size * kv_heads + head) * size + slots[i] % size) * D;
             __builtin_memcpy(keys + to, row + (heads + head) * D, D * sizeof(number));
-            __builtin_memcpy(values + to, row + (heads + kv_heads + head) * D, D * sizeof(number));
+            if (values != keys) /* latents */
+                __builtin_memcpy(values + to, row + (heads + kv_heads + head) * D, D * sizeof(number));
         }
     }
 }

@@ -26,6 +26,7 @@ def _copy_blocks(
     N_PIECE_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
+    PARTS: tl.constexpr,
     INTO_PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,7 +36,7 @@ def _copy_blocks(
     layer, head = (part // N_PIECE_HEADS).to(tl.int64), part % N_PIECE_HEADS
     held = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
     # A key's; values come after all keys of the layer.
-    piece = address.to(keys.dtype) + ((2 * layer * N_PIECE_HEADS + head) * n_tokens + first) * DIM
+    piece = address.to(keys.dtype) + ((PARTS * layer * N_PIECE_HEADS + head) * n_tokens + first) * DIM
     value = N_PIECE_HEADS * n_tokens * DIM
     end = tl.minimum(n_tokens - first, SIZE) * DIM
     for start in range(0, SIZE * DIM, BLOCK):
@@ -44,10 +45,12 @@ def _copy_blocks(
         key_there, value_there = tl.multiple_of(piece + at, 16), tl.multiple_of(piece + value + at, 16)
         if INTO_PIECES:
             tl.store(key_there, tl.load(keys + held + at, mask=real), mask=real)
-            tl.store(value_there, tl.load(values + held + at, mask=real), mask=real)
+            if PARTS == 2:
+                tl.store(value_there, tl.load(values + held + at, mask=real), mask=real)
         else:
             tl.store(keys + held + at, tl.load(key_there, mask=real), mask=real)
-            tl.store(values + held + at, tl.load(value_there, mask=real), mask=real)
+            if PARTS == 2:
+                tl.store(values + held + at, tl.load(value_there, mask=real), mask=real)
 
 
 def copy_blocks(
@@ -55,14 +58,16 @@ def copy_blocks(
 ) -> None:
     """Copy blocks of the cache into pieces of several handoffs, or back.
 
-    keys, values: [layers, blocks, kv_heads, tokens_per_block, head_dim]. A piece is contiguous, [layers, 2,
-    heads, tokens, head_dim]; its heads are `n_heads` of the cache's from `first_head` on. `table` (int64
-    [4, n]) has for each block its number, the index of its first token, the piece's tokens and its address.
+    keys, values: [layers, blocks, kv_heads, tokens_per_block, head_dim]; one tensor, if they are latents. A
+    piece is contiguous, [layers, 2 or 1, heads, tokens, head_dim]; its heads are `n_heads` of the cache's
+    from `first_head` on. `table` (int64 [4, n]) has for each block its number, the index of its first token, the
+    piece's tokens and its address.
     """
     n_layers, n_blocks, n_held, size, dim = keys.shape
     block, n = min(2048, next_power_of_2(size * dim)), table.shape[1]
     _copy_blocks[(n, n_layers * n_heads)](
-        keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim, into_pieces, block
+        *(keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim),
+        *(_n_parts(keys, values), into_pieces, block),
     )
 
 
@@ -72,6 +77,7 @@ def _put_blocks(
     keys, values, keys_there, values_there, table, n_items, n_rows, n_blocks, n_heads, n_blocks_there,
     n_heads_there,
     N_PIECE_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_THERE: tl.constexpr, DIM: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     keys_there = tl.multiple_of(keys_there.to(keys.dtype), 16)
@@ -93,9 +99,10 @@ def _put_blocks(
             at = (held * SIZE + token) * DIM
             mask = (real & (token < SIZE))[:, None] & (column < DIM)[None, :]
             key = tl.load(keys + at[:, None] + column[None, :], mask=mask)
-            value = tl.load(values + at[:, None] + column[None, :], mask=mask)
             tl.store(keys_there + to[:, None] + column[None, :], key, mask=mask)
-            tl.store(values_there + to[:, None] + column[None, :], value, mask=mask)
+            if PARTS == 2:
+                value = tl.load(values + at[:, None] + column[None, :], mask=mask)
+                tl.store(values_there + to[:, None] + column[None, :], value, mask=mask)
 
 
 def put_blocks(
@@ -113,6 +120,11 @@ def put_blocks(
     _put_blocks[(min(n_items, _PUTTING),)](
         keys, values, to.keys, to.values, table, n_items, n_rows, n_blocks, n_held, to.n_blocks, to.n_heads,
         N_PIECE_HEADS=n_heads, SIZE=size, SIZE_THERE=to.tokens_per_block, DIM=dim,
+        PARTS=_n_parts(keys, values),
         TOKENS=min(next_power_of_2(size), max(1, 4096 // block_d)), BLOCK_D=block_d, PROGRAMS=_PUTTING,
         num_warps=8,
     )  # fmt: skip
+
+
+def _n_parts(keys: Tensor, values: Tensor) -> int:
+    return 1 if keys.data_ptr() == values.data_ptr() else 2

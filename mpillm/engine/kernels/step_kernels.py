@@ -183,7 +183,8 @@ def gated(
 def _rotate_store(
     out, qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     let_next_start(EARLY)
@@ -215,7 +216,8 @@ def _rotate_store(
     tl.store(out + row * width + at, tl.where(head < H, x, held.to(x.dtype)), mask=real)
     cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
     tl.store(keys + cell, stored, mask=real & (head >= H) & (head < H + K))
-    tl.store(values + cell, stored, mask=real & (head >= H + K))
+    if PARTS == 2:
+        tl.store(values + cell, stored, mask=real & (head >= H + K))
 
 
 def rotate_store(
@@ -234,9 +236,9 @@ def rotate_store(
 
     So attention gets the same from either, without the cache's scales.
 
-    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache; rotations [positions,
-    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns `out`, of qkv's
-    shape, by default in its place.
+    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache (see `KVCache`); rotations
+    [positions, head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns
+    `out`, of qkv's shape, by default in its place.
     """
     parts, unscaled = parts_of(qkv)
     out = parts.numbers if out is None else out
@@ -246,6 +248,7 @@ def rotate_store(
     _rotate_store[(n, cdiv(all_heads, heads))](
         out, *parts, keys, values, rotations if scales is None else scales, rotations, table, slots,
         positions, table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=next_power_of_2(d),
-        UNSCALED=unscaled, SCALED=scales is not None, EARLY=starts_early(slots), num_warps=4,
+        UNSCALED=unscaled, SCALED=scales is not None, PARTS=1 if values.data_ptr() == keys.data_ptr() else 2,
+        EARLY=starts_early(slots), num_warps=4,
     )  # fmt: skip
     return out

@@ -193,7 +193,8 @@ class StepAttention:
         _rotate(qkv[:, : h + k], rotations)
         for new, (held, scales) in zip((qkv[:, h : h + k], qkv[:, h + k :]), pools, strict=True):
             numbers = rounded(new, held.dtype, scales)
-            held[self._slots[0], :, self._slots[1]] = numbers
+            if held is pools[0].held or len(self._cache.pools) == 2:
+                held[self._slots[0], :, self._slots[1]] = numbers
             if held.dtype != new.dtype:  # let this step's rows see the same values as later steps
                 new.copy_(widened(numbers[:, :, None], new.dtype, scales)[:, :, 0])
 

@@ -2,8 +2,8 @@
 
 A token's key is its latent and a few rotated values; its value is the latent. What makes keys of a latent is
 multiplied into the queries, and what makes values of it into the result: so one KV head of `Latent.head_dim`
-values serves all query heads, with the kernels and the cache of any model. (The cache holds the latent twice,
-as a part of the key and as the value.)
+values serves all query heads, with the kernels of any model and a cache of keys alone. Read as a value, a key
+has a few values too many, of which nothing is made.
 """
 
 from __future__ import annotations

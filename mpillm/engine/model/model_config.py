@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from mpillm.engine.dtypes import N_BYTES
@@ -68,10 +69,26 @@ class ModelConfig:
         """How many tokens a token sees at most in any layer; 0: all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
 
+    @property
+    def near_window(self) -> int:
+        """The widest window, where some layers have one and others see all tokens; otherwise 0."""
+        return max(self.windows) if any(self.windows) and not all(self.windows) else 0
+
+    def kv_layers(self, pp_size: int, *, near: bool) -> int:
+        """Return how many layers with a window, or without one, a stage has at most."""
+        starts = [self.n_layers * stage // pp_size for stage in range(pp_size + 1)]
+        stages = (range(*ends) for ends in itertools.pairwise(starts))
+        return max(sum((self.window(layer) > 0) == near for layer in stage) for stage in stages)
+
     def has_experts(self, layer: int) -> bool:
         return self.n_experts > 0 and layer >= self.n_dense_layers
+
+    @property
+    def kv_parts(self) -> int:
+        """What the cache has of a token and head: a key and a value, or a latent, which is both."""
+        return 2 if self.latent is None else 1
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
         """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
         layers, heads = -(-self.n_layers // pp_size), max(1, self.n_kv_heads // tp_size)
-        return 2 * layers * heads * self.head_dim * N_BYTES[dtype]
+        return self.kv_parts * layers * heads * self.head_dim * N_BYTES[dtype]

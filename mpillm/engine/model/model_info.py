@@ -20,7 +20,9 @@ from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_fil
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.weights.entries import BLOCK, int4_group, is_linear, rank_bytes
 from mpillm.engine.weights.memory import (
+    CacheBytes,
     GpuNeeds,
+    cache_bytes,
     gibibytes,
     gpu_needs,
     gpu_room,
@@ -64,6 +66,7 @@ class ModelInfo:
     engine: EngineFolder | None = None  # the source of the weights, if it is one
     feature_layers: tuple[int, ...] = ()  # whose outputs an EAGLE head reads
     feature_rows: int = 0  # of a step, at most
+    near_tokens: int = 0  # size of the KV cache of layers with a window; 0: they are in the other one
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -137,6 +140,9 @@ def model_info(config: CoreConfig) -> ModelInfo:
             f"--beam_width {config.beam_width}: must be 1; only requests to Triton may ask for more",
             about=["beam_width"],
         )
+    for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
     _check_options(config)
     source, folder = locate(config.model_path)
     raw = read_object(source)
@@ -171,13 +177,14 @@ def model_info(config: CoreConfig) -> ModelInfo:
     quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
     eagle = eagle_config(config, model)
-    per_token, room = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size), None
+    cache, room = CacheBytes(model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)), None
     if config.gpu_bytes is not None:
         needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
         if eagle is not None:
             needs += _eagle_needs(config, eagle, dtype)
-        per_token, room = needs.per_token, gpu_room(config, needs, config.gpu_bytes)
-    kv_cache_tokens, max_seq_len = _lengths(config, model, per_token, room)
+        room = gpu_room(config, needs, config.gpu_bytes)
+        cache = cache_bytes(config, model, kv_dtype, needs.per_token)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, cache, room)
     return ModelInfo(
         config=model,
         vocab_size=model.vocab_size,
@@ -197,6 +204,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         engine=engine,
         feature_layers=() if eagle is None else eagle.layers,
         feature_rows=0 if eagle is None else most_rows(config),
+        near_tokens=cache.near_tokens(kv_cache_tokens),
     )
 
 
@@ -331,14 +339,13 @@ def _eagle_needs(config: CoreConfig, eagle: EagleConfig, dtype: str) -> GpuNeeds
     return needs + GpuNeeds(weights=embedding, step=rows * hidden_state, per_token=hidden_state)
 
 
-def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: int | None) -> tuple[int, int]:
+def _lengths(
+    config: CoreConfig, model: ModelConfig, cache: CacheBytes, gpu_room: int | None
+) -> tuple[int, int]:
     """Return the tokens in the KV cache and the longest sequence.
 
-    `per_token`: bytes of the cache. On a GPU `gpu_room` bytes are free for it.
+    `cache`: what it takes. On a GPU `gpu_room` bytes are free for it.
     """
-    for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
     wanted = config.max_seq_len
     if wanted is not None and not 1 <= wanted <= model.max_position_embeddings:
         raise ConfigError(
@@ -349,16 +356,17 @@ def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: i
     block = config.tokens_per_block
     held_by_one = -(-longest // block) * block
     if config.kv_cache_tokens is None and gpu_room is None:
-        room = max(longest, _DEFAULT_KV_BYTES // per_token)
+        room = max(longest, cache.tokens_in(_DEFAULT_KV_BYTES))
         return -(-min(room, config.max_batch_size * held_by_one) // block) * block, longest
     size = config.kv_cache_tokens
     if size is None:
         assert gpu_room is not None
         size = min(
-            int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * held_by_one + block
+            cache.tokens_in(int(config.kv_cache_fraction * gpu_room)),
+            config.max_batch_size * held_by_one + block,
         )
-    elif gpu_room is not None and size * per_token > gpu_room:
-        needed = f"a KV cache of {size} tokens needs {gibibytes(size * per_token)} on a GPU"
+    elif gpu_room is not None and cache.of(size) > gpu_room:
+        needed = f"a KV cache of {size} tokens needs {gibibytes(cache.of(size))} on a GPU"
         raise ConfigError(f"{needed}, and the model leaves {gibibytes(gpu_room)}", about=["kv_cache_tokens"])
     tokens = size // block * block
     given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.context_plan import ContextPlan
 from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.ops import Unscaled
+
+
+class LayerCache(NamedTuple):
+    """A layer's keys and values, with their scales in fp8, and the blocks of each slot: see `kernels`."""
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor | None
+    table: Tensor
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,9 @@ class PagedAttention:
     """
 
     kernels: Any
-    cache: KVCache
+    held: Sequence[LayerCache]
     n_heads: int
     rotations: Tensor
-    table: Tensor
     slots: Tensor
     positions: Tensor
     n_decode: int
@@ -51,42 +58,39 @@ class PagedAttention:
 
     def store(self, layer: int, qkv: Tensor | Unscaled, out: Tensor | None = None) -> Tensor:
         """See `step_kernels.rotate_store`."""
+        *held, table = self.held[layer]
         rotations = self.rotations
         if first := self.kinds[layer].first_rotation:
             rotations = rotations[first:]
         turned: Tensor = self.kernels.rotate_store(
-            qkv, *self._held(layer), rotations, self.table, self.slots, self.positions, self.n_heads, out
+            qkv, *held, rotations, table, self.slots, self.positions, self.n_heads, out
         )
         return turned
 
     def attend(self, layer: int, turned: Tensor, out: Tensor) -> None:
         """Attend with what `store` returned: out [rows, heads * head_dim]."""
-        held, n, kind = self._held(layer), self.n_decode, self.kinds[layer]
+        held, n, kind = self.held[layer], self.n_decode, self.kinds[layer]
         if n:
-            rows = self.table, self.slots[:n], self.positions[:n]
+            rows = self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(
                 turned[:n], *held, *rows, out[:n], self.n_heads, kind.window, kind.sinks, kind.rank
             )
         if self.contexts is not None:
             self._attend_with_contexts(self.contexts, turned, held, out, kind)
 
-    def _held(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        cache = self.cache
-        return cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
-
     def _attend_with_contexts(
         self,
         contexts: Contexts,
         qkv: Tensor,
-        held: tuple[Tensor, Tensor, Tensor | None],
+        held: LayerCache,
         out: Tensor,
         kind: LayerKind,
     ) -> None:
-        keys, values, _ = held
+        keys, values, _, table = held
         plan, copied = contexts.plan, None
         if len(contexts.copies):
             copied = self.kernels.copied_rows(
-                keys, values, self.table, contexts.copies, plan.n_copied, plan.longest, qkv.dtype
+                keys, values, table, contexts.copies, plan.n_copied, plan.longest, qkv.dtype
             )
         for tiles, rows, reads_blocks in (
             (contexts.fresh, None, False),
@@ -95,7 +99,7 @@ class PagedAttention:
         ):
             if len(tiles):
                 self.kernels.context_attention(
-                    *(qkv, rows, *held, self.table, tiles, out, self.n_heads, reads_blocks),
+                    *(qkv, rows, *held, tiles, out, self.n_heads, reads_blocks),
                     kind.window,
                     kind.sinks,
                     kind.rank,

@@ -50,7 +50,7 @@ def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
         return NGramDrafter(how.max_matching_ngram_size)
     if config.gpu_bytes is not None:  # `info` counts a token of its cache beside each of the model's
         beside = replace(beside, kv_cache_tokens=info.kv_cache_tokens)
-    of_draft = draft_worker(beside, model_info(beside))
+    of_draft = draft_worker(beside, replace(model_info(beside), near_tokens=0))
     return DraftModel(of_draft, config.tokens_per_block, config.max_batch_size, config.max_num_tokens)
 
 
@@ -84,7 +84,13 @@ def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, worker: Worker) -> Ea
         of_model = part.model.embedding, part.info.max_seq_len, part.dtype
         head = EagleHead(eagle, *of_model, kernels or ops, most_rows(config))
     info = replace(
-        part.info, config=model, kv_dtype=part.info.dtype, layout=Layout(), end_ids=(), feature_layers=()
+        part.info,
+        config=model,
+        kv_dtype=part.info.dtype,
+        layout=Layout(),
+        end_ids=(),
+        feature_layers=(),
+        near_tokens=0,
     )
     own = ModelPart(info, size, Groups(), head, part.dtype)
     batch, rows = config.max_batch_size, decode_rows(config)

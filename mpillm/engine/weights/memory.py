@@ -68,6 +68,51 @@ def gpu_needs(
     return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
 
 
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of a KV cache on a rank: for each token, and for each of layers with a window (see `NearBlocks`).
+
+    These have a cache of their own where `most_near`, the tokens that sequences can hold in it, are fewer
+    than in the other one.
+    """
+
+    per_token: int  # without those layers
+    near: int = 0
+    most_near: int = 0
+
+    def of(self, n_tokens: int) -> int:
+        return n_tokens * self.per_token + min(n_tokens, self.most_near) * self.near
+
+    def tokens_in(self, n_bytes: int) -> int:
+        together = n_bytes // (self.per_token + self.near)
+        if together <= self.most_near or not self.near:
+            return together
+        return (n_bytes - self.most_near * self.near) // self.per_token
+
+    def near_tokens(self, n_tokens: int) -> int:
+        """Return the size of those layers' own cache beside one of so many tokens; 0: they have none."""
+        return self.most_near if self.near and self.most_near < n_tokens else 0
+
+
+def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
+    """Return what an instance's KV cache takes on a GPU.
+
+    `per_token`: of all layers, and of what is beside them.
+    A cache that is handed over leaves the blocks of all layers.
+    """
+    if config.role == "context" or not model.near_window:
+        return CacheBytes(per_token)
+    tp, pp, size = config.tp_size, config.pp_size, config.tokens_per_block
+    of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
+    n_all = -(-model.n_layers // pp)
+    n_near, n_others = (model.kv_layers(pp, near=near) for near in (True, False))
+    # Each sequence's window, whose ends may be in the middle of blocks, as may be what a step adds.
+    n_blocks = config.max_batch_size * (-(-model.near_window // size) + 2) + -(-config.max_num_tokens // size)
+    if config.enable_kv_cache_reuse:
+        n_blocks *= 2  # what nobody holds any more stays for a while
+    return CacheBytes(per_token - (n_all - n_others) * of_layer, n_near * of_layer, n_blocks * size)
+
+
 def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
     """Return the bytes of `there` that are left on each GPU for the KV cache.
 

@@ -72,7 +72,8 @@ def test_the_block_left_longest_ago_goes_first() -> None:
 
     def compute(first: int) -> Sequence:
         s = sequence(0, [*range(first, first + 13)])
-        s.blocks = cache.take_known(s)
+        s.blocks = cache.known(s)
+        cache.hold(s.blocks)
         s.n_cached = len(s.blocks) * SIZE
         s.blocks += cache.take(4 - len(s.blocks))
         n_new, s.n_cached = 13 - s.n_cached, 13
@@ -81,7 +82,8 @@ def test_the_block_left_longest_ago_goes_first() -> None:
 
     def n_known(first: int) -> int:
         s = sequence(0, [*range(first, first + 13)])
-        known = cache.take_known(s)
+        known = cache.known(s)
+        cache.hold(known)
         cache.give_back(known)
         return len(known)
 

@@ -19,10 +19,14 @@ from mpillm.engine.step import Span, Step
 
 TRANSFERS = [
     Transfer(Kind.SEND, 7, 3, 255, 33, [5, 1, 9]),
-    Transfer(Kind.RECEIVE, 2**31 - 1, 0, 0, 1, [2]),
+    Transfer(Kind.RECEIVE, 2**31 - 1, 0, 0, 9, [2, 3], [0, 7]),
     Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
 ]
-SPANS = [Span(3, 40, 1, 2, [17]), Span(0, 9, 1, 1), Span(5, 0, 4, 0, [4, 2])]
+SPANS = [
+    Span(3, 40, 1, 2, [17], n_near_told=3, near=[8]),
+    Span(0, 9, 1, 1),
+    Span(5, 0, 4, 0, [4, 2], near=[0, 6]),
+]
 GUESSED = Step([Span(1, 7, 3, 2, [8], is_few=True), Span(0, 3, 2, 1)], [5, 6, 7, 8, 9], [0, 1, 2, 4], [0, 1])
 GREEDY = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1])
 SAMPLED = Step(
@@ -50,7 +54,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],
     Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
-    Tag.ROOM: [[Room(Tag.KV + 7, 3, 1, 40, [5, 1]), Room(Tag.KV, 0, 0, 1, [9])], []],
+    Tag.ROOM: [[Room(Tag.KV + 7, 3, 1, 40, [5, 1], [0, 3]), Room(Tag.KV, 0, 0, 1, [9])], []],
     Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
 }
 MESSAGES: dict[Tag, Message[Any]] = {
