@@ -60,8 +60,8 @@ def copy_blocks(
 
     keys, values: [layers, blocks, kv_heads, tokens_per_block, head_dim]; one tensor, if they are latents. A
     piece is contiguous, [layers, 2 or 1, heads, tokens, head_dim]; its heads are `n_heads` of the cache's
-    from `first_head` on. `table` (int64 [4, n]) has for each block its number, the index of its first token, the
-    piece's tokens and its address.
+    from `first_head` on. `table` (int64 [4, n]) has for each block its number, the index of its first token,
+    the piece's tokens and its address.
     """
     n_layers, n_blocks, n_held, size, dim = keys.shape
     block, n = min(2048, next_power_of_2(size * dim)), table.shape[1]
