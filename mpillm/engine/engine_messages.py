@@ -187,7 +187,7 @@ def _read_rooms(buffer: Buffer) -> list[Room]:
     while at < len(numbers):
         tag, layer, head, n_tokens, n_blocks, n_near = numbers[at : (at := at + 6)]
         blocks, near = numbers[at : (at := at + n_blocks)], numbers[at : (at := at + n_near)]
-        rooms.append(Room(tag, layer, head, n_tokens, blocks, near))
+        rooms.append(Room(tag, layer, head, n_tokens, blocks, tuple(near)))
     return rooms
 
 
