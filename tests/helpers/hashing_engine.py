@@ -145,7 +145,7 @@ def make_engine(
     """With a `near_window` the near cache has no more blocks than sequences may hold at once."""
     chunked = chunking != "off"
     max_num_tokens = max_num_tokens if chunked else 64
-    n_near = max_batch_size * (-(-near_window // SIZE) + 2) + -(-max_num_tokens // SIZE)
+    n_near = max_batch_size * (-(-near_window // SIZE) + 2) + -(-max_num_tokens * n_stages // SIZE)
     info: Any = SimpleNamespace(
         kv_cache_tokens=n_blocks * SIZE,
         end_ids=(),

@@ -33,11 +33,11 @@ class NearBlocks:
 
         Steps in flight may still read these, but none that writes to them starts before those have ended.
         """
-        for sequence in self._last:
-            self._let_go(sequence)
+        for sequence in self._last:  # its guesses may turn out to be wrong, if it is in flight still
+            self._let_go(sequence, sequence.n_cached - len(sequence.draft))
         self._last = [sequence for sequence, _ in plan]
         for sequence, n_new in plan:
-            self._let_go(sequence)
+            self._let_go(sequence, sequence.n_cached)
             n = -(-(sequence.n_cached + n_new) // self._size) - len(sequence.near)
             sequence.near += self.blocks.take(n)
 
@@ -80,8 +80,8 @@ class NearBlocks:
         sequence.n_near_told = 0
         return n
 
-    def _let_go(self, sequence: Sequence) -> None:
-        first, end = sequence.n_near_gone, n_unseen(sequence.n_cached, self._window, self._size)
+    def _let_go(self, sequence: Sequence, n_cached: int) -> None:
+        first, end = sequence.n_near_gone, n_unseen(n_cached, self._window, self._size)
         if end > first:
             self.blocks.give_back(sequence.near[first:end])
             sequence.near[first:end] = [NULL_BLOCK] * (end - first)  # maybe more than it had

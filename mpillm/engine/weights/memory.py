@@ -106,8 +106,9 @@ def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token
     of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
     n_all = -(-model.n_layers // pp)
     n_near, n_others = (model.kv_layers(pp, near=near) for near in (True, False))
-    # Each sequence's window, whose ends may be in the middle of blocks, as may be what a step adds.
-    n_blocks = config.max_batch_size * (-(-model.near_window // size) + 2) + -(-config.max_num_tokens // size)
+    # Each sequence's window, whose ends may be in the middle of blocks, as may be what steps in flight add.
+    n_blocks = config.max_batch_size * (-(-model.near_window // size) + 2)
+    n_blocks += -(-config.max_num_tokens * pp // size)
     if config.enable_kv_cache_reuse:
         n_blocks *= 2  # what nobody holds any more stays for a while
     return CacheBytes(per_token - (n_all - n_others) * of_layer, n_near * of_layer, n_blocks * size)

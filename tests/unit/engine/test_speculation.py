@@ -36,7 +36,8 @@ from tests.helpers.hashing_engine import (
 class Guesses:
     """Knows what comes next, and is wrong at random places."""
 
-    def __init__(self, share_right: float, random: np.random.Generator) -> None:
+    def __init__(self, share_right: float, random: np.random.Generator, near_window: int = 0) -> None:
+        self._near_window = near_window
         self._share_right = share_right
         self._random = random
 
@@ -44,7 +45,8 @@ class Guesses:
         drafts = []
         for s, most in wanted:
             assert 0 < most < s.max_output - len(s.output)
-            right = answer(s.prompt + s.output, int(self._random.integers(most + 1)))
+            n = int(self._random.integers(most + 1))
+            right = answer(s.prompt + s.output, n, near_window=self._near_window)
             is_right = self._random.random(len(right)) < self._share_right
             drafts.append([t if ok else (t + 1) % VOCAB for t, ok in zip(right, is_right, strict=True)])
         return drafts
@@ -52,7 +54,8 @@ class Guesses:
 
 def speculating(engine: Engine, random: np.random.Generator, share_right: float = 0.7, **options: Any) -> Any:
     most = engine.limits.max_num_tokens
-    engine.speculation = Speculation(Guesses(share_right, random), engine.scheduler, most, 5, **options)
+    guesses = Guesses(share_right, random, engine.info.config.near_window)
+    engine.speculation = Speculation(guesses, engine.scheduler, most, 5, **options)
     return engine.speculation
 
 
@@ -60,7 +63,10 @@ def speculating(engine: Engine, random: np.random.Generator, share_right: float 
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_answers_are_those_without_guesses(policy: str, chunking: str, reuse: bool, n_stages: int) -> None:
+@pytest.mark.parametrize("near_window", [0, 6], ids=["", "near blocks"])
+def test_answers_are_those_without_guesses(
+    policy: str, chunking: str, reuse: bool, n_stages: int, near_window: int
+) -> None:
     """Requests come at random; some are cancelled at random in any state, or end with a stop word.
 
     The model hashes what the cache holds, so a guess that stayed in it would show.
@@ -68,7 +74,13 @@ def test_answers_are_those_without_guesses(policy: str, chunking: str, reuse: bo
     random = np.random.default_rng(zlib.crc32(f"{policy} {chunking} {reuse} {n_stages}".encode()))
     stop = 11
     engine = make_engine(
-        policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, seed=2, stop_words=((stop,),)
+        policy=policy,
+        chunking=chunking,
+        reuse=reuse,
+        n_stages=n_stages,
+        seed=2,
+        stop_words=((stop,),),
+        near_window=near_window,
     )
     speculation = speculating(engine, random)
     sequences = make_sequences(60, random)
@@ -90,7 +102,7 @@ def test_answers_are_those_without_guesses(policy: str, chunking: str, reuse: bo
             break
     assert ended == set(range(60))
     for s in sequences:
-        wanted = answer(s.prompt, s.max_output)
+        wanted = answer(s.prompt, s.max_output, near_window=near_window)
         ends = [n for n, t in enumerate(wanted, 1) if t == stop and n >= s.min_output]
         wanted = wanted[: min(ends, default=len(wanted))]
         assert s.output == wanted or (s.is_cancelled and s.output == wanted[: len(s.output)])
