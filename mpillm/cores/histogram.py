@@ -56,7 +56,10 @@ class Histogram:
         return {"ms": np.round(ms, 4).tolist(), "share": np.round(shares, 5).tolist()}
 
     def summary_ms(self) -> dict[str, float] | None:
-        """p50, p90, p99 and mean in milliseconds; None without durations."""
+        """p50, p90, p99 and mean in milliseconds; None without durations.
+
+        Percentiles are LoadGen's, as `mpillm.loadgen.logs.quantile`: the value at floor(share * n).
+        """
         self._count()
         total = int(self._counts.sum())
         if total == 0:
@@ -64,7 +67,7 @@ class Histogram:
         cumulated = np.cumsum(self._counts)
         result = {}
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            position = int(np.searchsorted(cumulated, share * total))
+            position = int(np.searchsorted(cumulated, int(share * total), side="right"))
             result[name] = round(_LEAST_S * _RATIO ** (position + 0.5) * 1e3, 4)
         result["mean"] = round(self._sum / total * 1e3, 4)
         return result

@@ -11,6 +11,7 @@ import numpy as np
 from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
 from mpillm.experiments.intervals import STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
+from mpillm.loadgen.logs import quantile
 from mpillm.report.numbers import milliseconds, percent
 from mpillm.report.page.charts import MARKED, Chart
 from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
@@ -176,7 +177,7 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
         chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")
         for i, (name, one) in enumerate(zip(names, values, strict=True)):
             share = 100 * np.searchsorted(one.round(4), x, side="right") / len(one)
-            known = ", ".join(f"p{p} {milliseconds(np.percentile(one, p))}" for p in MARKED)
+            known = ", ".join(f"p{p} {milliseconds(quantile(one, p / 100))}" for p in MARKED)
             chart.lines.append((f"{name}: {known}", share.round(2).tolist(), i))
         limits = {limits_ms(run.files).get(key.lower()) for run in runs}
         if len(limits) == 1 and (limit := limits.pop()):

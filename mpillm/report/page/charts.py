@@ -152,9 +152,11 @@ def distributions(facts: Facts) -> list[Chart]:
             x = cdf["ms"]
             chart = Chart(f"cdf-{key}", title, "% of samples", x, [("at most", shares, 0)], "ms")
             chart.limit = ("limit", limit) if limit else None
+            told = facts.run.result.get(f"{key}_ms") or {}  # as the tables have them
+            between = np.interp(MARKED, shares, x).tolist()
+            marked = [told.get(f"p{p}", at) for p, at in zip(MARKED, between, strict=True)]
             chart.marks = [
-                (f"p{p} {milliseconds(at)}", round(at, 4))
-                for p, at in zip(MARKED, np.interp(MARKED, shares, x).tolist(), strict=True)
+                (f"p{p} {milliseconds(at)}", round(at, 4)) for p, at in zip(MARKED, marked, strict=True)
             ]
             charts.append(chart)
     return charts
