@@ -33,13 +33,16 @@ class Callers:
         ended: Callable[[tuple[Any, ...]], None],
         called: Callable[[tuple[Any, ...], str], None] = lambda fields, address: None,
         stays: Callable[[tuple[Any, ...], bytes], bool] = lambda fields, word: False,
+        *,
+        holds: bool = False,
     ) -> None:
         """Open a port. Raises OSError if none can be.
 
         `name`: the thread's. `hello`: what callers say, first the key; who does not know it is a stranger.
         `called` gets the other fields of a caller, and its address; `ended` the fields of one whose process
         has ended without taking its leave. `stays` gets the fields and one more byte that a caller says, and
-        returns whether it does not take its leave by it.
+        returns whether it does not take its leave by it. `holds`: connections stay, so that what a caller has
+        left on its host hears of this process's end.
         """
         import secrets  # as hmac: who only calls does without, whose start it would delay
 
@@ -49,6 +52,7 @@ class Callers:
         )
         self._hello = hello
         self._ended, self._called, self._stays = ended, called, stays
+        self._held: list[socket.socket] | None = [] if holds else None
         self.port = int(listener.getsockname()[1])
         self.key = secrets.token_bytes(struct.calcsize(KEY))
         self._door = Door(name, listener, hello.size, self._admit)
@@ -73,6 +77,9 @@ class Callers:
         except OSError:  # the network's failure, not the process's
             return False
         if said == b"":
+            if self._held is not None:
+                with contextlib.suppress(OSError):  # no file descriptor is left
+                    self._held.append(connection.dup())
             self._ended(caller)
         return said != b"" and self._stays(caller, said)  # or it has ended, or takes its leave
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
+KEEPER = "mpillm-kept"
+"""What the system calls a process that has a rank's command line and is none (`comms.kept_connections`)."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36

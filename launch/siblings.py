@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.launcher import find_launcher
+from launch.prctl import KEEPER
 
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID")  # Hydra's ranks have none: their parent tells
 _STATES = {
@@ -70,7 +71,10 @@ def siblings() -> dict[int, Sibling]:
                     or _job(env) != _job(os.environ)
                 ):
                     continue
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                name, _, stat = (folder / "stat").read_text().rpartition(")")
+                state, parent = stat.split()[:2]
+                if name.endswith(f"({KEEPER}"):
+                    continue
                 if any(name in env for name in _JOBS) or int(parent) == os.getppid():
                     # of a rank and the processes that it started, the eldest
                     found.setdefault(other.rank, []).append(Sibling(int(folder.name), state, _place(env)))

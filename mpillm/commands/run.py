@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks, tell_exit_code
 from launch.launcher import find_launcher
 from launch.signals import Echoes, title
+from mpillm.comms import kept_connections
 from mpillm.comms.start import node_name, start_run
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
@@ -63,6 +64,7 @@ def start_rank(
     for number in STOP_SIGNALS:
         # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
         signal.signal(number, signal.SIG_DFL)
+    kept_connections.prepare()  # before anything that may start MPI, as the module of a core does
     gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""

@@ -113,8 +113,10 @@ class RankControl:
         self.rank0 = rank0
         self.sees_rank0 = rank0.pids == visible_pids()
         if self.sees_rank0:
-            ends = rank0.lifelines if self.transport.rank == 0 else None
-            kept_connections.keep(port=ends.port if ends is not None else 0)
+            if self.transport.rank:
+                kept_connections.keep_while(rank0.pid)
+            else:
+                kept_connections.keep(port=rank0.lifelines.port if rank0.lifelines is not None else 0)
         elif rank0.lifelines is not None:
             self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
 

@@ -45,7 +45,7 @@ class Lifelines:
         """Open a port. Raises OSError if none can be."""
         self.ended: frozenset[int] = frozenset()  # ranks whose processes have ended; replaced, never changed
         self.on_end: Callable[[], None] = lambda: None  # called in another thread, after each
-        callers = Callers("mpillm-lifelines", _HELLO, self._note_end)
+        callers = Callers("mpillm-lifelines", _HELLO, self._note_end, holds=True)
         self.address = Address(hosts, callers.port, callers.key)
 
     def _note_end(self, fields: tuple[int]) -> None:
@@ -67,7 +67,7 @@ class Lifeline:
         hello = _HELLO.pack(address.key, rank)
         connection, self.problem = call(address.hosts, address.port, hello)
         if connection is not None:
-            kept_connections.keep(connection.fileno())
+            kept_connections.keep(rank0=connection.fileno())
             connection.setblocking(False)
         self._connection = connection
 

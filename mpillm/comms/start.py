@@ -29,7 +29,7 @@ from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart, unmet
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
-from mpillm.comms import kept_connections, segments
+from mpillm.comms import segments
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
@@ -80,7 +80,6 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
 
 def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
     """As `start_mpi`, for a run: return what its ranks have in common."""
-    kept_connections.prepare()
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=False)
         return RunComms(world, *_duplicates(world, 2))

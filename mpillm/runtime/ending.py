@@ -33,7 +33,7 @@ from launch.launcher import find_launcher
 from mpillm.comms import segments
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
-from mpillm.comms.kept_connections import ends_with_a_rank, take_leave
+from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_leave
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
@@ -202,6 +202,8 @@ class Ending(ABC):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        if self._control.transport.rank == 0:
+            have_said_all()
         os._exit(int(stopped.code))
 
     def _finalize(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_host_kills import signal_rank_on
 from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, USAGE, Command, Ended, Starter, wait_until
 from tools.hosts import HEAD
@@ -90,7 +91,7 @@ def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
     log_dir = ["--log_dir", both_under.starter.folder / "run"]
     command = both_under.start(["-n", 4, "-N", 2], *DUMMY, *ENDLESS, *log_dir)
     command.wait_phase("test")
-    os.kill(python_on(both_under.slurm.hosts, host, "run")[-1], signal.SIGKILL)
+    signal_rank_on(both_under.slurm.hosts, 3 if host == "h2" else 2)
     ended = command.end(WITHIN_S).must(128 + signal.SIGKILL)
     assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", INSTANCE_LOST)
     ((rank, cause),) = [(failure["rank"], failure["cause"]) for failure in ended.result["failures"]]
@@ -169,7 +170,7 @@ def test_a_killed_rank_ends_a_job_with_rank_0s_exit_code(
     folder = both_under.starter.folder
     command = sbatch(both_under)
     in_test(command, folder / f"slurm-{job_of(command)}-0")
-    os.kill(python_on(both_under.slurm.hosts, host, "run")[-1], signal.SIGKILL)
+    signal_rank_on(both_under.slurm.hosts, rank)
     ended = command.end(WITHIN_S).must(INSTANCE_LOST)
     named = f"rank {rank} (executor, instance {rank - 1}), {host}, pid "
     assert named in ended.out, "it shows what the job prints"

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from mpillm.comms import kept_connections
+from launch.prctl import KEEPER
 from tests.helpers.support import PYTHONS, Command, Starter, wait_until
 from tools.hosts import HEAD, Hosts, NotHere
 from tools.slurm import Slurm
@@ -110,7 +110,7 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
     for pid in hosts.processes(host):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            is_kept = Path(f"/proc/{pid}/comm").read_text().strip() == kept_connections.NAME
+            is_kept = Path(f"/proc/{pid}/comm").read_text().strip() == KEEPER
         except OSError:  # it has just ended
             continue
         is_guard = any(one.endswith(b"/guard.py") for one in words)  # Hydra starts one for each rank

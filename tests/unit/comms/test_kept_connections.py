@@ -25,17 +25,20 @@ pmix, lifeline, other = [socket.create_connection(("127.0.0.1", port)) for port 
 if os.environ["SLURM_PROCID"] == "0":
     kept_connections.keep(port=lifeline.getsockname()[1])
 elif os.environ.get("JOINED") != "no":
-    kept_connections.keep(lifeline.fileno())
-print("ready", flush=True)
-if sys.stdin.readline() == "leave":
+    kept_connections.keep(rank0=lifeline.fileno())
+print(os.getpid(), flush=True)
+if (said := sys.stdin.readline()) == "leave":
     kept_connections.take_leave()
+elif said == "all":
+    kept_connections.have_said_all()
 os._exit(5)
 """
 UNDER_SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
 
 
 class Rank(NamedTuple):
-    process: subprocess.Popen[str]
+    task: subprocess.Popen[str]
+    pid: int
     pmix: socket.socket
     lifeline: socket.socket
     other: socket.socket
@@ -59,8 +62,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
         for stream in (process.stdin, process.stdout):
             stack.callback(stream.close)
         connections = [stack.enter_context(listener.accept()[0]) for listener in listeners]
-        assert process.stdout.readline() == "ready\n"
-        yield Rank(process, *connections)
+        yield Rank(process, int(process.stdout.readline()), *connections)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -77,22 +79,57 @@ def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
 
     Rank 0 is known by those that end at its port.
     """
-    rank.process.kill()
+    os.kill(rank.pid, signal.SIGKILL)
     wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
-    assert rank.process.stdout is not None
-    assert rank.process.stdout.read() == "", "nothing else that it had open is kept"
     assert not is_closed(rank.pmix) and not is_closed(rank.other)
+    assert rank.task.poll() is None, "the step goes on on this node"
     rank.pmix.shutdown(socket.SHUT_RDWR)
-    wait_until(partial(is_closed, rank.other), "the end of the connections")
+    for connection in (rank.pmix, rank.other):
+        wait_until(partial(is_closed, connection), "the end of the connections", 5)
+    assert rank.task.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("rank", [{}, {"SLURM_PROCID": "0"}], indirect=True, ids=["rank 1", "rank 0"])
+def test_the_task_of_a_killed_rank_ends_after_rank_0(rank: Rank) -> None:
+    """That of rank 0 when another rank has had the time to say so."""
+    os.kill(rank.pid, signal.SIGKILL)
+    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    assert rank.task.poll() is None
+    rank.lifeline.close()
+    assert rank.task.wait(8) == -signal.SIGKILL
+    assert not is_closed(rank.pmix) and not is_closed(rank.other), "the step ends first"
+
+
+def test_a_rank_ends_with_its_task(rank: Rank) -> None:
+    rank.task.kill()
+    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+
+
+def test_the_task_outlives_what_slurm_sends_to_all(rank: Rank) -> None:
+    rank.task.terminate()
+    os.kill(rank.pid, signal.SIGTERM)
+    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    assert rank.task.poll() is None
+    rank.lifeline.close()
+    assert rank.task.wait(5) == -signal.SIGTERM, "as the rank has"
+
+
+@pytest.mark.parametrize("rank", [{"SLURM_PROCID": "0"}], indirect=True)
+def test_rank_0_that_ends_a_run_ends_with_its_task(rank: Rank) -> None:
+    assert rank.task.stdin is not None
+    rank.task.stdin.write("all")
+    rank.task.stdin.close()
+    assert rank.task.wait(5) == 5
+    assert not is_closed(rank.pmix) and not is_closed(rank.other)
 
 
 def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
-    assert rank.process.stdin is not None
-    rank.process.stdin.write("leave")
-    rank.process.stdin.close()
+    assert rank.task.stdin is not None
+    rank.task.stdin.write("leave")
+    rank.task.stdin.close()
     for connection in (rank.pmix, rank.lifeline, rank.other):
         wait_until(partial(is_closed, connection), "the end of the connections", 5)
-    assert rank.process.wait() == 5
+    assert rank.task.wait(5) == 5
 
 
 @pytest.mark.parametrize(
@@ -102,6 +139,7 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
     ids=["not PMIx", "mpirun", "before all have joined"],
 )
 def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
-    rank.process.send_signal(signal.SIGKILL)
+    os.kill(rank.pid, signal.SIGKILL)
     for connection in (rank.pmix, rank.lifeline, rank.other):
         wait_until(partial(is_closed, connection), "the end of the connections", 5)
+    assert rank.task.wait(5) == -signal.SIGKILL

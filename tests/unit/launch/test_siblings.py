@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from launch.prctl import KEEPER
 from launch.siblings import (
     EndedRanks,
     Sibling,
@@ -52,6 +54,20 @@ def test_a_stopped_rank_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> N
     assert {rank: siblings()[rank].pid for rank in ranks} == {r: p.pid for r, p in ranks.items()}
     assert describe_rank(1) == f" (pid {ranks[1].pid} runs)"
     assert (describe_rank(9), ranks_here()) == ("", 3)
+
+
+def test_a_process_that_keeps_a_ranks_place_is_none(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+    program = f"from launch.prctl import *; name_process({KEEPER!r}); import time; time.sleep(60)"
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "OMPI_COMM_WORLD_RANK": "3"}
+    )
+    comm = Path(f"/proc/{keeper.pid}/comm")
+    try:
+        wait_until(lambda: comm.read_text().strip() == KEEPER, "its name")
+        assert siblings().keys() == {0, 1, 2}
+    finally:
+        keeper.kill()
+        keeper.wait()
 
 
 def test_a_rank_that_ends_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
