@@ -210,7 +210,7 @@ def is_back(command: Command, n: int) -> bool:
 
 
 def said_in_logs(command: Command, text: str) -> int:
-    return sum(path.read_text(errors="replace").count(text) for path in command.log_dir.glob("rank*.log"))
+    return sum(path.read_text(errors="replace").count(text) for path in command.log_dir.glob("ranks/*.log"))
 
 
 def check(one: Round, ended: Ended, hits: Sequence[Hit]) -> str:
