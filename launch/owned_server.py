@@ -185,7 +185,8 @@ class OwnedServer:
         by_fd = {process.fd: process for process in self._processes.values()}
         line = self._line.fileno()
         ready = select.select([line, *by_fd], [], [], _LOOK_S)[0]
-        ended = [self._taken(by_fd[fd]) for fd in ready if fd in by_fd]
+        # Of those that end together, what others have started comes first.
+        ended = [self._taken(by_fd[fd]) for fd in reversed(ready) if fd in by_fd]
         others = [text for process, text, _ in ended if process.pid != self._first]
         now = time.monotonic()
         if others and now - self._gone[0] > _BEFORE_S:
@@ -199,6 +200,8 @@ class OwnedServer:
         for process, text, bad in ended:
             is_needed = process.pid in self._needed and process.resident >= _LARGE
             if process.pid != self._first and (bad or is_needed):
+                # What ended before it, and was small, may be why.
+                text = text if bad or self._gone[1] == text else f"{self._gone[1]}, then {text}"
                 if not self._outlives_s:
                     return text
                 self._lost = self._lost or (text, time.monotonic())

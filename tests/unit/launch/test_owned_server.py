@@ -11,7 +11,7 @@ import pytest
 
 from launch.command import Command
 from launch.owned_server import OwnedServer
-from tests.helpers.support import wait_until
+from tests.helpers.support import descendants, wait_until
 
 TRACES = """
 import os, signal, subprocess, time
@@ -51,3 +51,29 @@ def test_a_server_that_writes_where_it_was(tmp_path: Path) -> None:
     finally:
         server.stop(1.0)
     assert why.startswith("was ended by signal 11 (SIGSEGV)"), why
+
+
+# The engine is large, and waits for its worker as vLLM's does; the server outlives both for a while.
+CHAIN = """
+import subprocess, sys, time
+
+worker = [sys.executable, "-c", "import time; time.sleep(60)"]
+engine = "import subprocess, time; x = b'x' * (300 << 20); subprocess.run(%r); time.sleep(0.6)" % worker
+subprocess.run([sys.executable, "-c", engine])
+time.sleep(60)
+"""
+
+
+def test_a_worker_whose_parent_asked_first_how_it_ended(tmp_path: Path) -> None:
+    """Its parent gives up, too: the worker is named, not the parent alone."""
+    server = OwnedServer(Command((sys.executable, "-c", CHAIN)), tmp_path / "server.log")
+    try:
+        wait_until(lambda: len(server.pids) == 3, "three processes")
+        wait_until(lambda: any(one.resident > 300 << 20 for one in server._processes.values()), "a large one")
+        server.ready()
+        (worker,) = [pid for pid in server.pids if not descendants(pid)]
+        os.kill(worker, signal.SIGKILL)
+        why = wait_until(server.ended, "its end")
+    finally:
+        server.stop(1.0)
+    assert why.startswith(f"process {worker} ("), why
