@@ -25,7 +25,7 @@ from mpillm.servers.kinds import kind_of
 
 _ALPHA = 0.05
 _END_S = 30.0
-_OURS = f"{shlex.quote(sys.executable)} -m mpillm mpirun -n 2 serve --core_type dummy --port {{port}}"
+_OURS = f"{shlex.join((sys.executable, '-m', 'mpillm'))} mpirun -n 2 serve --core_type dummy --port {{port}}"
 _FIGURES = {
     "requests/s, {max_concurrency} at once": "request_throughput",
     "first token at {qps}/s, p50, ms": "median_ttft_ms",

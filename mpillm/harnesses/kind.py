@@ -109,6 +109,7 @@ class Request(NamedTuple):
 
 LATENCIES = ("ttft_ms", "tpot_ms", "latency_ms")
 _MOST_TOKENS = 2**31  # of an answer
+_MOST_SAID = 200  # characters of what Python says of a report
 _MOST, _LEAST_S = 1e18, 1e-9  # figures beyond these come of no test
 
 
@@ -195,7 +196,7 @@ class HarnessKind:
         except ConfigError as error:
             raise ConfigError(f"its report can't be read: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-            what = error if isinstance(error, OSError) else excerpt(repr(error))
+            what = error if isinstance(error, OSError) else repr(error)[:_MOST_SAID]
             raise ConfigError(f"its report can't be read: {what}") from error
 
     def explain(self, log: str) -> str:

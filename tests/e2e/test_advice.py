@@ -140,7 +140,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"python -m mpillm (triton-client (tokens|text)|e2e-test|bench core-model)": Elsewhere(
         "names of commands, in messages: tests/unit/commands/test_reference_commands.py"
     ),
-    r".* benchmarks http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
+    r".* benchmarks (http --peers|harness-agreement) .*": Elsewhere(
+        "other people's programs must be there: make test-peers"
+    ),
     r".* benchmarks scale( --instances 64,512)?": Typed(
         "--instances 8,16", says="rank 0's control in the test"
     ),

@@ -46,11 +46,11 @@ class AnswerTokens:
         assert call.endpoint is not None
         if call.endpoint.dialect.token_ids:
             return call.answer.tokens[len(told.tokens) :]
-        text = "".join(call.answer.texts[told.n_texts :])
-        if not self._by_pieces or text.endswith(_HALVES):
+        pieces = call.answer.texts[told.n_texts :]
+        if not self._by_pieces or (pieces and pieces[-1].endswith(_HALVES)):
             return []
         told.n_texts = len(call.answer.texts)
-        return self._encoded(text)
+        return self._encoded(text_of(pieces))
 
     def whole(self, call: Call, told: Told | None) -> list[int]:
         """Return the answer, which has ended; a server that was started again may not begin as `told`."""

@@ -77,7 +77,7 @@ def test_the_first_token_does_not_wait_for_the_last() -> None:
     with ScriptedServer(half) as server, started(server, SERVER) as core:
         core.enqueue(requests([[1]]))
         rows = Rows(core)
-        wait_until(lambda: rows.poll() or rows.rows, "the first token")
+        wait_until(lambda: not rows.poll() and rows.rows, "the first token")
         assert rows.rows == [(10, FIRST, [77])]
         metrics = core.metrics()
         assert metrics is not None and (metrics.generated_tokens, metrics.running) == (1, 1)

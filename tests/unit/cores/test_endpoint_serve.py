@@ -61,7 +61,7 @@ def test_tokens_come_one_by_one() -> None:
     with ScriptedServer(answer) as server, started(server, serves=True) as core:
         core.enqueue(requests([[1]], max_output=9, **LIVE))
         rows = Rows(core)
-        wait_until(lambda: rows.poll() or len(told(rows)) == 4, "four tokens")
+        wait_until(lambda: not rows.poll() and len(told(rows)) == 4, "four tokens")
         assert told(rows) == [77, 78, 79, 80] and rows.rows[0][2] == [77]
         core.cancel([10])
         assert rows.until(1)[-1] == (10, FINAL | CANCELLED, [])
@@ -112,7 +112,7 @@ def test_text_becomes_tokens_as_it_comes(ends: bool, tokenizer: tuple[Path, bool
         core.enqueue(requests([[72]], max_output=64, **LIVE))
         rows, read = Rows(core), load_tokenizer(folder)
         if not ends and not adds_spaces:
-            wait_until(lambda: rows.poll() or read.decode(told(rows)) == "Hi😀, you", "the text")
+            wait_until(lambda: not rows.poll() and read.decode(told(rows)) == "Hi😀, you", "the text")
         if ends:
             *before, (_, flags, tokens) = rows.until(1)
             assert read.decode(tokens) == ("Hi, you!" if adds_spaces else "Hi😀, you!")
@@ -165,7 +165,7 @@ def test_a_server_that_was_started_again_may_not_answer_otherwise() -> None:
         core.enqueue(requests([[1]], **LIVE))
         core.enqueue(requests([[77]], id=20, **LIVE))
         rows = Rows(core)
-        wait_until(lambda: rows.poll() or len(rows.rows) == 2, "the first tokens")
+        wait_until(lambda: not rows.poll() and len(rows.rows) == 2, "the first tokens")
         assert isinstance(core, OutlivesServer)
         core.server_lost()
         core.server_back(second.address)
