@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     start.write_text(
         "#!/bin/sh\n"
         f"export LD_LIBRARY_PATH={shlex.quote(libraries)}\n"
+        f'export PATH={shlex.quote(str(start.parent))}:"$PATH"\n'  # Python in it looks for its packages by it
         f'exec {shlex.quote(str(program))} {backends} "$@"\n',
         encoding="utf-8",
     )
