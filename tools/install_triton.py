@@ -50,8 +50,11 @@ def main(argv: Sequence[str]) -> int:
     program = server / "bin" / "tritonserver"
     for path in (program, backend):
         path.chmod(0o755)
-    # Python's own library may lie where the loader does not look.
-    libraries = f"{packages / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR') or ''}"
+    libraries = str(packages / "nvidia_pytriton.libs")
+    if _missing(backend, libraries):
+        # Python's own library may lie where the loader does not look. Elsewhere that folder is not named: a
+        # distribution's has others, an MPI's for instance, which would go before those in our packages.
+        libraries += f":{sysconfig.get_config_var('LIBDIR') or ''}"
     if missing := [name for path in (program, backend) for name in _missing(path, libraries)]:
         print(
             f"make triton: tritonserver needs {', '.join(missing)}, which this machine lacks"

@@ -61,6 +61,9 @@ class HttpConnection(asyncio.Protocol):
     def send(self, request: bytes, receiver: Receiver) -> None:
         """Send a whole request, head and body; `receiver` is told about its response."""
         assert self._receiver is None and self._transport is not None
+        if self.closed:  # since it was made: what listens there hung up, or spoke first
+            receiver.on_broken(NothingSentBack("it closed the connection before a request"))
+            return
         self._receiver = receiver
         self._in_body = False
         self._interim = 0

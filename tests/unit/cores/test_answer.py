@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
-from mpillm.cores.openai_client.http_connection import HttpConnection
+from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 from tests.helpers.scripted_server import choice, event
 
 END = event(b"[DONE]")
@@ -118,6 +118,21 @@ def test_json_nested_too_deep(stream: bool) -> None:
         answer.feed(event(nested) * 2 if stream else nested, 0.0)
         answer.finish(0.0)
     assert failure_text(500, nested).startswith("HTTP 500: [[")
+
+
+@pytest.mark.parametrize("first", [b"\0\0\6\4\0 what gRPC says", b""])
+def test_a_server_that_speaks_first_or_hangs_up(first: bytes) -> None:
+    """Before the request is sent: its port may be another protocol's."""
+    receiver, connection, transport = Mock(), HttpConnection(), Mock()
+    transport.write.side_effect = RuntimeError("the handler is closed")
+    connection.connection_made(transport)
+    if first:
+        connection.data_received(first)
+    else:
+        connection.connection_lost(None)
+    connection.send(b"GET", receiver)
+    (error,) = receiver.on_broken.call_args.args
+    assert isinstance(error, NothingSentBack)
 
 
 @pytest.mark.parametrize("status", [100, 103])
