@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
 
 import disagg
-from mpillm.core_names import brought
+from mpillm.core_names import brought, found_at
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
 from mpillm.engine.kernels.c_library import compiler
 
@@ -62,8 +61,7 @@ def package_facts() -> PackageFacts:
 def _examined() -> tuple[tuple[str, str], ...]:
     found = []
     for program, place in brought("EXAMINED").items():
-        module, _, name = place.partition(":")
-        wrong = getattr(importlib.import_module(module), name)()
+        wrong = found_at(place)()
         found += [] if wrong is None else [(program, wrong)]
     return tuple(found)
 

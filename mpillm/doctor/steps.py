@@ -190,7 +190,7 @@ def taken(what: str, typed: Sequence[str], file: str, log_dir: str) -> Iterator[
         Path(log_dir).mkdir(parents=True, exist_ok=True)  # all nodes may have to see it
         library = mpi_library()
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        raise ConfigError(f"{error.filename or file}: {error.strerror or error}") from None
     except EveryRankError:
         pass
     first = head(what, typed, library)
