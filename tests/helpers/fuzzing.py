@@ -1,7 +1,8 @@
 """Fuzzing: whatever a stranger's file or message holds is read or refused, in bounded time and memory.
 
 In `make test` each test tries a few examples, the same ones each time. With MPILLM_FUZZ_SECONDS (`make fuzz`)
-it goes on for so long, each time with others; what failed is tried first the next time.
+it goes on for so long, each time with others; what failed is tried first the next time, and the shortest that
+failed is written to MPILLM_FUZZ_FOUND (build/fuzz) at once: to shrink it takes minutes, and may be cut.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import resource
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("MPILLM_FUZZ_SECONDS", "0"))
+_FOUND = Path(os.environ.get("MPILLM_FUZZ_FOUND", "build/fuzz")).absolute()
 _CPU_S = 10.0  # of one example; other work on the machine does not count
 _MEMORY = 256 << 20  # bytes that one example may take
 _ADDRESSES = 2 << 30  # bytes beyond which an allocation fails, before the machine has no more
@@ -64,6 +67,23 @@ def _few_addresses() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+_shortest: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
+    """Write what was drawn, with the error, where the block fails on it and nothing shorter has failed."""
+    try:
+        yield
+    except Exception:
+        text = f"{drawn!r}\n\n{traceback.format_exc()}"
+        if len(text) < _shortest.get(name, len(text) + 1):
+            _shortest[name] = len(text)
+            _FOUND.mkdir(parents=True, exist_ok=True)
+            (_FOUND / f"{name}.txt").write_text(text, errors="backslashreplace")
+        raise
+
+
 def fuzz(
     *strategies: st.SearchStrategy[Any],
     refused_by: type[Exception] | tuple[type[Exception], ...] = (),
@@ -79,7 +99,8 @@ def fuzz(
 
     def decorate(read: Callable[..., None]) -> Callable[[Path], None]:
         def one(tmp_path: Path, drawn: tuple[Any, ...]) -> None:
-            with _bounded():
+            kept = _kept(read.__name__, drawn) if SECONDS else contextlib.nullcontext()
+            with kept, _bounded():
                 try:
                     read(tmp_path, *drawn)
                 except refused_by as error:
