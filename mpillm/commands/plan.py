@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
-    clients = bool(config.server) or config.yaml is None
-    clients &= BackendRegistry.declared(config.core_type).is_client
+    core = BackendRegistry.declared(config.core_type)
+    clients = core.is_client and (bool(config.server) or config.yaml is None)
     made = disagg.plan(
         disagg_config(config, world_size, clients),
         world_size,
@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
         context_servers(config, world_size),
         config.server_nodes,
     )
+    if not core.uses_gpus or config.device == "cpu":
+        made = made.on_devices({}, {})
     if config.server:
         from mpillm.runtime import own_servers  # few plans have any
 

@@ -45,6 +45,20 @@ def test_an_option_of_mpirun_behind_run(words: list[str], hint: str) -> None:
     assert hint in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "words", [("--core_type", "dummy"), ("--core_type", "trtllm_endpoint"), ("--device", "cpu")]
+)
+def test_a_plan_gives_gpus_to_cores_that_use_them(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    def devices(*more: str) -> list[int | None]:
+        assert cli.main(["plan", "--world_size", "3", "--format", "json", *more]) == 0
+        return [rank["device"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
+
+    assert devices() == [None, 0, 1]
+    assert devices(*words) == [None, None, None]
+
+
 def test_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown option -n (did you mean '--world_size'?)" in said(capsys, "plan", "-n", "4")
 
