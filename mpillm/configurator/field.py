@@ -71,55 +71,6 @@ class Field(Generic[T]):
     aliases: tuple[str, ...] = ()  # other names
     effect: Effect = EVERYWHERE  # for whom the value has one
 
-    if TYPE_CHECKING:
-
-        @overload
-        def __init__(
-            self: Field[V],
-            name: str,
-            description: str,
-            from_string: Callable[[str], V],
-            *,
-            default: Any,
-            **more: Unpack[_More],
-        ) -> None: ...
-        @overload
-        def __init__(
-            self: Field[V],
-            name: str,
-            description: str = "",
-            *,
-            from_string: Callable[[str], V],
-            default: Any,
-            **more: Unpack[_More],
-        ) -> None: ...
-        @overload
-        def __init__(
-            self: Field[V | None],
-            name: str,
-            description: str = "",
-            *,
-            from_string: Callable[[str], V],
-            **more: Unpack[_More],
-        ) -> None: ...
-        @overload
-        def __init__(
-            self: Field[V | None],
-            name: str,
-            description: str,
-            from_string: Callable[[str], V],
-            **more: Unpack[_More],
-        ) -> None: ...
-        @overload
-        def __init__(
-            self: Field[str], name: str, description: str = "", *, default: str, **more: Unpack[_More]
-        ) -> None: ...
-        @overload
-        def __init__(
-            self: Field[str | None], name: str, description: str = "", **more: Unpack[_More]
-        ) -> None: ...
-        def __init__(self, *args: Any, **more: Any) -> None: ...
-
     @overload
     def __get__(self, options: None, owner: type) -> Self: ...
     @overload

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch, total
-from mpillm.roles.room_tree import RoomTree
 
 _LEAST_WEIGHT = 1e-6  # of an instance that has granted nothing, which gets nothing
+_NEVER = 1 << 62  # more than any load
 
 
 class InstancePool:
@@ -33,8 +33,9 @@ class InstancePool:
         self.owner = np.full(0, -1, np.int64)
         self.last_owner = np.full(0, -1, np.int64)  # of its last or present request, by the same id
         self._position = {instance: i for i, instance in enumerate(instances)}
-        self._tree = RoomTree(n)
-        self._weights = [1.0] * n  # of loads, by position: see `weigh`
+        # Who has the least to do gets the next request; of those who are in turn, all have the same.
+        self._loads = np.zeros(n, np.int64)
+        self._weights = np.ones(n)  # of loads, by position: see `weigh`
         # Of what is left of a test whose requests were all there at its start: see `_shares_of_the_rest`.
         self._done_tokens = np.zeros(n, np.int64)
         self._most_owed = np.zeros(n, np.int64)  # tokens
@@ -61,7 +62,6 @@ class InstancePool:
         """Add credit: the instance can hold this much more."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
-        self._changed(position)
 
     def weigh(self) -> None:
         """From now on give instances that have granted more a larger share, in proportion.
@@ -72,16 +72,15 @@ class InstancePool:
         """
         requests, tokens = self.free_requests + self.owed_requests, self.free_tokens + self.owed_tokens
         weights = np.minimum(requests / max(1, requests.max()), tokens / max(1, tokens.max()))
-        for position in np.flatnonzero(weights != self._weights).tolist():
-            self._weights[position] = max(float(weights[position]), _LEAST_WEIGHT)
-            self._changed(position)
+        self._weights = np.maximum(weights, _LEAST_WEIGHT)
+        for position in range(len(weights)):
+            self._note_load(position)
 
     def retire(self, position: int) -> None:
         """Give nothing to the instance any more; it owes nothing."""
         self._done_tokens[position] = self._most_owed[position] = 0
         self.free_requests[position] = self.free_tokens[position] = 0
         self.owed_requests[position] = self.owed_tokens[position] = 0
-        self._changed(position)
 
     def assign(self, needs: NDArray[np.int64], requests: Batch, left: int | None = None) -> NDArray[np.int64]:
         """Take credit for the first requests; return the position of each one's instance, shape [sent].
@@ -103,16 +102,13 @@ class InstancePool:
         that would be the last to answer them then gets none, though it has room.
         """
         need = int(needs[0])
-        choose = self._tree.next_from if self._in_turn else self._tree.idlest
-        # Among equals the least recently served: otherwise a quiet run would give everything to the first.
-        chosen = choose(self._turn, need)
+        room = self._with_room(need)
         slow: list[int] = []
-        while left is not None and chosen >= 0 and self._is_too_slow(chosen, need, left, slow):
+        while (chosen := self._choose(room, self._turn)) >= 0:
+            if left is None or not self._is_too_slow(chosen, need, left, slow):
+                break
             slow.append(chosen)
-            self._tree.update(chosen, False, 0, 0)
-            chosen = choose(self._turn, need)
-        for position in slow:
-            self._changed(position)
+            room[chosen] = False
         if chosen < 0:
             return -1, 0
         self._turn = chosen + 1
@@ -124,10 +120,30 @@ class InstancePool:
             level = (left + int(self.owed_tokens.sum())) / int(self._done_tokens.sum())
             fair = level * int(self._done_tokens[chosen])
         else:
-            weight, owed = self._tree.those_with(need)
-            fair = (int(needed[-1]) + owed) / weight * self._weights[chosen]
+            room[slow] = True
+            owed, weight = int(self.owed_tokens[room].sum()), float(self._weights[room].sum())
+            fair = (int(needed[-1]) + owed) / weight * float(self._weights[chosen])
         share = int(np.searchsorted(needed, max(0.0, fair - int(self.owed_tokens[chosen])), "right"))
         return chosen, max(1, min(fits, share, int(self.free_requests[chosen])))
+
+    def _with_room(self, need: int) -> NDArray[np.bool_]:
+        """Return which instances can hold a request of `need` KV tokens, shape [instances]."""
+        room: NDArray[np.bool_] = (self.free_requests > 0) & (self.free_tokens >= need)
+        return room
+
+    def _choose(self, room: NDArray[np.bool_], start: int) -> int:
+        """Return the position with the least load among those with `room`; -1: there is none.
+
+        Among equals it is the first one from `start` on, and then from 0.
+        """
+        loads = np.where(room, self._loads, _NEVER)
+        chosen = int(loads.argmin())
+        if loads[chosen] == _NEVER:
+            return -1
+        if chosen < start < len(loads):
+            later = start + int(loads[start:].argmin())
+            chosen = later if loads[later] == loads[chosen] else chosen
+        return chosen
 
     def _is_too_slow(self, position: int, need: int, left: int, slow: list[int]) -> bool:
         """Return whether the other instances, without those in `slow`, answer all that is `left` before this
@@ -178,14 +194,8 @@ class InstancePool:
             self._done_tokens[position] += tokens
         elif self.owed_tokens[position] > self._most_owed[position]:
             self._most_owed[position] = self.owed_tokens[position]
-        self._changed(position)
+        self._note_load(position)
 
-    def _changed(self, position: int) -> None:
-        """Bring the tree up to date: after every change of an instance's numbers."""
-        takes, owed = bool(self.free_requests[position] > 0), int(self.owed_tokens[position])
-        free, weight = int(self.free_tokens[position]), self._weights[position]
-        self._tree.update(position, takes, free, self._load(position), weight, owed)
-
-    def _load(self, position: int) -> int:
-        """Return what an instance has to do; who has the least gets the next request."""
-        return int(self.owed_tokens[position] / self._weights[position])
+    def _note_load(self, position: int) -> None:
+        if not self._in_turn:
+            self._loads[position] = int(self.owed_tokens[position] / self._weights[position])

@@ -35,8 +35,8 @@ class PrefixRouting(NamedTuple):
 class PrefixPool(InstancePool):
     """A pool that knows which blocks of prompts each instance has.
 
-    A request costs a look at each block of its prompt and at no more than nine instances; the tree finds the
-    idlest one. What grows with the number of instances are single operations on integers with a bit for each.
+    A request costs a look at each block of its prompt and at no more than nine instances. What
+    grows with the number of instances are single operations on arrays, and on integers with a bit for each.
     """
 
     def __init__(self, instances: list[int], routing: PrefixRouting) -> None:
@@ -61,8 +61,7 @@ class PrefixPool(InstancePool):
         ends = np.cumsum(requests.rows["n_tokens"], dtype=np.int64).tolist()
         chosen: list[int] = []
         for need, start, end in zip(needs.tolist(), [0, *ends], ends, strict=False):
-            idlest = self._tree.idlest(0, need)
-            if idlest < 0:
+            if (idlest := self._choose(self._with_room(need), 0)) < 0:
                 break
             blocks = self._hashes(requests.tokens[start:end])
             position = self._best(idlest, blocks, need)
@@ -73,9 +72,9 @@ class PrefixPool(InstancePool):
             chosen.append(position)
         return np.array(chosen, np.int64)
 
-    def _load(self, position: int) -> int:
+    def _note_load(self, position: int) -> None:
         """The fewest open requests first, then the longest without a new one."""
-        return (int(self.owed_requests[position]) << 40) + int(self._served_at[position])
+        self._loads[position] = (self.owed_requests[position] << 40) + self._served_at[position]
 
     def _hashes(self, prompt: NDArray[np.int32]) -> list[int]:
         """Return a hash of each full block and those before it; the last token is computed in any case."""

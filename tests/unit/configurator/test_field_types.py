@@ -29,7 +29,7 @@ class Mine(Values):
 
 
 class Derived(Mine):
-    size = Field("size", "how many, here", positive)  # type: ignore[assignment]  # without a default it may be None
+    size = Field("size", "how many, here", positive)
     more = Field("more", "a word")
 
 
