@@ -98,10 +98,31 @@ class ResponseFlag(enum.IntFlag):
     # again, unless CANCEL_DONE is set, too. 1 number: that instance. To the leader: the sender has nothing of
     # the request, because the other instance is lost (see roles/retries.py).
     LOST = 512
+    # Where a run serves, right before FINAL with ERROR. Its tokens are no tokens: a `Refusal`.
+    REFUSED = 1024
 
 
-NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS
+NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED
 """Rows with these have numbers in the place of tokens."""
+
+
+class Refusal(NamedTuple):
+    """Why another server has not answered a request, in HTTP's terms."""
+
+    status: int
+    message: str
+    retry_after_s: int = 0  # 0: it does not say
+
+    def numbers(self) -> list[int]:
+        """Return what stands in a row in the place of tokens."""
+        return [self.status, self.retry_after_s, *self.message.encode()]
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Refusal:
+        """Return what `numbers` made."""
+        status, retry_after_s, *text = numbers
+        return Refusal(status, bytes(text).decode(), retry_after_s)
+
 
 _HEADER = struct.Struct("<qq")  # rows, tokens
 

@@ -20,11 +20,20 @@ _TYPES = {
 class ApiError(Exception):
     """An error, as an answer in OpenAI's form."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 1,
+    ) -> None:
+        """`retry_after_s`: for those statuses that say it."""
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> Json:
         kind = _TYPES.get(self.status, "invalid_request_error")

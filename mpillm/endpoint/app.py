@@ -204,13 +204,10 @@ class Service:
         if half is not None and half.is_context:
             return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
         arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
-        # Before the request: once that is on its way, the main thread waits for this one's interpreter lock.
-        response = await self._begin_stream(request) if asked.stream else None
         choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
         try:
-            if response is not None:
-                await self._stream(response, asked, shapes, choices)
-                return response
+            if asked.stream:
+                return await self._stream(request, asked, shapes, choices)
             made: list[str] = []
             for choice in choices:
                 async with aclosing(self._pieces(choice)) as parts:
@@ -302,6 +299,9 @@ class Service:
     @staticmethod
     def _check_answered(answer: Answer) -> None:
         """Raise ApiError if there will be no (more) answer."""
+        if answer.refusal is not None:
+            status, message, retry_after_s = answer.refusal
+            raise ApiError(status, message, code="server_refused", retry_after_s=retry_after_s or 1)
         if answer.failed:
             raise ApiError(
                 500, "the engine could not answer; the log of its rank says why", code="not_answered"
@@ -346,9 +346,11 @@ class Service:
             ctx_request_id = None if self._half is None else self._half.ctx_request_id(choice)
             self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
 
-    async def _begin_stream(self, request: web.Request) -> web.StreamResponse:
-        """Send the head of a response that streams."""
-        response = web.StreamResponse(
+    async def _stream(
+        self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]
+    ) -> web.StreamResponse:
+        """Send the response with the first piece of an answer. Raises ApiError if there is none."""
+        response = _Stream(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
@@ -356,21 +358,16 @@ class Service:
                 "X-Request-Id": _request_id.get(),
             }
         )
-        await response.prepare(request)
-        return response
-
-    async def _stream(
-        self, response: web.StreamResponse, asked: Asked, shapes: Shapes, choices: list[Choice]
-    ) -> None:
         end: list[bytes] = []  # what nothing is waited for after: it leaves at once, in one packet
         is_one = len(choices) == 1
 
         async def write(choice: Choice) -> None:
-            if asked.chat:
-                await response.write(shapes.role_chunk(choice))
+            begin = shapes.role_chunk(choice) if asked.chat else b""
             async with aclosing(self._pieces(choice)) as pieces:
                 async for piece in pieces:
-                    chunk = shapes.chunk(choice, piece)
+                    if not response.prepared:
+                        await response.prepare(request)
+                    chunk, begin = begin + shapes.chunk(choice, piece), b""
                     if is_one and piece.finish_reason is not None:
                         end.append(chunk)
                     else:
@@ -384,9 +381,18 @@ class Service:
             if asked.include_usage:
                 end.append(shapes.usage_chunk(choices))
             end.append(DONE)
-        except ApiError as error:  # in the middle of a response whose status was 200
+        except ApiError as error:
+            if not response.prepared:
+                raise
             end.append(error_event(error.body()))
         await response.write_eof(b"".join(end))
+        return response
+
+
+class _Stream(web.StreamResponse):
+    """Its head leaves with what is written first."""
+
+    _send_headers_immediately = False
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -10,12 +10,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from launch.outside import one_line
 from mpillm.endpoint.api_error import ApiError
 
-_RETRY_AFTER_S = "1"
-
 
 def error_response(error: ApiError) -> web.Response:
     """Return an error as a response."""
-    headers = {"Retry-After": _RETRY_AFTER_S} if error.status in (429, 503) else {}
+    headers = {"Retry-After": str(error.retry_after_s)} if error.status in (429, 503) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(error.body(), status=error.status, headers=headers)

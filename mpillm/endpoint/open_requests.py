@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
+from mpillm.comms.messages import REQUEST, Batch, Refusal, ResponseFlag
 from mpillm.roles.harness import LossCosts
 
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
-_LOST = int(ResponseFlag.LOST)
+_LOST, _REFUSED = int(ResponseFlag.LOST), int(ResponseFlag.REFUSED)
 _ALONE = _FIRST | _FINAL
 _FIELDS = REQUEST.names or ()
 # Of a token: the prompt is an array, of which there are up to three for a while, an answer a list of numbers.
@@ -43,6 +43,7 @@ class Answer:
         "n_bytes",
         "n_prompt",
         "opened_at",
+        "refusal",
         "released",
         "request",
         "times",
@@ -57,6 +58,7 @@ class Answer:
         self.tokens: list[int] = []
         self.ended = False
         self.failed = False  # the core could not answer
+        self.refusal: Refusal | None = None  # why, if another server has said it
         self.given_up = False  # cancelled by us
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
@@ -234,6 +236,8 @@ class OpenRequests:
                 answer.add_logprobs(tokens[at : at + n])
             elif flags & _TIMES:
                 answer.times = tokens[at : at + n]
+            elif flags & _REFUSED:
+                answer.refusal = Refusal.of(tokens[at : at + n])
             elif flags & _CONTEXT_DONE and n:
                 answer.moved = time.perf_counter(), tokens[at]
             at += n

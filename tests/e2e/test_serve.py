@@ -182,6 +182,8 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
         asked = request.json
         if asked["prompt"] == [9]:
             return plain({"error": {"message": "no nines"}}, "400 Bad Request")
+        if asked["prompt"] == [10]:
+            return plain({"error": "full"}, "429 Too Many Requests", Retry_After=70)
         return Reply(pieces()) if asked.get("stream") else good(request)
 
     def pieces() -> Iterator[bytes]:
@@ -198,14 +200,18 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
         read = b""
         while sum(map(len, re.findall(rb'"token_ids": \[([^]]*)\]', read.replace(b", ", b"")))) < 3:
             read += stream.read1(1 << 16)
-        assert post(host, port, "/v1/completions", **body, prompt=[9]).getresponse().status == 500
+        for streams in (False, True):
+            refused = post(host, port, "/v1/completions", **body, prompt=[9], stream=streams).getresponse()
+            assert refused.status == 400 and json.loads(refused.read())["error"]["message"] == "no nines"
+        late = post(host, port, "/v1/completions", **body, prompt=[10], stream=True).getresponse()
+        assert (late.status, late.headers["Retry-After"]) == (429, "70")
         goes_on.set()
         assert tokens_of(read + stream.read()) == [5, 6, 7, 8]
         whole = answer(host, port, "/v1/completions", **body, prompt=[4])
         assert whole["choices"][0]["token_ids"] == [4, 5, 6, 7]
         command.process.send_signal(signal.SIGTERM)
         ended = command.end(TIMEOUT_S).must(DONE)
-    assert (ended.result["samples"], ended.result["errors"]) == (2, 1)
+    assert (ended.result["samples"], ended.result["errors"]) == (2, 3)
     assert ended.result["ttft_ms"]["p50"] > 0 and "not streamed" not in ended.out
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.bounded_http import MOST_ANSWER, MOST_EVENT
+from launch.outside import one_line
+from mpillm.comms.messages import Refusal
 
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
 _FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
@@ -63,11 +67,19 @@ class EventStream:
 
 _DONE = b"[DONE]"
 _MOST_PIECES = 64  # of text, for each token that was asked for
+OF_REQUESTS = (400, 404, 413, 422, 429)  # statuses of a request, not of how the server is asked, as 401
+_MOST_SAID = 300  # characters of an error
+_MOST_WAIT_S = 86_400
 _FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
 
 
 class AnswerError(Exception):
     """The server's response is an error, or not an answer. The message does not name the server's address."""
+
+    def __init__(self, message: str, refusal: Refusal | None = None) -> None:
+        """`refusal`: what the server has said of this request."""
+        super().__init__(message)
+        self.refusal = refusal
 
 
 class Answer:
@@ -147,7 +159,12 @@ class Answer:
         if not isinstance(message, dict):
             raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r}")
         if message.get("error") is not None or message.get("object") == "error":
-            raise AnswerError(f"it sent an error: {error_text(message)}")
+            inner = message.get("error")
+            status = inner.get("code") if isinstance(inner, dict) else message.get("code")
+            refusal = None
+            if isinstance(status, int) and 400 <= status < 600:
+                refusal = refusal_of(status, data, None)
+            raise AnswerError(f"it sent an error: {error_text(message)}", refusal)
         try:
             for choice in message.get("choices") or ():
                 self._choose(choice, at)
@@ -211,17 +228,29 @@ def error_text(message: Mapping[str, Any]) -> str:
         inner = inner.get("message", inner)
     if isinstance(inner, dict) or inner is message:
         inner = message.get("detail", inner)
-    return str(inner)[:300]
+    return str(inner)[:_MOST_SAID]
 
 
 def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
     """Return a reply other than 200 OK in a few words; `location`: the header of that name."""
     if location is not None and 300 <= status < 400:
         return f"HTTP {status}: it redirects to {location[:200]}; name the server that answers"
+    said = _said(reply)
+    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+
+
+def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusal:
+    """Return a reply other than 200 OK for who sent the request on."""
+    said = one_line(_said(reply), _MOST_SAID)
+    if status in OF_REQUESTS or status >= 500:
+        seconds = min(math.ceil(retry_after_s or 0), _MOST_WAIT_S)
+        return Refusal(status, said or http.client.responses.get(status, str(status)), seconds)
+    return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {said}" if said else ""))
+
+
+def _said(reply: bytes) -> str:
     try:
         message = json.loads(reply)
     except (ValueError, RecursionError):
-        said = reply.decode(errors="replace").strip()[:200]
-    else:
-        said = error_text(message if isinstance(message, dict) else {"error": message})
-    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+        return reply.decode(errors="replace").strip()[:200]
+    return error_text(message if isinstance(message, dict) else {"error": message})

@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.comms.messages import Refusal
+from mpillm.cores.openai_client.answer import OF_REQUESTS, Answer, AnswerError, failure_text, refusal_of
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.handover import Handover
@@ -259,10 +260,14 @@ class Client:
     def ended(self, call: Call, reply: bytes) -> None:
         """Take the end of a whole response; `reply`: its body, if it is not an answer."""
         self._release(call, whole=True)
-        if call.status in _BUSY:
-            self._again(call, AnswerError(failure_text(call.status, reply)), _seconds(call.retry_after))
-        elif call.status != 200:
-            self._fail(call, AnswerError(failure_text(call.status, reply, call.location)))
+        if call.status != 200:
+            wait_s = _seconds(call.retry_after)
+            text = failure_text(call.status, reply, call.location)
+            error = AnswerError(text, refusal_of(call.status, reply, wait_s))
+            if call.status in _BUSY:
+                self._again(call, error, wait_s)
+            else:
+                self._fail(call, error, is_last=call.status in OF_REQUESTS)
         else:
             try:
                 call.answer.finish(call.ended_at)
@@ -319,7 +324,7 @@ class Client:
         try:
             request = self._body(endpoint.dialect, endpoint.model, call)
         except ValueError as error:
-            self._fail(call, error)
+            self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
             return
         endpoint.start(call, request)
 
@@ -341,7 +346,9 @@ class Client:
         if now + wait_s - call.failing_since > self._retry_s:
             asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
             tried = f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"
-            self._fail(call, AnswerError(tried), is_last=True, gone=isinstance(error, NothingSentBack))
+            refusal = error.refusal if isinstance(error, AnswerError) else None
+            gone = isinstance(error, NothingSentBack)
+            self._fail(call, AnswerError(tried, refusal), is_last=True, gone=gone)
             return
         if self.outlives_server:
             call.handed = None
@@ -363,8 +370,9 @@ class Client:
             self._again(call, error, None)
             return
         del self.calls[call.id]
-        kind = ServerGone if gone else EndpointError
-        self.listener.on_failed(call, kind(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
+        told = (ServerGone if gone else EndpointError)(f"{call.endpoint.url}{COMPLETIONS}: {error}")
+        told.refusal = error.refusal if isinstance(error, AnswerError) else None
+        self.listener.on_failed(call, told)
 
     def _watch(self) -> None:
         """Fail the calls of a server that owes answers but is silent, and single calls that hang."""

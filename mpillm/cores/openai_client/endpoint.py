@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from launch.bounded_http import MOST_PAGE
+from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
 
@@ -22,6 +23,9 @@ API_KEY = "OPENAI_API_KEY"
 
 class EndpointError(Exception):
     """A server failed. The message names its address and the cause."""
+
+    refusal: Refusal | None = None
+    """What it has said of this request, if it is that which failed."""
 
 
 class ServerGone(EndpointError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from disagg.errors import ConfigError, about
-from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import (
@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 # ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
 _MOST_LOGGED = 100  # requests that have failed alone: anyone may send more
+_BROKEN = Refusal(502, "the server behind this one did not answer; the log of its rank says why")
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
@@ -433,19 +434,20 @@ class EndpointCore(LLMCore):
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        if self._may_fail_alone and not isinstance(error, ServerGone) and self._is_alone(call):
+        if self._may_fail_alone and not isinstance(error, ServerGone) and self._is_alone(error):
             self._told.pop(call.id, None)
             self._n_failed += 1
             if self._n_failed <= _MOST_LOGGED:
                 _log.error("request %d: %s", call.id, error)
+            self._add(call.id, ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers())
             self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
             return
         self._failed = self._failed or error
         self.wake()
 
-    def _is_alone(self, call: Call) -> bool:
-        """Return whether its failure is no other request's; when an owned server ends, answers break off."""
-        return self.config.server is None or call.status not in (0, 200)
+    def _is_alone(self, error: EndpointError) -> bool:
+        """Return whether it is no other request's; when an owned server ends, answers break off."""
+        return self.config.server is None or error.refusal is not None
 
     def on_cancelled(self, call: Call) -> None:
         self._told.pop(call.id, None)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
+from launch.outside import one_line
+from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
@@ -49,7 +50,10 @@ _MOST_LISTED = 5  # requests in a message
 _IGNORE_STOP, _IGNORE_END = int(RequestFlag.IGNORE_STOP), int(RequestFlag.IGNORE_END)
 _STREAM = int(RequestFlag.STREAM)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
-_PARTIAL = int(ResponseFlag.PARTIAL)
+_PARTIAL, _REFUSED = int(ResponseFlag.PARTIAL), int(ResponseFlag.REFUSED)
+_MOST_SAID = 300  # characters of an error
+# HTTP's, by gRPC's, which errors of single calls begin with.
+_STATUSES = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
 
 
 class _Call:
@@ -369,6 +373,10 @@ class TritonGrpcCore(LLMCore):
             self._add(call.id, _PARTIAL, new)
 
     def _fail(self, number: int, call: _Call, error: str) -> None:
+        if self.config.serves and number in self._calls:
+            status = _STATUSES.get(error.partition(":")[0], 500)
+            numbers = Refusal(status, one_line(error, _MOST_SAID)).numbers()
+            self._add(call.id, _REFUSED, numbers)
         if self._done(number, call, _FINAL | _ERROR, []):
             self._last_error = error
             self._errors += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.comms.messages import RequestFlag, ResponseFlag
+from mpillm.comms.messages import Refusal, RequestFlag, ResponseFlag
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.data.tokenizer import load_tokenizer
 from tests.helpers.endpoint_cores import (
@@ -35,6 +35,7 @@ from tests.helpers.scripted_server import (
 from tests.helpers.support import wait_until
 
 PARTIAL, ERROR = int(ResponseFlag.PARTIAL), int(ResponseFlag.ERROR)
+REFUSED = int(ResponseFlag.REFUSED)
 LIVE = {"flags": RequestFlag.STREAM}
 
 
@@ -122,17 +123,75 @@ def test_text_becomes_tokens_as_it_comes(ends: bool, tokenizer: tuple[Path, bool
 
 
 def test_a_request_that_is_refused_fails_alone() -> None:
+    """And with what the server has said of it, as text and in one line."""
+    replies: dict[int, Reply] = {
+        52: plain({"error": {"message": "too\x1b[31m long"}}, "400 Bad Request"),
+        53: Reply([STREAM, chunk(event(choice([7], "a")))], "close"),
+        54: plain({"object": "error", "message": "no such model", "code": 404}, "404 Not Found"),
+        55: plain({"error": "x" * 5000}, "413 Payload Too Large"),
+        56: plain({"error": {"message": "full"}}, "429 Too Many Requests", Retry_After="3600.5"),
+        57: plain({}, "503 Service Unavailable", Retry_After=10**9),
+        58: plain({"detail": "bad key"}, "401 Unauthorized"),
+        59: Reply([STREAM, chunk(event({"error": {"message": "too many", "code": 400}})) + chunk(b"")]),
+        60: plain({"error": {"message": "ouch"}}, "500 Internal Server Error"),
+    }
+    told = {
+        52: (400, "too\\x1b[31m long", 0),
+        53: (502, "the server behind this one did not answer; the log of its rank says why", 0),
+        54: (404, "no such model", 0),
+        55: (413, "x" * 300, 0),
+        56: (429, "full", 3601),
+        57: (503, "{}", 86_400),
+        58: (502, "the server behind this one answered HTTP 401: bad key", 0),
+        59: (400, "too many", 0),
+        60: (500, "ouch", 0),
+    }
+
     def answer(request: Request) -> Reply:
-        if request.json["prompt"] == [2]:
-            return plain({"error": {"message": "too long"}}, "400 Bad Request")
-        if request.json["prompt"] == [3]:
-            return Reply([STREAM, chunk(event(choice([7], "a")))], "close")
-        return good(request)
+        return replies.get(request.json["prompt"][0]) or good(request)
 
     with ScriptedServer(answer) as server, started(server, serves=True) as core:
-        core.enqueue(requests([[1], [2], [3]], **LIVE))
-        ended = {id_: (flags & ~FIRST, tokens) for id_, flags, tokens in Rows(core).until(3) if flags & FINAL}
-        assert ended == {10: (FINAL, [1, 2, 3, 4]), 11: (FINAL | ERROR, []), 12: (FINAL | ERROR, [])}
+        core.enqueue(requests([[n] for n in (51, *replies)], **LIVE))
+        rows = Rows(core).until(1 + len(replies))
+    ended = {id_ + 41: (flags & ~FIRST, tokens) for id_, flags, tokens in rows if flags & FINAL}
+    assert ended == {51: (FINAL, [51, 52, 53, 54])} | dict.fromkeys(replies, (FINAL | ERROR, []))
+    refused = [
+        (i, id_ + 41, Refusal.of(tokens)) for i, (id_, flags, tokens) in enumerate(rows) if flags & REFUSED
+    ]
+    assert {n: tuple(refusal) for _, n, refusal in refused} == told
+    assert all(rows[i + 1][:2] == (n - 41, FINAL | ERROR) for i, n, _ in refused)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_a_server_refuses_is_not_asked_again(restarts: bool) -> None:
+    """Also where it may be started again: it would be refused as before."""
+
+    def answer(request: Request) -> Reply:
+        return plain({"error": "no"}, "400 Bad Request") if request.json["prompt"] == [52] else good(request)
+
+    with (
+        ScriptedServer(answer) as server,
+        started(server, serves=True, server_restarts=restarts) as core,
+    ):
+        core.enqueue(requests([[52]], **LIVE))
+        Rows(core).until(1)
+        assert core.statistics()["retries"] == 0
+
+
+def test_an_option_that_a_server_lacks_is_its_clients_mistake(tokenizer: tuple[Path, bool]) -> None:
+    def text_only(request: Request) -> Reply:
+        if not isinstance(request.json["prompt"], str) or "top_k" in request.json:
+            return plain({"error": "text only"}, "422 Unprocessable Entity")
+        return plain(choice(None, "x", "stop"))
+
+    with (
+        ScriptedServer(text_only) as server,
+        started(server, "--model_path", tokenizer[0], serves=True) as core,
+    ):
+        core.enqueue(requests([[72]], top_k=4, **LIVE))
+        (_, kind, numbers), (_, flags, _) = Rows(core).until(1)
+        assert kind == REFUSED and flags == FINAL | ERROR
+        assert Refusal.of(numbers).status == 400 and "top_k" in Refusal.of(numbers).message
 
 
 def test_a_server_that_refuses_what_warms_it_up_is_not_ready() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import service_pb2
 
-from mpillm.comms.messages import ResponseFlag
+from mpillm.comms.messages import Refusal, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core import core as module
@@ -108,3 +108,27 @@ def test_tokens_behind_the_first_are_told_to_those_who_want_them(
         core.notify_stop()
     first, end = (int(ResponseFlag.FIRST), [5]), (int(ResponseFlag.FINAL), [5, 6, 8])
     assert told == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_who_asks_an_endpoint_is_told_why_the_server_refuses(
+    serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
+    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=serves))
+    stream: Any = SimpleNamespace(open={1, 2}, url="h:1")
+    try:
+        for number, error in ((1, "UNAVAILABLE: Exceeds maximum queue size"), (2, "too\nlong")):
+            core._calls[number] = module._Call(number, Model("llm", decoupled=True), stream, live=True)
+            core._heard(stream, part(number), error)
+        batch = core.poll_responses()
+        assert batch is not None
+    finally:
+        core.notify_stop()
+    told = [(int(row["flags"]), one.tokens.tolist()) for one in batch.split() for row in one.rows]
+    end: tuple[int, list[int]] = (int(ResponseFlag.FINAL | ResponseFlag.ERROR), [])
+    assert [one for one in told if one[0] != ResponseFlag.REFUSED] == [end, end]
+    refused = [Refusal.of(numbers) for flags, numbers in told if flags == ResponseFlag.REFUSED]
+    both = [Refusal(503, "UNAVAILABLE: Exceeds maximum queue size"), Refusal(500, r"too\nlong")]
+    assert refused == (both if serves else [])

@@ -10,8 +10,10 @@ import socket
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
+from mpillm.comms.messages import RESPONSE, Batch, Refusal, ResponseFlag
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
@@ -571,5 +573,33 @@ def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated
             await a.answer("/v1/completions", prompt="hello", max_tokens=4)
             async with a.session.get(f"{a.base}/perf_metrics") as response:
                 assert await response.json() == []
+
+    run(test)
+
+
+@ROUTES
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_another_server_says_is_passed_on(path: str, streams: bool) -> None:
+    """With its status, also of a stream, whose head has not left then."""
+
+    async def test() -> None:
+        async with api() as a:
+            for core in a.world.cores:
+                core.enqueue = lambda requests: None  # type: ignore[method-assign]
+            body = asked(path) | {"stream": streams}
+            for status, seconds in ((400, 0), (429, 70), (503, 0)):
+                asking = asyncio.ensure_future(a.post(path, body))
+                await a.until(lambda: a.world.open.waiting == 1)
+                (id_,) = a.world.open._answers
+                numbers = Refusal(status, "no \N{SNOWMAN}", seconds).numbers()
+                flags = ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.ERROR
+                rows = [(id_, len(numbers), ResponseFlag.REFUSED), (id_, 0, flags)]
+                a.world.open.take(Batch(np.array(rows, RESPONSE), np.array(numbers, np.int32)))
+                async with await asking as response:
+                    assert response.status == status
+                    expected = {400: None, 429: "70", 503: "1"}
+                    assert response.headers.get("Retry-After") == expected[status]
+                    error = (await response.json())["error"]
+                    assert (error["message"], error["code"]) == ("no \N{SNOWMAN}", "server_refused")
 
     run(test)
