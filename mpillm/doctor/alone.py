@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.launcher import EveryRankError, find_launcher
 from launch.siblings import ranks_here, siblings
 from mpillm.doctor import disk, gpus, installed, limits
-from mpillm.doctor.findings import Line, Status, World, judge, one_line
+from mpillm.doctor.findings import Check, Line, Status, World, judge, one_line
 from mpillm.doctor.launch_checks import not_one_world
 
 _BAD = (Status.FAILURE, Status.WARNING)
@@ -47,7 +47,7 @@ def job_here() -> World:
     return World({rank: "here" if rank < n_here else "elsewhere" for rank in range(size)})
 
 
-def _limit(check: Callable[[limits.Limits, World], list[Line]]) -> Callable[[str], list[Line]]:
+def _limit(check: Check[limits.LimitFacts]) -> Callable[[str], list[Line]]:
     return lambda cause: check({0: limits.limit_facts()}, job_here())
 
 

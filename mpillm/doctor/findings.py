@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -83,11 +84,34 @@ def by_verdict(check: str, verdicts: Mapping[int, Verdict]) -> list[Line]:
 
 
 F = TypeVar("F")
+Check = Callable[[Mapping[int, F], World], list[Line]]
 
 
-def judge(
-    checks: Iterable[Callable[[Mapping[int, F], World], list[Line]]], facts: Mapping[int, F], world: World
-) -> list[Line]:
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    n_here: int  # ranks of its node
+    n_ranks: int
+
+
+def check(
+    name: str, *, of_nodes: bool = False, where: Callable[[Any], object] = lambda _: True
+) -> Callable[[Callable[[F, Place], Verdict]], Check[F]]:
+    """Make a check of the verdict on a rank: of all `where` something holds, or the first `of_nodes`."""
+
+    def decorate(verdict: Callable[[F, Place], Verdict]) -> Check[F]:
+        @functools.wraps(verdict)
+        def lines(facts: Mapping[int, F], world: World) -> list[Line]:
+            ranks = [rank for rank in (world.firsts_of(facts) if of_nodes else facts) if where(facts[rank])]
+            places = {rank: Place(world.on_node(rank), len(world.nodes)) for rank in ranks}
+            return by_verdict(name, {rank: verdict(facts[rank], place) for rank, place in places.items()})
+
+        return lines
+
+    return decorate
+
+
+def judge(checks: Iterable[Check[F]], facts: Mapping[int, F], world: World) -> list[Line]:
     """Return the lines of several checks of the same facts, by rank."""
     return [line for check in checks for line in check(facts, world)]
 

@@ -6,20 +6,17 @@ import csv
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from mpillm.devices import Gpu, visible_gpus
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, size
+from mpillm.doctor.findings import Place, Status, Verdict, check, size
 
 _ASK_S = 6.0
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
 _QUERY_ERRORS = "ecc.errors.uncorrected.volatile.total"
 _FREE = 0.1  # a GPU with more of its memory in use is not free
-
-Gpus = Mapping[int, "GpuFacts"]
 
 
 class Device(NamedTuple):
@@ -72,96 +69,82 @@ def node_gpus(facts: GpuFacts) -> GpuFacts:
 # --- checks ---
 
 
-def driver(gpus: Gpus, world: World) -> list[Line]:
+def _has_gpus(facts: GpuFacts) -> bool:
+    return bool(facts.visible)
+
+
+@check("GPUs", of_nodes=True)
+def driver(facts: GpuFacts, _: Place) -> Verdict:
     """Whether there are GPUs, and PyTorch can use them."""
-
-    def verdict(facts: GpuFacts) -> Verdict:
-        if not facts.visible:
-            return Verdict(Status.SKIPPED, f"no GPU, so nothing of peers and NVLink: {facts.problem}")
-        names = {gpu.name for gpu in facts.visible}
-        told = f"{len(facts.visible)} visible, {', '.join(sorted(names))}"
-        drivers = sorted({device.driver for device in facts.devices})
-        told += f", driver {', '.join(drivers)}" if drivers else ""
-        if "+cpu" in facts.pytorch:
-            return Verdict(
-                Status.WARNING,
-                f"{told}; PyTorch {facts.pytorch} can't use them",
-                "install PyTorch's CUDA build",
-            )
-        return Verdict(Status.OK, told)
-
-    return by_verdict("GPUs", {rank: verdict(gpus[rank]) for rank in world.firsts_of(gpus)})
-
-
-def idle(gpus: Gpus, world: World) -> list[Line]:
-    """Memory that others hold, and errors of memory."""
-
-    def verdict(facts: GpuFacts) -> Verdict:
-        if facts.unanswered:
-            return Verdict(Status.SKIPPED, facts.unanswered)
-        if broken := [device for device in facts.devices if device.errors]:
-            told = ", ".join(f"GPU {device.number}: {device.errors}" for device in broken)
-            return Verdict(
-                Status.FAILURE,
-                f"uncorrected memory errors since the last reset: {told}",
-                "reset or replace it",
-            )
-        busy = [device for device in facts.devices if device.used > _FREE * device.total and not device.mig]
-        if busy:
-            told = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
-            return Verdict(
-                Status.WARNING, f"memory in use: {told}", "nvidia-smi names the processes: end them"
-            )
-        return Verdict(Status.OK, "no memory in use, no memory errors")
-
-    return by_verdict("GPU memory", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
-
-
-def peers(gpus: Gpus, world: World) -> list[Line]:
-    """Peer access and NVLink between the GPUs of a node."""
-
-    def verdict(facts: GpuFacts) -> Verdict:
-        if facts.unanswered:
-            return Verdict(Status.SKIPPED, facts.unanswered)
-        if len(facts.devices) < 2:
-            return Verdict(Status.SKIPPED, "one GPU per node")
-        if facts.no_peer:
-            pairs = ", ".join(f"{a}-{b}" for a, b in facts.no_peer[:8])
-            return Verdict(
-                Status.WARNING,
-                f"no peer access: {pairs}: NCCL goes through /dev/shm there",
-                "check IOMMU and ACS settings (NCCL's documentation), and the container's IPC namespace",
-            )
-        nvlinks = sum(word.startswith("NV") for _, _, word in facts.links)
-        return Verdict(
-            Status.OK, f"peer access between all; NVLink between {nvlinks} of {len(facts.links)} pairs"
-        )
-
-    return by_verdict("GPU peers", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
-
-
-def peer_memory(gpus: Gpus, world: World) -> list[Line]:
-    """RDMA between GPU memory and network cards."""
-
-    def verdict(facts: GpuFacts) -> Verdict:
-        if facts.peer_memory is None:
-            return Verdict(Status.SKIPPED, "no RDMA device")
-        if facts.peer_memory:
-            return Verdict(Status.OK, "network cards read GPU memory (nvidia_peermem)")
+    if not facts.visible:
+        return Verdict(Status.SKIPPED, f"no GPU, so nothing of peers and NVLink: {facts.problem}")
+    names = {gpu.name for gpu in facts.visible}
+    told = f"{len(facts.visible)} visible, {', '.join(sorted(names))}"
+    drivers = sorted({device.driver for device in facts.devices})
+    told += f", driver {', '.join(drivers)}" if drivers else ""
+    if "+cpu" in facts.pytorch:
         return Verdict(
             Status.WARNING,
-            "nvidia_peermem is not loaded: unless NCCL can use DMA-BUF, GPU data goes through host memory",
-            "modprobe nvidia_peermem; NCCL_DEBUG=INFO says which is used",
+            f"{told}; PyTorch {facts.pytorch} can't use them",
+            "install PyTorch's CUDA build",
         )
+    return Verdict(Status.OK, told)
 
-    return by_verdict("peer memory", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
+
+@check("GPU memory", of_nodes=True, where=_has_gpus)
+def idle(facts: GpuFacts, _: Place) -> Verdict:
+    """Memory that others hold, and errors of memory."""
+    if facts.unanswered:
+        return Verdict(Status.SKIPPED, facts.unanswered)
+    if broken := [device for device in facts.devices if device.errors]:
+        told = ", ".join(f"GPU {device.number}: {device.errors}" for device in broken)
+        return Verdict(
+            Status.FAILURE,
+            f"uncorrected memory errors since the last reset: {told}",
+            "reset or replace it",
+        )
+    busy = [device for device in facts.devices if device.used > _FREE * device.total and not device.mig]
+    if busy:
+        told = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
+        return Verdict(Status.WARNING, f"memory in use: {told}", "nvidia-smi names the processes: end them")
+    return Verdict(Status.OK, "no memory in use, no memory errors")
+
+
+@check("GPU peers", of_nodes=True, where=_has_gpus)
+def peers(facts: GpuFacts, _: Place) -> Verdict:
+    """Peer access and NVLink between the GPUs of a node."""
+    if facts.unanswered:
+        return Verdict(Status.SKIPPED, facts.unanswered)
+    if len(facts.devices) < 2:
+        return Verdict(Status.SKIPPED, "one GPU per node")
+    if facts.no_peer:
+        pairs = ", ".join(f"{a}-{b}" for a, b in facts.no_peer[:8])
+        return Verdict(
+            Status.WARNING,
+            f"no peer access: {pairs}: NCCL goes through /dev/shm there",
+            "check IOMMU and ACS settings (NCCL's documentation), and the container's IPC namespace",
+        )
+    nvlinks = sum(word.startswith("NV") for _, _, word in facts.links)
+    return Verdict(
+        Status.OK, f"peer access between all; NVLink between {nvlinks} of {len(facts.links)} pairs"
+    )
+
+
+@check("peer memory", of_nodes=True, where=_has_gpus)
+def peer_memory(facts: GpuFacts, _: Place) -> Verdict:
+    """RDMA between GPU memory and network cards."""
+    if facts.peer_memory is None:
+        return Verdict(Status.SKIPPED, "no RDMA device")
+    if facts.peer_memory:
+        return Verdict(Status.OK, "network cards read GPU memory (nvidia_peermem)")
+    return Verdict(
+        Status.WARNING,
+        "nvidia_peermem is not loaded: unless NCCL can use DMA-BUF, GPU data goes through host memory",
+        "modprobe nvidia_peermem; NCCL_DEBUG=INFO says which is used",
+    )
 
 
 CHECKS = (driver, idle, peers, peer_memory)
-
-
-def _with_gpus(gpus: Gpus, world: World) -> list[int]:
-    return [rank for rank in world.firsts_of(gpus) if gpus[rank].visible]
 
 
 # --- what nvidia-smi and the system say ---

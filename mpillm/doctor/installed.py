@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import disagg
 from mpillm.core_names import brought, found_at
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
 from mpillm.engine.kernels.c_library import compiler
 
 _DEVELOPMENT = ("lint", "test")  # extras of those who change mpillm
@@ -69,33 +69,27 @@ def _examined() -> tuple[tuple[str, str], ...]:
 # --- checks ---
 
 
-def packages(installed: Installed, world: World) -> list[Line]:
+@check("packages")
+def packages(facts: PackageFacts, _: Place) -> Verdict:
     """What every command needs."""
-
-    def verdict(facts: PackageFacts) -> Verdict:
-        if facts.required is None:
-            return Verdict(Status.SKIPPED, "mpillm runs from a folder, where nothing says what it requires")
-        if not facts.required:
-            return Verdict(Status.OK, "all that mpillm requires")
-        told = ", ".join(f"{name} {wrong}" for name, wrong in facts.required.items())
-        return Verdict(Status.FAILURE, told, f"pip install {' '.join(facts.required)}")
-
-    return by_verdict("packages", {rank: verdict(facts) for rank, facts in installed.items()})
+    if facts.required is None:
+        return Verdict(Status.SKIPPED, "mpillm runs from a folder, where nothing says what it requires")
+    if not facts.required:
+        return Verdict(Status.OK, "all that mpillm requires")
+    told = ", ".join(f"{name} {wrong}" for name, wrong in facts.required.items())
+    return Verdict(Status.FAILURE, told, f"pip install {' '.join(facts.required)}")
 
 
-def extras(installed: Installed, world: World) -> list[Line]:
+@check("extras")
+def extras(facts: PackageFacts, _: Place) -> Verdict:
     """What some cores and commands need."""
-
-    def verdict(facts: PackageFacts) -> Verdict:
-        if facts.required is None:
-            return Verdict(Status.SKIPPED, "as above")
-        there = [name for name, lacks in facts.extras.items() if not lacks]
-        missing = [f"{name} ({', '.join(lacks)})" for name, lacks in facts.extras.items() if lacks]
-        told = f"there: {', '.join(there) or 'none'}"
-        told += f"; not: {', '.join(missing)}" if missing else ""
-        return Verdict(Status.OK, told)
-
-    return by_verdict("extras", {rank: verdict(facts) for rank, facts in installed.items()})
+    if facts.required is None:
+        return Verdict(Status.SKIPPED, "as above")
+    there = [name for name, lacks in facts.extras.items() if not lacks]
+    missing = [f"{name} ({', '.join(lacks)})" for name, lacks in facts.extras.items() if lacks]
+    told = f"there: {', '.join(there) or 'none'}"
+    told += f"; not: {', '.join(missing)}" if missing else ""
+    return Verdict(Status.OK, told)
 
 
 def same_packages(installed: Installed, world: World) -> list[Line]:
@@ -119,16 +113,13 @@ def same_packages(installed: Installed, world: World) -> list[Line]:
     return [Line("same packages", Status.WARNING, told, "install the same on all nodes")]
 
 
-def c_compiler(installed: Installed, world: World) -> list[Line]:
+@check("C compiler")
+def c_compiler(facts: PackageFacts, _: Place) -> Verdict:
     """What the embedded engine compiles with: its kernels for CPUs, and Triton's launchers on GPUs."""
-
-    def verdict(facts: PackageFacts) -> Verdict:
-        if facts.compiler is not None:
-            return Verdict(Status.OK, facts.compiler)
-        advice = "install one (Debian: gcc and libc6-dev), or name one with CC"
-        return Verdict(Status.WARNING, "none: the embedded engine is up to 8 times slower on CPUs", advice)
-
-    return by_verdict("C compiler", {rank: verdict(facts) for rank, facts in installed.items()})
+    if facts.compiler is not None:
+        return Verdict(Status.OK, facts.compiler)
+    advice = "install one (Debian: gcc and libc6-dev), or name one with CC"
+    return Verdict(Status.WARNING, "none: the embedded engine is up to 8 times slower on CPUs", advice)
 
 
 def programs(installed: Installed, world: World) -> list[Line]:

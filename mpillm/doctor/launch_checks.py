@@ -10,7 +10,7 @@ from typing import NamedTuple
 from launch.check_world import WrongLauncher, library_title
 from launch.environment import EXIT_FILE
 from launch.launcher import EveryRankError, find_launcher
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
 from mpillm.version import __version__
 
 Launches = Mapping[int, "LaunchFacts"]
@@ -78,49 +78,40 @@ def library(launches: Launches, world: World) -> list[Line]:
     return by_verdict("versions", {rank: verdict(facts) for rank, facts in launches.items()})
 
 
-def launcher(launches: Launches, world: World) -> list[Line]:
+@check("launcher")
+def launcher(facts: LaunchFacts, place: Place) -> Verdict:
     """That the ranks are one world was found out when MPI was started."""
-
-    def verdict(facts: LaunchFacts) -> Verdict:
-        if not facts.launcher:
-            return Verdict(Status.OK, "none: one rank, started alone")
-        by = f"{facts.launcher} over {facts.protocol}" if facts.protocol else facts.launcher
-        return Verdict(Status.OK, f"{by}: one world of {len(world.nodes)}")
-
-    return by_verdict("launcher", {rank: verdict(facts) for rank, facts in launches.items()})
+    if not facts.launcher:
+        return Verdict(Status.OK, "none: one rank, started alone")
+    by = f"{facts.launcher} over {facts.protocol}" if facts.protocol else facts.launcher
+    return Verdict(Status.OK, f"{by}: one world of {place.n_ranks}")
 
 
-def threads(launches: Launches, world: World) -> list[Line]:
+@check("threads")
+def threads(facts: LaunchFacts, _: Place) -> Verdict:
     """Beats come from a thread of their own."""
-
-    def verdict(facts: LaunchFacts) -> Verdict:
-        if facts.threads:
-            return Verdict(Status.OK, "MPI_THREAD_MULTIPLE")
-        return Verdict(Status.FAILURE, "no MPI_THREAD_MULTIPLE", "use an MPI library that was built with it")
-
-    return by_verdict("threads", {rank: verdict(facts) for rank, facts in launches.items()})
+    if facts.threads:
+        return Verdict(Status.OK, "MPI_THREAD_MULTIPLE")
+    return Verdict(Status.FAILURE, "no MPI_THREAD_MULTIPLE", "use an MPI library that was built with it")
 
 
-def lost_ranks(launches: Launches, world: World) -> list[Line]:
+@check("lost ranks")
+def lost_ranks(facts: LaunchFacts, _: Place) -> Verdict:
     """Whether a run can say which rank was lost (ULFM), and who ends it."""
-
-    def verdict(facts: LaunchFacts) -> Verdict:
-        if facts.survives is None:
-            return Verdict(Status.SKIPPED, "one rank alone")
-        if not facts.survives:
-            return Verdict(
-                Status.WARNING,
-                "this MPI has no fault tolerance (ULFM)",
-                "a lost rank may be named late or not at all: Open MPI 5 and MPICH 5 have it",
-            )
-        if facts.supervised:
-            return Verdict(Status.OK, "ULFM; rank 0 names a lost rank")
+    if facts.survives is None:
+        return Verdict(Status.SKIPPED, "one rank alone")
+    if not facts.survives:
         return Verdict(
-            Status.OK,
-            "ULFM; this launcher ends all ranks soon after a loss, `mpillm mpirun` lets rank 0 report",
+            Status.WARNING,
+            "this MPI has no fault tolerance (ULFM)",
+            "a lost rank may be named late or not at all: Open MPI 5 and MPICH 5 have it",
         )
-
-    return by_verdict("lost ranks", {rank: verdict(facts) for rank, facts in launches.items()})
+    if facts.supervised:
+        return Verdict(Status.OK, "ULFM; rank 0 names a lost rank")
+    return Verdict(
+        Status.OK,
+        "ULFM; this launcher ends all ranks soon after a loss, `mpillm mpirun` lets rank 0 report",
+    )
 
 
 CHECKS = (library, launcher, threads, lost_ranks)

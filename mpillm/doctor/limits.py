@@ -6,14 +6,13 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from mpillm.comms.segments import left_over
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, size
+from mpillm.doctor.findings import Place, Status, Verdict, check, size
 from mpillm.telemetry.free_memory import available_bytes
 
 UNLIMITED = -1
@@ -24,8 +23,6 @@ _SHARED = 32 << 20  # bytes of /dev/shm per rank: segments of MPI (Open MPI's ar
 _SHARED_LEAST = 16 << 20  # without it Open MPI makes no segment, and its ranks of one node can't meet
 _NAMED = 8  # segments
 _MEMORY_LEAST = 1 << 30  # bytes per rank; a model needs more, which `run` checks itself
-
-Limits = Mapping[int, "LimitFacts"]
 
 
 class LimitFacts(NamedTuple):
@@ -77,138 +74,113 @@ def limit_facts() -> LimitFacts:
 # --- checks ---
 
 
-def open_files(limits: Limits, world: World) -> list[Line]:
+@check("open files")
+def open_files(facts: LimitFacts, place: Place) -> Verdict:
     """Connections to other ranks take files: rank 0 has up to two to each, another at most as many."""
-    n = len(world.nodes)
-
-    def verdict(facts: LimitFacts) -> Verdict:
-        soft, hard = facts.open_files
-        need = _FILES + 2 * n
-        if soft == UNLIMITED or soft >= need:
-            return Verdict(Status.OK, "unlimited" if soft == UNLIMITED else f"at most {soft}")
-        rises = hard == UNLIMITED or hard >= need
-        advice = "in limits.conf, or in the unit that starts the launcher: the hard limit is too low, too"
-        return Verdict(
-            Status.FAILURE if soft < facts.files_open + n else Status.WARNING,
-            f"at most {soft}; one of {n} ranks may need {need}",
-            f"ulimit -n {need} before the launcher" if rises else f"set nofile to {need} {advice}",
-        )
-
-    return by_verdict("open files", {rank: verdict(facts) for rank, facts in limits.items()})
-
-
-def processes(limits: Limits, world: World) -> list[Line]:
-    """Threads count as processes."""
-
-    def verdict(rank: int, facts: LimitFacts) -> Verdict:
-        need = world.on_node(rank) * (_THREADS + facts.cores)
-        free = [] if facts.processes == UNLIMITED else [facts.processes - facts.user_threads]
-        free += [] if facts.tasks is None else [facts.tasks]
-        if not free:
-            return Verdict(Status.OK, "unlimited")
-        if min(free) >= need:
-            return Verdict(Status.OK, f"enough for {world.on_node(rank)} ranks per node")
-        return Verdict(
-            Status.FAILURE if min(free) < world.on_node(rank) * _THREADS_LEAST else Status.WARNING,
-            f"{max(0, min(free))} more may start; the ranks of this node may need {need}",
-            "ulimit -u unlimited before the launcher, or a larger pids.max of the container or service",
-        )
-
-    return by_verdict("processes", {rank: verdict(rank, facts) for rank, facts in limits.items()})
-
-
-def locked_memory(limits: Limits, world: World) -> list[Line]:
-    """RDMA pins its buffers."""
-
-    def verdict(facts: LimitFacts) -> Verdict:
-        if facts.locked == UNLIMITED:
-            return Verdict(Status.OK, "unlimited")
-        if not facts.rdma:
-            return Verdict(Status.OK, f"at most {size(facts.locked)}; no RDMA device here needs more")
-        return Verdict(
-            Status.WARNING,
-            f"at most {size(facts.locked)}; RDMA devices need it unlimited",
-            "set memlock to unlimited in limits.conf, or LimitMEMLOCK=infinity for slurmd",
-        )
-
-    return by_verdict("locked memory", {rank: verdict(facts) for rank, facts in limits.items()})
-
-
-def shared_memory(limits: Limits, world: World) -> list[Line]:
-    """MPI and NCCL move data between the ranks of a node through /dev/shm."""
-
-    def verdict(rank: int, facts: LimitFacts) -> Verdict:
-        if facts.shm is None:
-            return Verdict(Status.FAILURE, "there is no /dev/shm", "mount a tmpfs there")
-        total, free = facts.shm
-        n = world.on_node(rank)
-        want = n * _SHARED
-        if free >= want:
-            return Verdict(Status.OK, f"/dev/shm has at least {size(want)} free")
-        mib = -(-want // (1 << 20))
-        return Verdict(
-            Status.FAILURE if free < _SHARED_LEAST + n * (1 << 20) else Status.WARNING,
-            f"/dev/shm has {size(free)} free of {size(total)}; {n} rank{'s' if n > 1 else ''} of a node"
-            f" may need {size(want)}",
-            f"delete what others left there, or mount -o remount,size={mib}M /dev/shm;"
-            f" containers: --shm-size={mib}m",
-        )
-
-    return by_verdict(
-        "shared memory", {rank: verdict(rank, limits[rank]) for rank in world.firsts_of(limits)}
+    n = place.n_ranks
+    soft, hard = facts.open_files
+    need = _FILES + 2 * n
+    if soft == UNLIMITED or soft >= need:
+        return Verdict(Status.OK, "unlimited" if soft == UNLIMITED else f"at most {soft}")
+    rises = hard == UNLIMITED or hard >= need
+    advice = "in limits.conf, or in the unit that starts the launcher: the hard limit is too low, too"
+    return Verdict(
+        Status.FAILURE if soft < facts.files_open + n else Status.WARNING,
+        f"at most {soft}; one of {n} ranks may need {need}",
+        f"ulimit -n {need} before the launcher" if rises else f"set nofile to {need} {advice}",
     )
 
 
-def left_memory(limits: Limits, world: World) -> list[Line]:
+@check("processes")
+def processes(facts: LimitFacts, place: Place) -> Verdict:
+    """Threads count as processes."""
+    need = place.n_here * (_THREADS + facts.cores)
+    free = [] if facts.processes == UNLIMITED else [facts.processes - facts.user_threads]
+    free += [] if facts.tasks is None else [facts.tasks]
+    if not free:
+        return Verdict(Status.OK, "unlimited")
+    if min(free) >= need:
+        return Verdict(Status.OK, f"enough for {place.n_here} ranks per node")
+    return Verdict(
+        Status.FAILURE if min(free) < place.n_here * _THREADS_LEAST else Status.WARNING,
+        f"{max(0, min(free))} more may start; the ranks of this node may need {need}",
+        "ulimit -u unlimited before the launcher, or a larger pids.max of the container or service",
+    )
+
+
+@check("locked memory")
+def locked_memory(facts: LimitFacts, _: Place) -> Verdict:
+    """RDMA pins its buffers."""
+    if facts.locked == UNLIMITED:
+        return Verdict(Status.OK, "unlimited")
+    if not facts.rdma:
+        return Verdict(Status.OK, f"at most {size(facts.locked)}; no RDMA device here needs more")
+    return Verdict(
+        Status.WARNING,
+        f"at most {size(facts.locked)}; RDMA devices need it unlimited",
+        "set memlock to unlimited in limits.conf, or LimitMEMLOCK=infinity for slurmd",
+    )
+
+
+@check("shared memory", of_nodes=True)
+def shared_memory(facts: LimitFacts, place: Place) -> Verdict:
+    """MPI and NCCL move data between the ranks of a node through /dev/shm."""
+    if facts.shm is None:
+        return Verdict(Status.FAILURE, "there is no /dev/shm", "mount a tmpfs there")
+    total, free = facts.shm
+    n = place.n_here
+    want = n * _SHARED
+    if free >= want:
+        return Verdict(Status.OK, f"/dev/shm has at least {size(want)} free")
+    mib = -(-want // (1 << 20))
+    return Verdict(
+        Status.FAILURE if free < _SHARED_LEAST + n * (1 << 20) else Status.WARNING,
+        f"/dev/shm has {size(free)} free of {size(total)}; {n} rank{'s' if n > 1 else ''} of a node"
+        f" may need {size(want)}",
+        f"delete what others left there, or mount -o remount,size={mib}M /dev/shm;"
+        f" containers: --shm-size={mib}m",
+    )
+
+
+@check("left memory", of_nodes=True)
+def left_memory(facts: LimitFacts, _: Place) -> Verdict:
     """Segments whose ranks were killed: a start of mpillm on that host has swept those of its own ranks."""
-
-    def verdict(facts: LimitFacts) -> Verdict:
-        if not facts.left:
-            return Verdict(Status.OK, "nothing of MPI's is left in /dev/shm")
-        names = sorted(facts.left)
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return Verdict(
-            Status.WARNING,
-            f"{size(sum(facts.left.values()))} in /dev/shm that no process here has:"
-            f" {', '.join(names[:_NAMED])}{more}",
-            "programs that were killed left them; delete them, if no other container uses them",
-        )
-
-    return by_verdict("left memory", {rank: verdict(limits[rank]) for rank in world.firsts_of(limits)})
+    if not facts.left:
+        return Verdict(Status.OK, "nothing of MPI's is left in /dev/shm")
+    names = sorted(facts.left)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return Verdict(
+        Status.WARNING,
+        f"{size(sum(facts.left.values()))} in /dev/shm that no process here has:"
+        f" {', '.join(names[:_NAMED])}{more}",
+        "programs that were killed left them; delete them, if no other container uses them",
+    )
 
 
-def memory(limits: Limits, world: World) -> list[Line]:
+@check("memory", of_nodes=True)
+def memory(facts: LimitFacts, place: Place) -> Verdict:
     """Of the node, or of its control group."""
-
-    def verdict(rank: int, facts: LimitFacts) -> Verdict:
-        n = world.on_node(rank)
-        killed = f"; the kernel has killed {facts.oom_kills} processes of this control group for memory"
-        if facts.memory < n * _MEMORY_LEAST / 8:
-            status, advice = Status.FAILURE, "end what else runs there, or start fewer ranks"
-        elif facts.memory < n * _MEMORY_LEAST:
-            status, advice = Status.WARNING, "end what else runs there, or start fewer ranks"
-        else:
-            status, advice = Status.OK, ""
-        return Verdict(status, f"{size(facts.memory)} free{killed if facts.oom_kills else ''}", advice)
-
-    return by_verdict("memory", {rank: verdict(rank, limits[rank]) for rank in world.firsts_of(limits)})
+    n = place.n_here
+    killed = f"; the kernel has killed {facts.oom_kills} processes of this control group for memory"
+    if facts.memory < n * _MEMORY_LEAST / 8:
+        status, advice = Status.FAILURE, "end what else runs there, or start fewer ranks"
+    elif facts.memory < n * _MEMORY_LEAST:
+        status, advice = Status.WARNING, "end what else runs there, or start fewer ranks"
+    else:
+        status, advice = Status.OK, ""
+    return Verdict(status, f"{size(facts.memory)} free{killed if facts.oom_kills else ''}", advice)
 
 
-def cores(limits: Limits, world: World) -> list[Line]:
+@check("cores", of_nodes=True)
+def cores(facts: LimitFacts, place: Place) -> Verdict:
     """Affinity, and the quota of the control group."""
-
-    def verdict(rank: int, facts: LimitFacts) -> Verdict:
-        n = world.on_node(rank)
-        usable = facts.cores if facts.quota is None else min(facts.quota, facts.cores)
-        quota = "" if facts.quota is None else f" (a quota of {facts.quota:g} of {facts.cores})"
-        told = f"{usable:g} for {n} rank{'s' if n > 1 else ''}{quota}"
-        if n <= usable:
-            return Verdict(Status.OK, told)
-        return Verdict(
-            Status.WARNING, told, "latencies grow: start fewer ranks per node, or grant more cores"
-        )
-
-    return by_verdict("cores", {rank: verdict(rank, limits[rank]) for rank in world.firsts_of(limits)})
+    n = place.n_here
+    usable = facts.cores if facts.quota is None else min(facts.quota, facts.cores)
+    quota = "" if facts.quota is None else f" (a quota of {facts.quota:g} of {facts.cores})"
+    told = f"{usable:g} for {n} rank{'s' if n > 1 else ''}{quota}"
+    if n <= usable:
+        return Verdict(Status.OK, told)
+    return Verdict(Status.WARNING, told, "latencies grow: start fewer ranks per node, or grant more cores")
 
 
 CHECKS = (open_files, processes, locked_memory, shared_memory, left_memory, memory, cores)

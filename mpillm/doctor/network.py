@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.callers import own_addresses
-from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
 
 ALL_PAIRS = 8  # nodes; more are measured in a ring
 _CONNECT_S = 1.5
@@ -145,30 +145,24 @@ def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 # --- checks ---
 
 
-def names(hosts: Hosts, world: World) -> list[Line]:
+@check("host names", of_nodes=True)
+def names(facts: HostFacts, _: Place) -> Verdict:
     """Each host must find its own name: MPI libraries and Gloo ask for it."""
-
-    def verdict(facts: HostFacts) -> Verdict:
-        if facts.unresolved:
-            return Verdict(
-                Status.WARNING,
-                f"{facts.name} has no address: {facts.unresolved}",
-                "add it to DNS or /etc/hosts",
-            )
-        return Verdict(Status.OK, "each host finds its own name")
-
-    return by_verdict("host names", {rank: verdict(hosts[rank]) for rank in world.firsts_of(hosts)})
+    if facts.unresolved:
+        return Verdict(
+            Status.WARNING,
+            f"{facts.name} has no address: {facts.unresolved}",
+            "add it to DNS or /etc/hosts",
+        )
+    return Verdict(Status.OK, "each host finds its own name")
 
 
-def ports(hosts: Hosts, world: World) -> list[Line]:
+@check("ports")
+def ports(facts: HostFacts, _: Place) -> Verdict:
     """Ranks open ports that the system chooses."""
-
-    def verdict(facts: HostFacts) -> Verdict:
-        if not facts.port:
-            return Verdict(Status.FAILURE, f"none could be opened: {facts.problem}", "ask who forbids it")
-        return Verdict(Status.OK, "can be opened")
-
-    return by_verdict("ports", {rank: verdict(facts) for rank, facts in hosts.items()})
+    if not facts.port:
+        return Verdict(Status.FAILURE, f"none could be opened: {facts.problem}", "ask who forbids it")
+    return Verdict(Status.OK, "can be opened")
 
 
 def namespaces(hosts: Hosts, world: World) -> list[Line]:
