@@ -89,6 +89,15 @@ def as_written(path: Path, else_it_is: str = "damaged, or not written by a run")
 
 
 @contextlib.contextmanager
+def naming(path: Path | None) -> Iterator[None]:
+    """Add the file's name to an OSError: a write to an open file does not say it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
 def as_writable(path: Path) -> Iterator[None]:
     """Turn a failed write into a ConfigError that names the file, or `path` if the system names none."""
     try:

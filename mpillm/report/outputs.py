@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import Tokenizer
+from mpillm.files import naming
 
 SHOWN = 3
 
@@ -41,7 +40,7 @@ class Outputs:
                 "output_tokens": output,
                 "text": self._tokenizer.decode(tokens),
             }
-            with self._named_errors():
+            with naming(self._path):
                 self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def shown(self) -> list[tuple[int, str, str]]:
@@ -58,13 +57,5 @@ class Outputs:
     def close(self) -> None:
         """Write out what is buffered. Raises OSError if the disk is full."""
         if self._file is not None:
-            with self._named_errors():
+            with naming(self._path):
                 self._file.close()
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Add the file's name to the error of a failed write."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error

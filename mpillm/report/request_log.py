@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.files import naming
 from mpillm.report.run_directory import REQUESTS
 
 RECORD = np.dtype(
@@ -79,23 +80,19 @@ class RequestLog:
         rows = np.empty(len(issued), RECORD)
         rows["issued"], rows["ttft"], rows["latency"] = issued, first - issued, latency
         rows["index"], rows["tokens"], rows["error"] = index, tokens, error
-        try:
+        with naming(self._path):
             if self._file is None:
                 self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
             self._file.write(rows.tobytes())
-        except OSError as error_:
-            raise OSError(error_.errno, error_.strerror, str(self._path)) from error_
 
     def flush(self) -> None:
         """Let readers see what came so far; nothing after `close`. Raises OSError as `add`."""
         if self._file is not None and self._file.closed:
             return
         self._write()
-        try:
-            if self._file is not None:
+        if self._file is not None:
+            with naming(self._path):
                 self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Close the file. Raises OSError as `add`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from mpillm.cores.base import Metrics
+from mpillm.files import naming
 
 LATELY_S = 10.0  # the window of a rate "now"
 _LEAST_WINDOW_S = 1.0  # over less, a rate depends mostly on when it was read
@@ -190,12 +191,10 @@ class Timeline:
             self._file.close()
 
     def _write(self, path: Path, row: dict[str, Any]) -> None:
-        try:
+        with naming(path):
             if self._file is None:
                 self._file = path.open("w", buffering=1, encoding="utf-8")
             self._file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _rounded(metrics: Metrics) -> dict[str, Any]:
