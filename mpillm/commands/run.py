@@ -23,7 +23,7 @@ from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
-    from mpillm.runtime.rank0 import Purpose
+    from mpillm.runtime.run_session import RunSession
     from mpillm.runtime.share import Share
 
 
@@ -38,21 +38,21 @@ def start(argv: Sequence[str]) -> tuple[int, str]:
     return start_rank("run", argv, parse_run, _test, serves=False)
 
 
-def _test(config: RunConfig | None) -> Purpose:
+def _test(config: RunConfig | None) -> type[RunSession]:
     if config is not None and config.harness:
-        from mpillm.runtime.harness_session import OTHER_HARNESS
+        from mpillm.runtime.harness_session import HarnessSession
 
-        return OTHER_HARNESS
-    from mpillm.runtime.session import TEST
+        return HarnessSession
+    from mpillm.runtime.session import Session
 
-    return TEST
+    return Session
 
 
 def start_rank(
     command: str,
     argv: Sequence[str],
     parse: Callable[[Sequence[str]], RunConfig],
-    purpose: Callable[[RunConfig | None], Purpose],
+    purpose: Callable[[RunConfig | None], type[RunSession]],
     *,
     serves: bool,
     share: Callable[[RunConfig, RunComms], Share] | None = None,

@@ -18,7 +18,7 @@ from mpillm.core_names import brought, found_at
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.config.run_config import RunConfig
-    from mpillm.runtime.rank0 import Purpose
+    from mpillm.runtime.run_session import RunSession
     from mpillm.runtime.share import Share
 
 
@@ -68,7 +68,7 @@ def _share(config: RunConfig, comms: RunComms) -> Share:
     return Share(config, comms)
 
 
-def _serve(config: RunConfig | None) -> Purpose:
-    from mpillm.runtime.serve_session import SERVE
+def _serve(config: RunConfig | None) -> type[RunSession]:
+    from mpillm.runtime.serve_session import ServeSession
 
-    return SERVE
+    return ServeSession

@@ -67,6 +67,8 @@ class Mailbox:
 class Frontend(Role):
     """Stands in the harness's place of a run."""
 
+    asks = True
+
     def __init__(
         self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float
     ) -> None:

@@ -45,13 +45,12 @@ class Bounds:
 
 
 class ClientProgram(Role):
-    """Owns the client, in front of the run's own endpoint, which stays as it is."""
+    """Owns the client, beside the role of the run's own endpoint."""
 
     def __init__(
         self,
         kind: HarnessKind,
         prepare: Callable[[Mapping[int, str]], Load],
-        endpoint: Role,
         end: Callable[[], object],
         log: Path,
         bounds: Bounds,
@@ -59,11 +58,10 @@ class ClientProgram(Role):
     ) -> None:
         """`prepare`: what it is to do, from the URLs of the run's servers.
 
-        `end`: begins to drain `endpoint`.
+        `end`: begins to drain the endpoint.
         """
         self._kind = kind
         self._prepare = prepare
-        self._endpoint = endpoint
         self._end = end
         self._path = log
         self._bounds = bounds
@@ -82,15 +80,8 @@ class ClientProgram(Role):
     def find_servers(self, urls: Mapping[int, str]) -> None:
         self._urls = urls
 
-    def load(self) -> None:
-        self._endpoint.load()
-
-    def health(self) -> None:
-        self._endpoint.health()
-
     def warmup(self) -> None:
         """Write what the client reads."""
-        self._endpoint.warmup()
         self._load = self._prepare(self._urls)
         if self._load.folder.exists():  # with reports of an earlier run
             shutil.rmtree(self._load.folder)
@@ -98,12 +89,8 @@ class ClientProgram(Role):
         self._command = command_of(self._kind, self._load)
         self._kind.write(self._load)
 
-    def ready(self) -> None:
-        self._endpoint.ready()
-
     def test(self) -> None:
         assert self._command is not None
-        self._endpoint.test()
         _log.info("%s: %s", self._kind.title, self._command)
         self.started, most = (time.monotonic(), time.time()), self._bounds.most_bytes
         self._program = OwnedServer(
@@ -118,36 +105,28 @@ class ClientProgram(Role):
         self._did = (0, 0.0, self.started[0])
 
     def done(self, phase: Phase) -> bool:
-        return self._endpoint.done(phase) and (phase != "test" or self.report_of_client is not None)
-
-    def drain(self) -> None:
-        self._endpoint.drain()
+        return phase != "test" or self.report_of_client is not None
 
     def stop(self) -> None:
         if self._program is not None:
             self._program.stop(_GRACE_S)
-        self._endpoint.stop()
-
-    def lost(self, instance: int) -> None:
-        self._endpoint.lost(instance)
 
     # --- the client ---
 
     def poll(self) -> bool:
-        worked = self._endpoint.poll()
         if self._program is None or self.report_of_client is not None:
-            return worked
+            return False
         if why := self._program.ended():
             self._on_end(why)
             return True
         if (now := time.monotonic()) - self._looked_at > _LOOK_S:
             self._looked_at = now
             self._must_do_something(now)
-        return worked
+        return False
 
     def quiet_s(self) -> float:
         waits = self._program is not None and self.report_of_client is None
-        return min(self._endpoint.quiet_s(), _LOOK_S) if waits else self._endpoint.quiet_s()
+        return _LOOK_S if waits else super().quiet_s()
 
     def last_line(self) -> str:
         """Return the last line that it has printed, shortened; a progress bar as it was drawn last."""

@@ -114,6 +114,8 @@ class Log(Protocol):
 class Harness(Role):
     """Owns LoadGen and the data set. The number of a sample's slot is its request's id on the wire."""
 
+    asks = True
+
     def __init__(
         self,
         route: Transport,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from mpillm.cores.base import Metrics
@@ -15,6 +15,8 @@ import importlib
 
 class Role:
     """Has a method per phase, called once; then `poll` is called until `done(phase)`."""
+
+    asks: ClassVar[bool] = False  # the leader answers it: its rank polls it first
 
     def load(self) -> None: ...
     def health(self) -> None: ...

@@ -43,8 +43,8 @@ from mpillm.report.result import other_harness_rows, other_loads
 from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.client_program import Bounds, ClientProgram, command_of
+from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, prepare
-from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_guesses
@@ -61,6 +61,35 @@ class HarnessSession(ServeSession):
     """As of `serve`, until the client has ended."""
 
     KEEPS_TIMELINE = True
+
+    serves = False
+
+    @classmethod
+    def open(
+        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[HarnessSession, list[str]]:
+        prepared = prepare(planned, lambda: record().path)
+        session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
+        dataset = prepared.dataset
+        lines = [
+            f"run directory {path_shown(record().path)}",
+            *planned.notes,
+            f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens",
+            *([dataset.note] if dataset.note else []),
+            f"{session.kind.title}: {session.how()}, {_where(session)}",
+            f"its command: {session.command}",
+        ]
+        return session, announced(planned, lines)
+
+    @classmethod
+    def directory_name(cls, config: RunConfig) -> str:
+        return run_name(config)
+
+    @classmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        harness = {"name": config.harness, "asked": None, "version": ""}
+        test = {"scenario": config.scenario, "test_mode": config.test_mode}
+        return {**super().about(config), "harness": harness, **test}
 
     def __init__(
         self, prepared: Prepared, record: Callable[[], RunRecord], console: Console, control: Rank0Control
@@ -95,17 +124,15 @@ class HarnessSession(ServeSession):
             return f"{n} at {self._prepared.settings.test.server_target_qps:g} per second"
         return f"{n}, {config.concurrency:,} at once" if config.concurrency else f"{n}, all at once"
 
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> ClientProgram:
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         config = self._asked
-        super().make_harness(route, leader, loop)
-        frontend = self._frontend
-        assert frontend is not None
+        roles = super().make_harness(route, leader, loop)
+        assert self._frontend is not None
         bounds = Bounds(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
         log = self._record.path / HARNESS_LOG
-        self._client = ClientProgram(
-            self.kind, self._load, frontend, frontend.end_early, log, bounds, loop.wake
-        )
-        return self._client
+        end = self._frontend.end_early
+        self._client = ClientProgram(self.kind, self._load, end, log, bounds, loop.wake)
+        return [*roles, self._client]
 
     def _load(self, urls: Mapping[int, str]) -> Load:
         if not self.direct:
@@ -329,39 +356,8 @@ def _of_endpoint(config: RunConfig) -> RunConfig:
     return made
 
 
-def _open(
-    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
-) -> tuple[HarnessSession, list[str]]:
-    prepared = prepare(planned, lambda: record().path)
-    session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
-    dataset = prepared.dataset
-    lines = [
-        f"run directory {path_shown(record().path)}",
-        *planned.notes,
-        f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens",
-        *([dataset.note] if dataset.note else []),
-        f"{session.kind.title}: {session.how()}, {_where(session)}",
-        f"its command: {session.command}",
-    ]
-    return session, announced(planned, lines)
-
-
 def _where(session: HarnessSession) -> str:
     if not session.direct:
         one = f", for it takes one server, not {session.n_servers}" if session.n_servers else ""
         return f"through the run's own endpoint{one}"
     return "straight to the server" if session.n_servers == 1 else f"straight to {session.n_servers} servers"
-
-
-def _about(config: RunConfig) -> dict[str, object]:
-    return {
-        "url": None,
-        "aborted": 0,
-        "harness": {"name": config.harness, "asked": None, "version": ""},
-        "scenario": config.scenario,
-        "test_mode": config.test_mode,
-    }
-
-
-OTHER_HARNESS = Purpose(_open, run_name, _about, serves=False)
-"""A test that another client drives."""

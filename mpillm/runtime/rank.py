@@ -47,7 +47,8 @@ from mpillm.telemetry.recorder import Recorder
 from mpillm.version import __version__
 
 if TYPE_CHECKING:
-    from mpillm.runtime.rank0 import Purpose, Rank0
+    from mpillm.runtime.rank0 import Rank0
+    from mpillm.runtime.run_session import RunSession
 
 # Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
 logging.getLogger("mpillm").addHandler(logging.NullHandler())
@@ -70,7 +71,7 @@ class Rank:
         comms: RunComms,
         config: RunConfig | None,
         usage_error: str,
-        purpose: Callable[[RunConfig | None], Purpose],
+        purpose: Callable[[RunConfig | None], type[RunSession]],
         *,
         serves: bool,
     ) -> None:
@@ -282,9 +283,8 @@ class Rank:
             [*self._loop.pollers],
             serves=self._serves or bool(self._config.harness),
         )
-        polls = [role.poll for role in self._roles]
         # What asks comes first: the leader has its requests in the same turn.
-        asks, rest = (polls[-1:], polls[:-1]) if session else ([], polls)
+        asks, rest = ([one.poll for one in self._roles if one.asks is it] for it in (True, False))
         self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         if route and session and ranks[self.rank].instance is None:  # a core belongs to the main thread

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from disagg import InstancePlan
 from launch.callers import own_addresses
@@ -28,16 +27,6 @@ from mpillm.runtime.join import Planned, plan_run
 from mpillm.runtime.run_session import RunSession
 
 
-class Purpose(NamedTuple):
-    """What a run is for."""
-
-    # Returns lines for the console, too.
-    open: Callable[[Planned, Callable[[], RunRecord], Console, Rank0Control], tuple[RunSession, list[str]]]
-    name: Callable[[RunConfig], str]  # of its directory
-    about: Callable[[RunConfig], dict[str, Any]]  # see `RunRecord`
-    serves: bool  # until somebody ends it
-
-
 class Rank0:
     """Rank 0's view of a run. `session` is None until all ranks have joined."""
 
@@ -48,7 +37,7 @@ class Rank0:
         config: RunConfig | None,
         started: float,
         console: Console,
-        purpose: Purpose,
+        purpose: type[RunSession],
     ) -> None:
         """`config`: None if the command line is wrong; `started`: when the process was (time.monotonic)."""
         self._purpose = purpose
@@ -145,7 +134,7 @@ class Rank0:
         """Return the run directory, created at the first call."""
         if self._record is None:
             config, purpose = planned.config, self._purpose
-            path = take_directory(config, purpose.name(config))
+            path = take_directory(config, purpose.directory_name(config))
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
             tell_directory(path)
         return self._record

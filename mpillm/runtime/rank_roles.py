@@ -95,7 +95,7 @@ def make_roles(
     setup: Setup,
     comms: Communicators,
     route: Transport | None,
-    make_harness: Callable[[Transport, int], Role] | None,
+    make_harness: Callable[[Transport, int], list[Role]] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     report: Callable[[Failure], None],
     wake: Callable[[], None],
@@ -151,7 +151,7 @@ def make_roles(
             )
         )
     if route is not None and make_harness is not None:
-        roles.append(make_harness(route, plan.leader_rank))
+        roles += make_harness(route, plan.leader_rank)
     return roles
 
 

@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import disagg
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
+from mpillm.config.options import run_name
+from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.files import write_json
 from mpillm.report.console import Console
@@ -37,6 +39,25 @@ S = TypeVar("S")
 class RunSession(ABC):
     """The objects of a run on rank 0: what it counts, and what it leaves in the run directory."""
 
+    serves: ClassVar[bool] = False  # until somebody ends it
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[RunSession, list[str]]:
+        """Make the session, and lines for the console; `record` makes the run directory at the first call."""
+
+    @classmethod
+    def directory_name(cls, config: RunConfig) -> str:
+        """Return what its directory is called, after the time."""
+        return run_name(config)
+
+    @classmethod
+    @abstractmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        """Return what `RunRecord` is told at the start."""
+
     def __init__(
         self,
         planned: Planned,
@@ -45,7 +66,7 @@ class RunSession(ABC):
         control: Rank0Control,
         timeline: Path | None,
     ) -> None:
-        """Write the plan to the run directory. Raises OSError if it can't be written.
+        """Write the plan to the run directory. Raises OSError if it can't be written; see `open`.
 
         `timeline`: the file for what the instances compute, if one is to be written.
         """
@@ -67,8 +88,8 @@ class RunSession(ABC):
         return self.totals.started
 
     @abstractmethod
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
-        """Return the role that asks; `leader`: the leader's rank.
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
+        """Return the role that asks, and what stands beside it; `leader`: the leader's rank.
 
         `loop`: for other threads, when the role has something to do.
         """

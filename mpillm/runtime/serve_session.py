@@ -30,7 +30,6 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of
 from mpillm.runtime.join import Planned
-from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.run_session import RunSession, announced, opened
 
 if TYPE_CHECKING:
@@ -46,6 +45,33 @@ class ServeSession(RunSession):
     """Of a run that serves."""
 
     KEEPS_TIMELINE = False  # a server's would grow for as long as it serves
+
+    serves = True
+
+    @classmethod
+    def open(
+        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[ServeSession, list[str]]:
+        session = opened(lambda: ServeSession(planned, record, console, control), planned, record)
+        served = session.served
+        longest = served.limits.max_prompt_len
+        of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
+        lines = [
+            f"run directory {path_shown(record().path)}",
+            *planned.notes,
+            f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
+            f"{of_prompts}",
+        ]
+        return session, announced(planned, lines)
+
+    @classmethod
+    def directory_name(cls, config: RunConfig) -> str:
+        part = f"{config.part.instance.kind}-{config.part.instance.index}" if config.part else "serve"
+        return plain_name(f"{model_name(config)}-{part}")
+
+    @classmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        return {"url": None, "aborted": 0}
 
     def __init__(
         self, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
@@ -107,10 +133,10 @@ class ServeSession(RunSession):
         self._metrics.totals.started = self._frontend.started if self._frontend else 0.0
         return self._metrics.totals
 
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         self._mailbox.wake = loop.wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
-        return self._frontend
+        return [self._frontend]
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
         return self._half.role(core, route, leader, instance) if self._half else None
@@ -214,32 +240,3 @@ def _served(planned: Planned) -> Served:
         is_half=bool(config.half),
         **given,
     )
-
-
-def _open(
-    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
-) -> tuple[ServeSession, list[str]]:
-    session = opened(lambda: ServeSession(planned, record, console, control), planned, record)
-    served = session.served
-    longest = served.limits.max_prompt_len
-    of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
-    lines = [
-        f"run directory {path_shown(record().path)}",
-        *planned.notes,
-        f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
-        f"{of_prompts}",
-    ]
-    return session, announced(planned, lines)
-
-
-def _about(config: RunConfig) -> dict[str, object]:
-    return {"url": None, "aborted": 0}
-
-
-def _name(config: RunConfig) -> str:
-    part = f"{config.part.instance.kind}-{config.part.instance.index}" if config.part else "serve"
-    return plain_name(f"{model_name(config)}-{part}")
-
-
-SERVE = Purpose(_open, _name, _about, serves=True)
-"""An HTTP endpoint, which its clients drive."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
@@ -31,8 +31,8 @@ from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, has_text, prepare
-from mpillm.runtime.rank0 import Purpose
 from mpillm.runtime.run_session import RunSession, announced, opened
 from mpillm.workloads.rounds import allows_guesses
 
@@ -43,6 +43,20 @@ _LOG_S = 10.0
 
 class Session(RunSession):
     """Of a test that LoadGen drives."""
+
+    @classmethod
+    def open(
+        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[Session, list[str]]:
+        prepared = prepare(planned, lambda: record().path)
+        session = opened(lambda: Session(prepared, record(), console, control), planned, record)
+        model = planned.config.model_path
+        lines = [f"run directory {path_shown(record().path)}", *prepared.announcement()]
+        return session, announced(planned, lines, f", model {Path(model).name}" if model else "")
+
+    @classmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        return {"loadgen_result": None, "scenario": config.scenario, "test_mode": config.test_mode}
 
     def __init__(
         self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
@@ -68,27 +82,14 @@ class Session(RunSession):
     def totals(self) -> Totals:
         return self._totals
 
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Harness:
-        """Return the harness role; `leader`: the leader's rank."""
-        config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
-        return Harness(
-            route,
-            leader,
-            dataset,
-            Sampling(
-                config.max_output_len,
-                config.min_output_len,
-                config.temperature,
-                config.top_k,
-                config.top_p,
-                config.seed,
-            ),
-            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop),
-            self._outputs.add if self._outputs else None,
-            self._plan.instances[0].role == "ctx",
-            self._totals,
-            self._requests,
-        )
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
+        dataset, settings = self._prepared.dataset, self._prepared.settings
+        sampling = Sampling(**{one.name: getattr(self._config, one.name) for one in fields(Sampling)})
+        test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
+        on_answer = self._outputs.add if self._outputs else None
+        hands_over = self._plan.instances[0].role == "ctx"
+        told = (on_answer, hands_over, self._totals, self._requests)
+        return [Harness(route, leader, dataset, sampling, test, *told)]
 
     def poll(self) -> bool:
         """During the test: record what the instances have computed, and draw the progress.
@@ -208,21 +209,3 @@ class Session(RunSession):
             self._record.result.setdefault("per_instance", self._timeline.per_instance())
         judged = self._record.result["loadgen_result"]
         return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
-
-
-def _open(
-    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
-) -> tuple[Session, list[str]]:
-    prepared = prepare(planned, lambda: record().path)
-    session = opened(lambda: Session(prepared, record(), console, control), planned, record)
-    model = planned.config.model_path
-    lines = [f"run directory {path_shown(record().path)}", *prepared.announcement()]
-    return session, announced(planned, lines, f", model {Path(model).name}" if model else "")
-
-
-def _about(config: RunConfig) -> dict[str, object]:
-    return {"loadgen_result": None, "scenario": config.scenario, "test_mode": config.test_mode}
-
-
-TEST = Purpose(_open, run_name, _about, serves=False)
-"""An MLPerf test, which LoadGen drives."""

@@ -28,7 +28,7 @@ from mpillm.runtime.join import plan_run, prepare
 from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank0 import Rank0
 from mpillm.runtime.run_session import announced
-from mpillm.runtime.session import TEST
+from mpillm.runtime.session import Session
 from tests.helpers.configured import DUMMY
 
 
@@ -206,7 +206,7 @@ class Run:
         self.transport: Any = Loopback()
         control = RankControl(self.transport, SimpleNamespace(phase="join"), Limits(DEADLINES))  # type: ignore[arg-type]
         self.out, self.err = io.StringIO(), io.StringIO()
-        self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), TEST)
+        self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), Session)
 
     def arrive(self, phase: Phase, reports: dict[int, Any]) -> list[Any]:
         """Return what the ranks are released with."""
