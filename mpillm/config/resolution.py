@@ -7,6 +7,8 @@ force. What each rule reads and writes decides their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
@@ -27,25 +29,10 @@ from mpillm.workloads import plain_form
 _RUNTIME, _BUILD = HarnessFields.trtllm_runtime_flags.name, BuildFields.trtllm_build_flags.name
 _CHECKPOINT = CheckpointFields.trtllm_checkpoint_flags.name
 
+_GENERAL, _TOPOLOGY = GeneralFields, TopologyFields
 _REFERENCE, _LIBRARY, _OURS = "NVIDIA's harness", "TensorRT-LLM", "mpillm"  # who says so
 
 
-class _Meaning(NamedTuple):
-    """A value of an option that implies another option's."""
-
-    field: Field
-    value: Any
-    other: Field
-    its_value: Any
-    source: str
-
-
-# One may follow from another.
-_MEANINGS = (
-    _Meaning(GeneralFields.use_triton, True, GeneralFields.harness_type, "triton", _REFERENCE),
-    _Meaning(GeneralFields.harness_type, "triton", TopologyFields.core_type, "triton_grpc", _REFERENCE),
-    _Meaning(TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated", _OURS),
-)
 # By --precision: qformat of TensorRT-LLM's quantisation, and --quantization of cores that run here.
 _PRECISIONS = {
     "fp4": ("nvfp4", None),
@@ -122,13 +109,10 @@ def _before(one: Rule, other: Rule, rules: Sequence[Rule]) -> bool:
     return bool(both) and rules.index(one) < rules.index(other)
 
 
-def _rule_of(meaning: _Meaning) -> Rule:
-    field, value, other, its_value, source = meaning
-
-    def changes(found: Mapping[str, Found]) -> dict[str, Found]:
-        return _implied(found, field, value, other, its_value)
-
+def _means_another(field: Field, value: Any, other: Field, its_value: Any, source: str) -> Rule:
+    """Return the rule that a value of an option implies another option's."""
     name = f"{field.name} {Field.text(field, value)} means {other.name} {its_value}"
+    changes = partial(_implied, field=field, value=value, other=other, its_value=its_value)
     return Rule(name, (field.name, other.name), (other.name,), source, changes)
 
 
@@ -139,11 +123,9 @@ def _core_of_the_server(found: Mapping[str, Found]) -> dict[str, Found]:
         return {}
     kind = kind_of(server)
     if kind.handover and found["core_type"].value == "trtllm_disagg":  # of a leader: there is none
-        meant = _implied(
-            found, TopologyFields.core_type, "trtllm_disagg", TopologyFields.mode, "disaggregated"
-        )
+        meant = _implied(found, _TOPOLOGY.core_type, "trtllm_disagg", _TOPOLOGY.mode, "disaggregated")
         return {**meant, "core_type": _called("server", Found(kind.core_type, found["server"].origin))}
-    return _implied(found, OwnServerFields.server, server, TopologyFields.core_type, kind.core_type)
+    return _implied(found, OwnServerFields.server, server, _TOPOLOGY.core_type, kind.core_type)
 
 
 def _implied(
@@ -207,19 +189,11 @@ def _shared_runtime_flags(found: Mapping[str, Found]) -> dict[str, Found]:
     return _shared(found, _RUNTIME, RUNTIME_FLAGS, others)
 
 
-def _shared_runtime_options(found: Mapping[str, Found]) -> dict[str, Found]:
-    return _shared(found, _RUNTIME, RUNTIME_OPTIONS, {}, only_options=True)
-
-
-def _shared_build_options(found: Mapping[str, Found]) -> dict[str, Found]:
-    return _shared(found, _BUILD, BUILD_OPTIONS, {}, only_options=True)
-
-
 def _shared(
     found: Mapping[str, Found],
     flags_name: str,
     keys: Mapping[str, Field],
-    others: Mapping[Field, Found],
+    others: Mapping[Field, Found] = MappingProxyType({}),
     only_options: bool = False,
 ) -> dict[str, Found]:
     """Give each key of flags, which is another name of an option, and that option one value.
@@ -325,7 +299,9 @@ RULES = in_order(
             _OURS,
             _core_of_the_server,
         ),
-        *map(_rule_of, _MEANINGS),
+        _means_another(_GENERAL.use_triton, True, _GENERAL.harness_type, "triton", _REFERENCE),
+        _means_another(_GENERAL.harness_type, "triton", _TOPOLOGY.core_type, "triton_grpc", _REFERENCE),
+        _means_another(_TOPOLOGY.core_type, "trtllm_disagg", _TOPOLOGY.mode, "disaggregated", _OURS),
         Rule(
             "other names of runtime flags mean the first",
             ("core_type", _RUNTIME),
@@ -359,14 +335,14 @@ RULES = in_order(
             (_RUNTIME, *_names(RUNTIME_OPTIONS)),
             (_RUNTIME, *_names(RUNTIME_OPTIONS)),
             _REFERENCE,
-            _shared_runtime_options,
+            partial(_shared, flags_name=_RUNTIME, keys=RUNTIME_OPTIONS, only_options=True),
         ),
         Rule(
             "build flags may state the layout",
             (_BUILD, *_names(BUILD_OPTIONS)),
             (_BUILD, *_names(BUILD_OPTIONS)),
             _REFERENCE,
-            _shared_build_options,
+            partial(_shared, flags_name=_BUILD, keys=BUILD_OPTIONS, only_options=True),
         ),
         Rule(
             "a limit that nothing states is the one that the engine is built for",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.config.idle import SIZES_OF_HALVES
 from mpillm.fields import BY_NAME
 from mpillm.harnesses.kinds import kind_of as harness_kind
 from mpillm.servers.kinds import kind_of
@@ -102,24 +103,11 @@ def _check_restart(config: RunConfig) -> None:
 
 def check_mode(config: RunConfig) -> None:
     """Raise ConfigError for sizes of the instances of another mode."""
-    conflicting = (
-        (
-            "aggregated",
-            (
-                "num_ctx_servers",
-                "ctx_tp_size",
-                "ctx_pp_size",
-                "num_gen_servers",
-                "gen_tp_size",
-                "gen_pp_size",
-            ),
-        ),
-        ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
-    )
-    for mode, names in conflicting:
-        for name in names:
-            if config.mode == mode and config.given(name):
-                raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
+    sizes = SIZES_OF_HALVES
+    halves = ("num_ctx_servers", *sizes["context"], "num_gen_servers", *sizes["generation"])
+    for name in sizes[""] if config.mode == "disaggregated" else halves:
+        if config.given(name):
+            raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
 
 
 def check_compliance(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,13 @@ class Figure:
     issued_over_time: bool = True  # it means nothing where all requests were issued at once (Offline)
 
 
-def _mean_ms(of: Callable[[Rows], NDArray[Any]]) -> Callable[[Rows], float]:
-    def mean(rows: Rows) -> float:
-        values = of(rows)
-        values = values[np.isfinite(values)]
-        return 1e3 * float(values.mean(dtype=np.float64)) if len(values) else math.nan
-
-    return mean
-
-
-def _quantile_ms(of: Callable[[Rows], NDArray[Any]], q: float) -> Callable[[Rows], float]:
-    def one(rows: Rows) -> float:
-        values = of(rows)
-        values = values[np.isfinite(values)]
-        return 1e3 * quantile(values, q) if len(values) else math.nan
-
-    return one
+def _ms(of: Callable[[Rows], NDArray[Any]], q: float | None, rows: Rows) -> float:
+    """Return the quantile `q` of a latency, or its mean; NaN if no record has it."""
+    values = of(rows)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return math.nan
+    return 1e3 * (float(values.mean(dtype=np.float64)) if q is None else quantile(values, q))
 
 
 LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
@@ -67,13 +59,9 @@ FIGURES = (
     Figure("samples/s", "", lambda rows: np.ones(len(rows)), rate=True),
     Figure("tokens/s", "", lambda rows: rows["tokens"].astype(np.float64), rate=True),
     *(
-        Figure(f"{name} {kind}", "ms", figure, issued_over_time=name != "TPOT")
+        Figure(f"{name} {kind}", "ms", partial(_ms, of, q), issued_over_time=name != "TPOT")
         for name, of in LATENCIES.items()
-        for kind, figure in (
-            ("mean", _mean_ms(of)),
-            ("p50", _quantile_ms(of, 0.5)),
-            ("p99", _quantile_ms(of, 0.99)),
-        )
+        for kind, q in (("mean", None), ("p50", 0.5), ("p99", 0.99))
     ),
 )
 

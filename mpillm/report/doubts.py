@@ -57,13 +57,23 @@ def server_checks(
         told = f"{cached}; if it is meant, say so with --enable_kv_cache_reuse" if cached else ""
         found["no_cached_prompts"] = told, says or bool(seen)
     if guesses_forbidden:
-        found["no_guesses"] = _guesses(result), _says(clients, "server_accepted_guesses")
-    found["no_failed_transfers"] = _failed_transfers(result), _says(clients, "server_failed_transfers")
+        guesses = "servers took {:,.0f} guessed tokens, which the workload's rules forbid"
+        found["no_guesses"] = _said_of(result, "accepted_guesses", guesses, clients)
+    failed = "{:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
+    found["no_failed_transfers"] = _said_of(result, "failed_transfers", failed, clients)
     found["contexts_arrived"] = _lacking_transfers(result), _says(clients, "server_transfers")
     found["token_counts"] = _other_counts(result), counted
     found["answer_lengths"] = _short_answers(result), asked
     checks = {name: text if text or known else None for name, (text, known) in found.items()}
     return checks if clients or any(checks.values()) else {}
+
+
+def _said_of(
+    result: Mapping[str, Any], name: str, text: str, clients: Sequence[Mapping[str, Any]]
+) -> tuple[str, bool]:
+    """Return `text` with what the servers have counted, "" if nothing; and whether they count it."""
+    n = _counted(result, name)
+    return text.format(n) if n else "", _says(clients, f"server_{name}")
 
 
 def _says(clients: Sequence[Mapping[str, Any]], name: str) -> bool:
@@ -99,22 +109,6 @@ def _counted(result: Mapping[str, Any], name: str) -> float:
     clients = result.get("per_instance", ())
     names = f"server_{name}", f"server_context_{name}"
     return float(sum(client.get(name, 0) for client in clients for name in names))
-
-
-def _guesses(result: Mapping[str, Any]) -> str:
-    """Return how many guessed tokens servers have taken, in words; "" if none, or unknown."""
-    n = _counted(result, "accepted_guesses")
-    return f"servers took {n:,.0f} guessed tokens, which the workload's rules forbid" if n else ""
-
-
-def _failed_transfers(result: Mapping[str, Any]) -> str:
-    """Return how many KV caches did not arrive, in words; "" if all did, or unknown."""
-    n = _counted(result, "failed_transfers")
-    return (
-        f"{n:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
-        if n
-        else ""
-    )
 
 
 def restarts(result: Mapping[str, Any]) -> Iterator[str]:
