@@ -8,7 +8,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import Field
 from mpillm.configurator.found import Found, Level, Origin
-from mpillm.fields.general import INTERACTIVE
+from mpillm.fields.general import INTERACTIVE, SINGLE_STREAM
 from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form, plain_form
 
 _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prompt except llama3.1-405b's
@@ -17,9 +17,10 @@ _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prom
 def defaults_of(workload: Workload, scenario: str, test_mode: str = "PerformanceOnly") -> dict[Field, Any]:
     """Return a workload's defaults; answers are greedy, unless it says otherwise.
 
-    Raises ConfigError for a scenario it does not have.
+    SingleStream, which no round has of them, is every workload's but an interactive form's. Raises
+    ConfigError for another scenario that it does not have.
     """
-    if scenario not in workload.scenarios:
+    if scenario not in (*workload.scenarios, *([] if workload.interactive_of else [SINGLE_STREAM])):
         have = " and ".join(workload.scenarios)
         raise ConfigError(
             f"--scenarios {scenario}: {workload.name} has {have}{nearest(scenario, workload.scenarios)}",

@@ -10,7 +10,8 @@ from mpillm.workloads import TARGETS, WORKLOADS
 
 # NVIDIA's and the submission checker's name for Server with a workload's interactive form.
 INTERACTIVE = "Interactive"
-SCENARIOS = ("Offline", "Server", "SingleStream")
+SINGLE_STREAM = "SingleStream"
+SCENARIOS = ("Offline", "Server", SINGLE_STREAM)
 HARNESS_TYPES = ("custom", "triton")
 POWER_SETTINGS = ("MaxP", "MaxQ")
 

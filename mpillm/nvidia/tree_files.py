@@ -36,15 +36,19 @@ _NEWEST = ("harness", "server")
 _PACKAGES = ("code", "nv_mlpinf")
 _FLAGS = ("trtllm_build_flags", "trtllm_checkpoint_flags", "trtllm_runtime_flags")
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
-_AT_ONCE = Field(
-    "max_concurrency", "requests at a server at once: here a flag of the runtime", fields.positive
-)
+_OF_RUNTIME = {
+    name: Field(name, f"{what}: here a flag of the runtime", fields.positive)
+    for name, what in {
+        "max_concurrency": "requests at a server at once",
+        "workers_per_core": "client processes of a server",
+    }.items()
+}
 _BY_NAME: Mapping[str, Field] = {
     **fields.BY_NAME,
     **PASSED_OVER,
     "quantizer_outdir": fields.llm_quantizer_outdir,
     "readiness_timeout": fields.load_deadline,
-    _AT_ONCE.name: _AT_ONCE,
+    **_OF_RUNTIME,
 }
 _FOLDERS = {"DATA_DIR": "data", "PREPROCESSED_DATA_DIR": "preprocessed_data", "MODEL_DIR": "models"}
 
@@ -208,10 +212,10 @@ def exports(
                 value = {**there, **value}
             values = {**values, field: value}
             lines.pop(field, None)
-        if _AT_ONCE in values:
-            flags, at_once = fields.trtllm_runtime_flags, {_AT_ONCE.name: values[_AT_ONCE]}
-            rest = {field: value for field, value in values.items() if field is not _AT_ONCE}
-            values = rest | {flags: {**values.get(flags, {}), **at_once}}
+        flags, moved = fields.trtllm_runtime_flags, [*_OF_RUNTIME.values()]
+        if stated := {field.name: values[field] for field in moved if field in values}:
+            rest = {field: value for field, value in values.items() if field not in moved}
+            values = rest | {flags: {**values.get(flags, {}), **stated}}
         items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():

@@ -97,6 +97,8 @@ def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
     if settings.round is None:
         return ["LoadGen has the seeds of no round known here: the result can't be submitted"]
     name = settings.round.name
+    if config.scenario not in config.workload.scenarios:
+        return [f"no round has {config.scenario} of {config.workload.name}: the result can't be submitted"]
     if why := why_not(config.workload, config.accuracy_target, name):
         return [f"LoadGen has the seeds of round {name}, where this result does not count: {why}"]
     return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]

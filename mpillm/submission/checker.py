@@ -195,3 +195,5 @@ def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator
             continue
         for scenario in missing_scenarios(workload, scenarios):
             yield Problem(f"{benchmark}: the closed division needs {scenario} too", ("scenarios_check",))
+        for scenario in scenarios.difference(*workload.submission.scenarios):
+            yield Problem(f"{benchmark}: no round has its {scenario}", ("scenarios_check",))

@@ -70,6 +70,7 @@ def test_a_tree_of_the_newest_round(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         head + "    llm.llm_gen_config_path: 'src/benchmarks/generation_config.json',\n"
         "    harness.tensor_path: paths.PREPROCESSED_DATA_DIR / 'llama3.1-8b',\n"
         "    harness.server_target_qps: 520,\n    harness.max_concurrency: 6144,\n"
+        "    harness.workers_per_core: 8, llm.server_instance_size: 1,\n"
         "    llm.trtllm_runtime_flags: {'max_num_tokens': 8192},\n" + tail
     )
     monkeypatch.setenv("MLPERF_SCRATCH_PATH", "/scratch")
@@ -79,6 +80,7 @@ def test_a_tree_of_the_newest_round(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (config.dataset_path, config.server_target_qps) == ("/scratch/preprocessed_data/llama3.1-8b", 520)
     flags = config.trtllm_runtime_flags
     assert (flags["max_concurrency"], flags["max_num_tokens"]) == (6144, 8192)
+    assert flags["workers_per_core"] == 8 and "server_instance_size 1" in config.passed_over()
     server = folder / "server.py"
     server.write_text(
         head + "    llm.trtllm_yml_override: paths.PROJECT_BASE_DIR / 'configs/a.yaml',\n" + tail

@@ -73,6 +73,14 @@ def test_a_run_is_planned_and_prepared() -> None:
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 
+def test_a_scenario_that_no_round_has_is_said(tmp_path: Path) -> None:
+    config = parse_run(
+        ["--core_type=dummy", "--benchmarks=llama2-70b", "--model_scale=tiny", "--scenarios=SingleStream"]
+    )
+    lines = prepare(plan_run(config, joined(config)), lambda: tmp_path).announcement()
+    assert any("no round has SingleStream of llama2-70b" in line for line in lines)
+
+
 def test_errors_of_a_command_line_are_reported_once() -> None:
     wrong = {
         rank: report._replace(usage_error="--x: no such option") for rank, report in joined(None).items()

@@ -341,3 +341,8 @@ def test_checker(name: str, division: str, tmp_path: Path, capsys: pytest.Captur
     verdict = check_submission(output, CASES[name].version)
     assert verdict.failed == listed(said), f"{said}\n{verdict.log[-4000:]}"
     assert verdict.accepts == (not verdict.failed)
+
+
+def test_a_scenario_that_no_round_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, said, _ = submit(tmp_path, same((), scenarios=(*BOTH, "SingleStream")), "closed", capsys)
+    assert "(scenarios_check): llama2-70b-99.9: no round has its SingleStream" in said
