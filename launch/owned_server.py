@@ -30,7 +30,7 @@ from pathlib import Path
 from launch.children import tail
 from launch.command import Command
 from launch.environment import environment_of_this_node
-from launch.shared_files import mapped
+from launch.shared_files import SHM
 
 _LOOK_S = 0.2
 _STOPPED_S = 0.6  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
@@ -43,7 +43,7 @@ _FATAL = (
 _BEFORE_S = 5.0  # what ended so shortly before the whole server is told with its end
 SEARCHED = 4000  # lines of a log, for a known failure
 _LARGE = 256 << 20  # bytes in memory of a process that a server which is ready can't do without
-_MOST = 4096  # bytes read from the guard at once
+_MOST = 4096  # bytes of a message of the guard
 _GUARD = Path(__file__).parent / "server_guard.py"
 
 
@@ -92,9 +92,8 @@ class OwnedServer:
         self._first: int | None = None  # the server's first process
         self._processes: dict[int, _Process] = {}
         self._gone: tuple[float, str] = 0.0, ""  # when the first of some others ended, and how
-        self._shared: set[Path] = set()  # files in /dev/shm that it has made
-        self._started = time.time()
-        self._line, theirs = socket.socketpair()
+        self._shared: set[str] = set()  # files in /dev/shm that it has made
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             output.write(f"$ {command}\n".encode())
             output.flush()
@@ -121,7 +120,6 @@ class OwnedServer:
         What it starts later, such as a compiler, may end.
         """
         self._needed = frozenset(self._processes)
-        self._note_shared_memory()  # what is killed can't tidy up
 
     def ended(self) -> str:
         """Return why it does not run any more: what has ended, and how; "" while it does."""
@@ -145,7 +143,6 @@ class OwnedServer:
         if self._stopping:
             return
         self._stopping = True
-        self._note_shared_memory()
         with contextlib.suppress(OSError):  # the guard has ended
             self._guard.send_signal(signal.SIGCONT)
             self._line.sendall(f"{grace_s:g}\n".encode())
@@ -156,15 +153,10 @@ class OwnedServer:
         except subprocess.TimeoutExpired:  # something hangs in the kernel
             self._guard.kill()
         self._kill_left()
-        for path in self._shared:
-            path.unlink(missing_ok=True)
-
-    def _note_shared_memory(self) -> None:
-        for pid in self.pids:
-            for path in mapped(pid):
+        if self._guard.poll() != 0:  # it was killed, and has not tidied up
+            for name in self._shared:
                 with contextlib.suppress(OSError):
-                    if (found := path.stat()).st_uid == os.geteuid() and found.st_ctime >= self._started:
-                        self._shared.add(path)
+                    (SHM / name).unlink()
 
     # --- the watcher's thread, until `stop` ---
 
@@ -224,15 +216,18 @@ class OwnedServer:
 
     def _told(self) -> str:
         """Read what the guard says; return how the server ended, if it has."""
-        words = self._line.recv(_MOST).split()
+        words = self._line.recv(_MOST).split(maxsplit=1)  # of one message
         if not words:
             self._kill_left()
             return f"its guard (pid {self._guard.pid}) has ended"
-        said = dict(zip(words[::2], map(int, words[1::2]), strict=False))
-        self._first = said.get(b"started", self._first)
-        if (code := said.get(b"ended")) is None:
+        what, value = words
+        if what == b"shared":
+            self._shared.add(os.fsdecode(value))
+        elif what == b"started":
+            self._first = int(value)
+        if what != b"ended":
             return ""
-        self.code = code
+        self.code = code = int(value)
         return f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _find(self) -> None:

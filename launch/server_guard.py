@@ -2,13 +2,16 @@
 
 Standard input is a socket whose other end the owner holds. When that closes, because the owner wants the end
 or has itself been killed, the server gets SIGTERM, and after GRACE seconds everything below is killed; a line
-with a number changes GRACE. To the owner go ``started PID`` and, when the server's first process has ended,
-``ended CODE`` (negative: a signal). This process is the reaper of orphans (Linux), so what a dead server
-leaves behind is found, too.
+with a number changes GRACE. To the owner go ``started PID``, ``shared NAME`` for a file in /dev/shm that the
+server has made, and, when the server's first process has ended, ``ended CODE`` (negative: a signal). This
+process is the reaper of orphans (Linux), so what a dead server leaves behind is found, too; what is left of
+its shared memory it removes.
 
 It is run by path with ``python -I -S``: it imports nothing of ours and costs about 10 ms.
 """
 
+# pathlib takes time to import.
+# ruff: noqa: PTH108, PTH116, PTH123, PTH208
 from __future__ import annotations
 
 import contextlib
@@ -23,6 +26,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 AFTER_S = 2.0  # for what a server leaves, once it has ended by itself
 LOOK_S = 0.05
+SHM = "/dev/shm"
+SHM_S = 0.2  # between looks there
+SHM_LOOKS = 10  # at the server's processes, for one that has mapped a new file
 MOST = 4096  # bytes read from the owner at once
 OURS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,11 +44,13 @@ def main(grace: str, command: list[str]) -> None:
     signal.set_wakeup_fd(bell)
     for number in OURS:
         signal.signal(number, lambda _number, _frame: None)
+    shared = _SharedMemory(owner)
     child = _start(libc, command)
     _tell(owner, f"started {child}")
     code, grace_s = None, float(grace)
     while code is None:
-        ready = select.select([owner, rings], [], [])[0]
+        ready = select.select([owner, rings], [], [], SHM_S)[0]
+        shared.look()
         if rings in ready:
             os.read(rings, MOST)
             code = _reap(child)
@@ -58,8 +66,51 @@ def main(grace: str, command: list[str]) -> None:
         while code is None and time.monotonic() < stop_at:
             time.sleep(LOOK_S)
             code = _reap(child)
+    shared.look()
     _tell(owner, f"ended {-signal.SIGKILL if code is None else code}")
     _end_all(0 if code is None else AFTER_S)
+    shared.remove()
+
+
+class _SharedMemory:
+    """What the server's processes make in /dev/shm: one that is killed can't remove it."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self._left = dict.fromkeys(os.listdir(SHM), 0)  # looks at each file
+        self._found: dict[str, str] = {}  # inodes of the server's
+
+    def look(self) -> None:
+        there = os.listdir(SHM)
+        self._left = {name: self._left.get(name, SHM_LOOKS) for name in there}
+        if not any(left for name, left in self._left.items() if name not in self._found):
+            return  # reading maps costs, and keeps the server from mapping
+        for pid in _below(os.getpid()):
+            for name, inode in _mapped(pid).items():
+                if self._left.get(name) and name not in self._found:
+                    self._found[name] = inode
+                    _tell(self._owner, f"shared {name}")
+        self._left = {name: max(0, left - 1) for name, left in self._left.items()}
+
+    def remove(self) -> None:
+        """Remove what is left of it and nobody else has."""
+        for name, inode in self._found.items():
+            with contextlib.suppress(OSError):
+                found = os.stat(f"{SHM}/{name}")
+                is_it = str(found.st_ino) == inode and found.st_uid == os.geteuid()
+                if is_it and not any(name in _mapped(pid) for pid in _pids()):
+                    os.unlink(f"{SHM}/{name}")
+
+
+def _mapped(pid: int) -> dict[str, str]:
+    """Return the files right in /dev/shm that a process writes for others, with their inodes."""
+    found = {}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
+        for line in file:
+            words = line.split(maxsplit=5)
+            if len(words) == 6 and words[1] == "rw-s" and words[5].startswith(f"{SHM}/"):
+                found[words[5][len(SHM) + 1 :].rstrip("\n")] = words[4]
+    return found
 
 
 def _start(libc: ctypes.CDLL, command: list[str]) -> int:
@@ -108,16 +159,19 @@ def _reap(child: int) -> int | None:
 def _below(pid: int) -> list[int]:
     """Return all processes below `pid`, each before those that it has started."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes time to import
-        if name.isdecimal():
-            with contextlib.suppress(OSError, ValueError):
-                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - likewise
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
+    for one in _pids():
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{one}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(one)
     below = list(children.get(pid, ()))
     for one in below:  # which grows
         below += children.get(one, ())
     return below
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _heard(owner: int) -> list[bytes]:
@@ -129,7 +183,7 @@ def _heard(owner: int) -> list[bytes]:
 
 def _tell(owner: int, text: str) -> None:
     with contextlib.suppress(OSError):  # the owner has ended
-        os.write(owner, f"{text}\n".encode())
+        os.write(owner, os.fsencode(text))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 KIND is vllm, of the environment that `tools.install_peers` has made (MPILLM_PEERS), or tritonserver, of `make
 triton`. Each round is a run with one server or two, which is hit in a phase: any process of a server, what
 stands over it, or the rank that owns it is killed or stopped, while up to 4 processes take the cores. The run
-must name it and nobody else, end in time, or go on as --on_instance_loss says, and leave no process. vLLM
-serves a model of two layers with random weights, and forks its processes, so that a start costs its imports
-once.
+must name it and nobody else, end in time, or go on as --on_instance_loss says, and leave no process and no
+shared memory. vLLM serves a model of two layers with random weights, and forks its processes, so that a start
+costs its imports once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.shared_files import mapped
 from tests.helpers.campaign import parser_of, play_all, taken_cores
 from tests.helpers.owned import guards, parent_of, started_at, title_of
 from tests.helpers.peer_programs import forking_vllm, tiny_llama
@@ -145,6 +146,7 @@ class Hit:
         self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
         self.title = title_of(self.pid)
         self.tree = {pid: started_at(pid) for pid in (self.guard, *descendants(self.guard))}
+        self.shared = {path: inode for pid in self.tree for path, inode in mapped(pid).items()}
         self.loaded = is_over(command, "load")
         self.at = time.monotonic()
         os.kill(self.pid, self.number)
@@ -209,6 +211,13 @@ def is_back(command: Command, n: int) -> bool:
     return command.process.poll() is not None or said_in_logs(command, "is ready after") > n
 
 
+def is_left(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
+
+
 def said_in_logs(command: Command, text: str) -> int:
     return sum(path.read_text(errors="replace").count(text) for path in command.log_dir.glob("ranks/*.log"))
 
@@ -218,6 +227,8 @@ def check(one: Round, ended: Ended, hits: Sequence[Hit]) -> str:
     assert "Traceback" not in ended.err, "a traceback"
     left = {pid for hit in hits for pid, at in hit.tree.items() if started_at(pid) == at}
     assert not left, f"left: {[(pid, title_of(pid)) for pid in left]}"
+    shared = [path for hit in hits for path, inode in hit.shared.items() if is_left(path, inode)]
+    assert not shared, f"left: {shared}"
     if ended.code == DONE:
         result = ended.result
         assert result["samples"] > 0 and result["errors"] == 0, "code 0 of a run with errors"

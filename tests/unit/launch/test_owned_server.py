@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.command import Command
 from launch.owned_server import OwnedServer
+from launch.shared_files import SHM
 from tests.helpers.support import descendants, wait_until
 
 TRACES = """
@@ -77,3 +81,82 @@ def test_a_worker_whose_parent_asked_first_how_it_ended(tmp_path: Path) -> None:
     finally:
         server.stop(1.0)
     assert why.startswith(f"process {worker} ("), why
+
+
+# It makes shared memory, and its child does.
+MAKES = """
+import mmap, os, sys, time
+
+def make(name):
+    with open("/dev/shm/" + name, "w+b") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
+
+child = os.fork()
+memory = make(sys.argv[1] + ("" if child else "_child"))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def segment() -> Iterator[str]:
+    """Yield the name of a file in /dev/shm."""
+    name = f"mpillm_test_{os.getpid()}"
+    yield name
+    for path in SHM.glob(f"{name}*"):
+        path.unlink()
+
+
+def made_by(name: str) -> list[str]:
+    return sorted(path.name.removeprefix(name) for path in SHM.glob(f"{name}*"))
+
+
+@pytest.mark.parametrize("whom", ["first", "child", "guard", "nobody"])
+def test_shared_memory_of_what_was_killed(tmp_path: Path, segment: str, whom: str) -> None:
+    """What is killed can't remove it, ready or not."""
+    server = OwnedServer(Command((sys.executable, "-c", MAKES, segment)), tmp_path / "server.log")
+    try:
+        wait_until(lambda: len(server._shared) == 2, "both files")
+        first, child = sorted(server.pids)
+        if whom != "nobody":
+            os.kill({"first": first, "child": child, "guard": server._guard.pid}[whom], signal.SIGKILL)
+            wait_until(server.ended, "its end")
+    finally:
+        server.stop(1.0)
+    assert not made_by(segment)
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from launch.command import Command
+from launch.owned_server import OwnedServer
+
+server = OwnedServer(Command((sys.executable, "-c", sys.argv[1], sys.argv[2])), Path(sys.argv[3]), grace_s=1)
+while len(server._shared) < 2:
+    time.sleep(0.05)
+print("both", flush=True)
+time.sleep(60)
+"""
+
+
+def test_shared_memory_of_a_server_whose_owner_was_killed(tmp_path: Path, segment: str) -> None:
+    words = [sys.executable, "-c", OWNER, MAKES, segment, str(tmp_path / "server.log")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "both\n"
+        owner.kill()
+    wait_until(lambda: not made_by(segment), "their end")
+
+
+def test_shared_memory_that_others_have(tmp_path: Path, segment: str) -> None:
+    """What was there before, and what a process that is no part of the server has, too, stays."""
+    (SHM / f"{segment}_child").write_bytes(bytes(4096))
+    server = OwnedServer(Command((sys.executable, "-c", MAKES, segment)), tmp_path / "server.log")
+    try:
+        wait_until(lambda: server._shared == {segment}, "its file")
+        with (SHM / segment).open("r+b") as file:
+            ours = mmap.mmap(file.fileno(), 4096)
+    finally:
+        server.stop(1.0)
+    assert made_by(segment) == ["", "_child"]
+    ours.close()
