@@ -186,7 +186,7 @@ class Ending(ABC):
 
     def _let_go(self) -> None:
         """Stop this rank's roles."""
-        for role in self._roles:
+        for role in reversed(self._roles):
             try:
                 role.stop()
             except Exception:  # noqa: BLE001 - the run's first failure is reported; this one is logged

@@ -194,7 +194,8 @@ class Rank:
                 self._doorbell.try_all(self._senders)
                 how = "sleeps until its doorbell rings" if self._doorbell.heard else "polls"
                 _log.info("when idle, this rank %s", how)
-            for role in self._roles:
+            # A client stops before its server, which may wait for it.
+            for role in reversed(self._roles) if phase == "stop" else self._roles:
                 getattr(role, phase)()
 
         is_done = methodcaller("done", phase)

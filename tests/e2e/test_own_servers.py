@@ -83,6 +83,14 @@ def test_a_server_that_is_an_mpirun(both: Starter) -> None:
     assert ended.must(DONE).result["errors"] == 0
 
 
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_server_that_waits_for_its_clients_at_its_end(one: Starter, clients: int) -> None:
+    """As tritonserver does: the run ends without its being killed."""
+    command, _ = start(one, 1 + clients, *server("--waits"), "--clients_per_server", clients)
+    ended = command.end(60).must(DONE)
+    assert "its clients are gone" in (ended.log_dir / "server_0.log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 @pytest.mark.parametrize("whose", ["server", "worker"])
 def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: str, number: int) -> None:

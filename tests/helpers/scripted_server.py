@@ -133,6 +133,10 @@ class ScriptedServer:
             for connection in (self._socket, *self._connections):
                 _shut(connection)
 
+    def has_clients(self) -> bool:
+        """Return whether a connection is open."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def asked(self) -> list[dict[str, Any]]:
         """Return the bodies of the requests for completions."""
         with self._lock:

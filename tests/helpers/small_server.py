@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--metrics_s", type=float, default=0.0, help="before it says what it counts")
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--compiles", action="store_true", help="as long as one large process needs, once")
+    parser.add_argument("--waits", action="store_true", help="at its end, until its clients are gone")
     parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
     parser.add_argument("--part", nargs=4, metavar=("NODE", "NODES", "HOST", "PORT"), help="of several nodes")
     options = parser.parse_args()
@@ -80,7 +82,16 @@ def main() -> None:
         return plain({})
 
     others: dict[str, Callable[[Request], Reply]] = {"/metrics": counts} if options.metrics_s else {}
-    with ScriptedServer(answer, others, port=options.port, host=options.host):
+    with ScriptedServer(answer, others, port=options.port, host=options.host) as served:
+
+        def wait(_number: int, _frame: object) -> None:
+            while served.has_clients():
+                time.sleep(0.05)
+            print("its clients are gone", flush=True)
+            os._exit(0)
+
+        if options.waits:
+            signal.signal(signal.SIGTERM, wait)
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
 
