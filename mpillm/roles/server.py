@@ -32,11 +32,13 @@ MOST_RESTARTS = 3
 _GRACE_S = 10.0  # to end by itself, after a run that ended well
 _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
 _LOOPBACK = "127.0.0.1"
+_LOOKED_AT = 9  # lines of its log: the last may be a table's edge
 _SHOWN = 60  # characters of its last line
-# What loggers put before a message: a process, a level, a time, a file.
+# What loggers put before a message: a process, a level, a time, a file; Triton's in another order.
 _PREFIX = re.compile(
     r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
     r"([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
+    r"([IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ?)?"
 )
 
 
@@ -113,6 +115,16 @@ class ServerPlan:
         return self.kind.command(self.wanted(ports, self.base))
 
 
+def last_said(log: str) -> str:
+    """Return what a server has said last, from the end of its log (see `OwnedServer.tail`)."""
+    for line in reversed(log.splitlines()):
+        if (line := line.strip().removeprefix("|").strip()).startswith("$ "):
+            break  # its command
+        if any(map(str.isalpha, line := _PREFIX.sub("", line))):
+            return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
+    return "starts"
+
+
 class ServerRole(Role):
     """Owns a server."""
 
@@ -170,8 +182,7 @@ class ServerRole(Role):
     def doing(self) -> str:
         if self._server is None or self._is_ready:
             return ""
-        last = _PREFIX.sub("", self._server.tail(1).strip().removeprefix("|").strip())
-        return f"{self._plan.name}: {'starts' if last.startswith('$ ') else last[:_SHOWN]}"
+        return f"{self._plan.name}: {last_said(self._server.tail(_LOOKED_AT))}"
 
     def report(self) -> dict[str, Any]:
         if not self._answers:

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.roles import server as role
-from mpillm.roles.server import ServerPlan, ServerRole
+from mpillm.roles.server import ServerPlan, ServerRole, last_said
 from mpillm.servers.kind import Part
 from mpillm.servers.kinds import kind_of
 
@@ -40,3 +40,18 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="there is no vllm"):
         made.load()
     assert made._wanted is not None and made._wanted.address == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["$ vllm serve DIR"], "starts"),
+        (["(APIServer pid=7) INFO 11-27 08:24:02 [api_server.py:12] Up"], "Up"),
+        (['I1127 08:23:54.417167 9615 python_be.cc:2249] "TRITONBACKEND_Init"'], '"TRITONBACKEND_Init"'),
+        (["Loading", "+----+----+", "| Model | Status |", "+----+----+", ""], "| Model | Status |"),
+        (["Loading shards:  50%|#####     | 1/2"], "Loading shards:  50%|#####     | 1/2"),
+        (["a" * 61], "a" * 59 + "…"),
+    ],
+)
+def test_what_a_server_has_said_last(lines: list[str], said: str) -> None:
+    assert last_said("\n".join(f"  | {line}" for line in lines)) == said
