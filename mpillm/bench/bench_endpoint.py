@@ -49,7 +49,7 @@ class Options(Values, group="benchmark"):
 
     url = option("the server: host:port, or a URL of http or https")
     null = option(
-        "start a server whose answers cost nothing: what is measured is the client", boolean, default=False
+        "start a server whose answers cost nothing, to measure the client itself", boolean, default=False
     )
     model = option("the model's name at the server [default: the only one]")
     model_path = ModelFields.model_path.but(
@@ -59,7 +59,7 @@ class Options(Values, group="benchmark"):
     num_prompts = option("requests [default: 1000; with --null 20000]", positive)
     input_len = option("tokens of a random prompt [default: 1024; with --null 128]", at_least_one)
     output_len = option("tokens of an answer [default: 128; with --null 16]", positive)
-    ignore_eos = option("no end token ends an answer", boolean, default=True)
+    ignore_eos = option("answers don't stop at an end token", boolean, default=True)
     temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
     request_rate = option("requests per second [default: all at once]", rate)
     burstiness = option(
@@ -72,7 +72,7 @@ class Options(Values, group="benchmark"):
     goodput = option(
         "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000", limits_ms, argparse_opts=WORDS
     )
-    metric_percentiles = option("percentiles of latencies, with commas between them", default="99")
+    metric_percentiles = option("percentiles of latencies, separated by commas", default="99")
     seed = option("seed of arrivals and random prompts", positive, default=1)
     ready_deadline = option("longest time until the server is ready", seconds, default=600.0)
     stall_timeout = DeadlineFields.stall_timeout.but(
@@ -82,7 +82,7 @@ class Options(Values, group="benchmark"):
     log_dir = OutputFields.log_dir.but(
         f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark"
     )
-    save_detailed = option("with the latencies and texts of each request", boolean, default=False)
+    save_detailed = option("also write the latencies and texts of each request", boolean, default=False)
 
 
 DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."

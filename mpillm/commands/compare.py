@@ -28,15 +28,15 @@ def main(argv: Sequence[str]) -> int:
         figures=True,
         usage="python -m mpillm compare DIR DIR … [options]",
         description="Compare runs: first the options that differ, then each figure with its 95 % confidence"
-        f" interval, from {BLOCKS} blocks of each run's requests. The change is against the first run. How"
-        " much two runs of the same options differ, the blocks of one run can't tell: `ab` measures that.",
+        f" interval, from {BLOCKS} blocks of each run's requests. Changes are relative to the first run. One"
+        " run can't tell how much two runs with the same options differ: `ab` measures that.",
         epilog=f"example:\n  python -m mpillm compare {RUNS}/first {RUNS}/second",
     )
     parser.add_argument("directories", nargs="*", metavar="DIR", help="run directories, two or more")
     parser.add_argument(
         "--log_dir", metavar="DIR", help=f"folder for the page [default: {RUNS}/TIME-compare]"
     )
-    parser.add_argument("--output", metavar="FILE", help="write the comparison to this JSON file, too")
+    parser.add_argument("--output", metavar="FILE", help="also write the comparison to this JSON file")
     options = parser.parse_args(argv)
     if len(options.directories) < 2:
         raise ConfigError("compare: expected two or more run directories")

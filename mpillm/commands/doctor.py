@@ -39,8 +39,8 @@ class Options(Values, group="cluster report"):
         "the run directory whose disk to examine", default=str(RUNS), group="output"
     )
     cluster_report = option(
-        "try hosts, MPI and runs step by step, and write to this file a report that can be sent; typed once,"
-        " without mpirun or srun",
+        "test hosts, MPI and runs step by step, and write a report that you can send to this file; type it"
+        " once, without mpirun or srun",
         str,
     )
     mpirun = option(

@@ -32,7 +32,7 @@ class Options(RankedOptions, group=GROUP):
     """Options of ``find-max-qps``."""
 
     tolerance = option(
-        "end when a rate is VALID and one at most this share above it is not", fraction, default=0.01
+        "stop when a rate is VALID and another, at most this share higher, is not", fraction, default=0.01
     )
     probe_duration = option(
         "length of the short tests [default: a tenth of --min_duration, 5 to 60 s]", seconds
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
         prog="mpillm find-max-qps",
         figures=True,
         description="Find the highest rate at which a Server or Interactive test is VALID. Takes all options"
-        " of run; --server_target_qps is where the search begins [default: at the measured capacity].",
+        " of run; the search begins at --server_target_qps [default: the measured capacity].",
         epilog="examples:\n"
         "  python -m mpillm find-max-qps -n 3 --benchmarks llama2-70b --scenarios Server --model_scale tiny\n"
         "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"

@@ -39,7 +39,7 @@ class Options(RankedOptions, group=GROUP):
     """Options of ``sweep``."""
 
     grid = option(
-        "a YAML of options, each with a value or a list of values; options typed besides go over it"
+        "a YAML of options, each with a value or a list of values; options that are typed override it"
     )
 
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm sweep",
         figures=True,
-        description="Run every combination of the options' values: an option of run with several values is"
-        " varied. With --log_dir the points that have a result there are not run again, so that a sweep that"
-        " was ended goes on; those that failed or are half written are.",
+        description="Run every combination of values: an option of run with several values is varied."
+        " With --log_dir, points that already have a result there are not run again, so an interrupted sweep"
+        " goes on where it stopped; points that failed or are half written are run again.",
         epilog="examples:\n"
         f"  python -m mpillm sweep -n 3 --core_type dummy --max_batch_size 4 8 16 --log_dir {RUNS}/sweep\n"
         "  python -m mpillm sweep --grid grid.yaml --output sweep.json",

@@ -167,7 +167,7 @@ def add_fields(
             groups[field.group] = parser.add_argument_group(field.group)
         text = field.text(defaults[field]) if defaults and field in defaults else field.shown_default
         default = f" [default: {text}]" if text else ""
-        choices = f": {', '.join(field.choices)}" if field.choices else ""
+        choices = f" ({', '.join(field.choices)})" if field.choices else ""
         text = (field.description + choices + default).replace("%", "%%")
         options: dict[str, Any] = {
             "help": text if shown is None or field in shown else argparse.SUPPRESS,

@@ -30,7 +30,7 @@ class SeriesOptions(Values):
     log_dir = OutputFields.log_dir.but(
         f"folder for the runs' directories [default: {RUNS}/TIME-COMMAND]", group=GROUP
     )
-    output = OutputFields.output.but("write the figures to this JSON file, too", group=GROUP)
+    output = OutputFields.output.but("also write the figures to this JSON file", group=GROUP)
 
     def tell(self, figures: Any) -> None:
         """Say what was found, to --json and --output."""

@@ -35,9 +35,9 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
     )
     grace = option("longest time for ranks to end after a failure, seconds", seconds, default=5.0)
     on_instance_loss = option(
-        "what a lost instance means in the test: the end of the run, or less of it: what the instance owed is"
-        " computed again elsewhere [default of serve: continue, where that is possible]; restart: a server of"
-        " --server is started again, and then answers what it owed",
+        "what happens when an instance is lost during the test. fail: the run ends. continue: it goes on"
+        " without the instance, whose open requests are computed again elsewhere (the default of serve, where"
+        " that is possible). restart: a server of --server is started again and answers its open requests",
         default="fail",
         choices=("fail", "continue", "restart"),
     )

@@ -63,7 +63,7 @@ class GeneralFields(Options, group="workload"):
     config_file = option("a configuration of your own, Python or YAML (docs/reference/configuration.md)")
     dry_run = option("print the commands without running them", boolean, default=False, group="stages")
     force = option(
-        "do it again even if the result is up to date; of a run: replace the results in log_dir",
+        "redo a stage even if its result is up to date; for a run: replace the results in log_dir",
         boolean,
         default=False,
         group="stages",

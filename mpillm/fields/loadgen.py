@@ -47,7 +47,7 @@ class LoadgenFields(Options, group="test", effect=TEST):
         effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
     )
     max_duration = option(
-        "longest time for the test, from its start to its last query; as min_duration"
+        "longest time from the start of the test to its last query; written as min_duration"
         " [default: none, or user_conf's]",
         length_of_a_test,
         effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
@@ -83,14 +83,14 @@ class OtherHarnessFields(Options, group="other harness"):
     """Clients of other people that make the load in LoadGen's place."""
 
     harness = option(
-        "start this client in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench, or"
-        " command:WORDS with {url} and {report} in them, and {urls}, {model}, {tokenizer}, {bodies},"
-        " {requests}, {rate}, {concurrency} or {seed}",
+        "let this client make the load in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench,"
+        " or command:WORDS, which must contain {report} and either {url} or {urls}, and may contain {model},"
+        " {tokenizer}, {bodies}, {requests}, {rate}, {concurrency} and {seed}",
         kind_of_program(KINDS),
         effect=used_by(commands=[RUN]),
     )
     harness_args = option(
-        "more options of the client's command line, as they are typed there",
+        "further options for the client's command line, as typed there",
         shell_words,
         default=(),
         effect=_OF_A_HARNESS,
@@ -101,7 +101,7 @@ class OtherHarnessFields(Options, group="other harness"):
         effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
     )
     harness_memory_limit = option(
-        "GiB of host memory that the processes of the client may hold together; more is its failure",
+        "GiB of host memory that the client's processes may use together; using more counts as a failure",
         rate,
         effect=_OF_A_HARNESS,
     )

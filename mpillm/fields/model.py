@@ -108,24 +108,24 @@ class ModelFields(Options, group="model"):
         effect=used_by(*COMPUTING, *TRTLLM_ENDPOINT, needs=("enable_chunked_context", True)),
     )
     enable_max_num_tokens_tuning = option(
-        "with enable_chunked_context: choose how many tokens of prompts a step takes, at most max_num_tokens:"
-        " as few as are computed at nearly the best rate, measured before ready (TensorRT-LLM tunes while it"
-        " runs)",
+        "with enable_chunked_context: choose how many prompt tokens a step takes, at most max_num_tokens: the"
+        " fewest that are computed at nearly the best rate, as measured before the phase ready (TensorRT-LLM"
+        " tunes while it runs)",
         boolean,
         default=False,
         effect=used_by(*EMBEDDED, *TRTLLM_EXECUTOR, *TRTLLM_DISAGG),
     )
     batch_scheduler_policy = option(
-        "when a request starts: once its prompt fits the KV cache (max_util; if the cache is full later,"
-        " a request is evicted and computed again), once its longest answer fits, too (no_evict),"
-        " or in batches that run to their end (static)",
+        "when a request starts. max_util: once its prompt fits the KV cache; if the cache fills up later,"
+        " a request is evicted and computed again. no_evict: once its longest answer fits, too."
+        " static: in batches that run to their end",
         one_of(*SCHEDULER_POLICIES, **{theirs.lower(): ours for ours, theirs in SCHEDULER_POLICIES.items()}),
         default="max_util",
         effect=used_by(*MODELS),
     )
     enable_kv_cache_reuse = option(
-        "compute a prefix that prompts share only once; MLPerf forbids it;"
-        " generation instances do not look up prompts handed over to them",
+        "compute a prefix that several prompts share only once; MLPerf forbids it;"
+        " generation instances do not look up prompts that are handed over to them",
         boolean,
         default=False,
         effect=used_by(*MODELS),

@@ -7,7 +7,7 @@ from mpillm.configurator.parsers import shell_words
 
 MPIRUN_OPTIONS = Field(
     "mpirun_options",
-    'more options of mpirun, as one text: "--hostfile hosts"',
+    'further options for mpirun, as one text: "--hostfile hosts"',
     shell_words,
     default=(),
     group="runs",

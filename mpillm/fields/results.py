@@ -14,7 +14,7 @@ class OutputFields(Options, group="output"):
     log_dir = option(f"the run directory [default: {RUNS}/<time>-<model>-<scenario>]")
     save_outputs = option("write every answer to outputs.jsonl", boolean, default=False, effect=REPORTED)
     price_per_gpu_hour = option(
-        "what a GPU costs per hour: the page then says what a million tokens cost",
+        "price of a GPU per hour; the page then shows the price of a million tokens",
         not_negative,
         effect=TIME,
     )

@@ -26,28 +26,30 @@ class OwnServerFields(
     """Servers of other people that a run starts, owns and ends."""
 
     server = option(
-        "start the servers that the ranks are clients of, and end them with the run: vllm, sglang,"
-        " trtllm-serve, tritonserver, mpillm, or command:WORDS with {port} in them, and {model}, {name},"
-        " {host}, {tp}, {pp} or {devices}; --core_type follows",
+        "start the servers that the ranks are clients of, and stop them when the run ends: vllm, sglang,"
+        " trtllm-serve, tritonserver, mpillm, or command:WORDS, which must contain {port} and may contain"
+        " {model}, {name}, {host}, {tp}, {pp} and {devices}; this also sets --core_type",
         kind_of_program(KINDS),
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
     )
     server_args = option(
-        "more options of each server's command line, as they are typed there", shell_words, default=()
+        "further options for each server's command line, as typed there",
+        shell_words,
+        default=(),
     )
     server_memory_limit = option(
-        "GiB of host memory that the processes of a server may hold together; more is its failure", rate
+        "GiB of host memory that a server's processes may use together; using more counts as a failure", rate
     )
     server_nodes = option(
-        "nodes that each server goes over: its ranks, in a row, are on so many, and the first on each"
-        " owns what runs there",
+        "number of nodes that each server spans; on each of them its first rank owns the part that runs"
+        " there",
         positive,
         default=1,
         effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
     )
     clients_per_server = option(
-        "ranks that are clients of each server [default: one on each of its nodes]; the first of them"
-        " owns it",
+        "ranks that are clients of each server, of which the first owns it; unless this is given, one on"
+        " each of its nodes",
         positive,
         default=1,
     )
@@ -57,7 +59,7 @@ class ServerFields(Options, group="server"):
     """Servers that `run-llm-server` starts."""
 
     server_host = option(
-        "where started endpoints and tritonservers, which ask for no key, listen; 0.0.0.0: at all addresses",
+        "address that started endpoints and tritonservers listen on; they ask for no key; 0.0.0.0 means all",
         choices=("127.0.0.1", "0.0.0.0"),
         default="127.0.0.1",
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON, measured=False),
@@ -98,8 +100,8 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
         default=1,
     )
     triton_request_timeout = option(
-        "seconds until a request without its whole answer is given up, and counted as an error, by the core"
-        " triton_grpc [default: none; a silent server ends the test after --stall_timeout]",
+        "seconds after which the core triton_grpc gives up a request without a complete answer and counts an"
+        " error [default: none; a silent server ends the test after --stall_timeout]",
         seconds,
     )
     triton_num_servers = option(

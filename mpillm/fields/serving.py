@@ -11,8 +11,8 @@ from mpillm.fields.effects import SERVE, SERVED, used_by
 class ServingFields(Options, group="serve", effect=SERVED):
     """The endpoint that `serve` puts in front of the ranks."""
 
-    host = option("the address to listen at; 0.0.0.0: at all of this machine's", default="127.0.0.1")
-    port = option("the port to listen at; 0: any that is free", port_or_any, default=8000)
+    host = option("address to listen on; 0.0.0.0 means all of this machine's", default="127.0.0.1")
+    port = option("port to listen on; 0 means any free one", port_or_any, default=8000)
     api_key = option(
         "the key that clients must send; the environment variable MPILLM_API_KEY hides it from other users",
         secret,
@@ -31,12 +31,12 @@ class ServingFields(Options, group="serve", effect=SERVED):
         "the model's name in the API, or several with commas between them [default: the model's]"
     )
     max_queue_size = option(
-        "requests without a first token, beyond which clients are told to come again (429)",
+        "requests that wait for a first token; beyond this number clients are told to try again (429)",
         positive,
         default=1024,
     )
     perf_metrics_max_requests = option(
-        "how many requests /perf_metrics keeps until it is read; 0: none, as in TensorRT-LLM",
+        "how many requests /perf_metrics keeps until it is read; 0 keeps none, as in TensorRT-LLM",
         natural,
         default=0,
     )

@@ -63,7 +63,7 @@ class HarnessFields(Options, group="harness"):
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     show_steady_state_progress = option(
-        "show the throughput of the last 30 seconds in the progress line, too",
+        "also show the throughput of the last 30 seconds in the progress line",
         boolean,
         default=False,
         effect=REPORTED,

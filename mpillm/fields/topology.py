@@ -52,8 +52,8 @@ class TopologyFields(Options, group="topology"):
     )
     traffic_distribution_policy = option(
         "which instance gets a request: the one that owes the fewest tokens, the next in turn, or one that"
-        " has the beginning of its prompt cached; NVIDIA's isl_load_balancing, which counts prompts alone, is"
-        " taken as load_balancing, which counts prompts and longest answers",
+        " has cached the beginning of its prompt; NVIDIA's isl_load_balancing, which counts only prompts, is"
+        " treated as load_balancing, which counts prompts and longest answers",
         default="load_balancing",
         choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
     )
