@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpillm.data.tokenizer import load_tokenizer
+from mpillm.servers.kind import Part, Wanted
+from mpillm.servers.kinds import kind_of
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
 from tests.helpers.owned import guards, words_of
@@ -62,6 +64,25 @@ def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Star
         assert instance["frameworks"] == ["vLLM 0.32.0"] and instance["server_cached_tokens"] == 0
         assert instance["server_generated_tokens"] == instance["tokens"]
     assert "prefix cache" not in ended.out
+
+
+def test_its_parser_has_our_options(program: Program) -> None:
+    """Each by its name, whatever values and roles ask for it."""
+    (packages,) = program("vllm").parents[1].glob("lib/python*/site-packages")
+    files = [packages / "vllm/engine/arg_utils.py", *(packages / "vllm/entrypoints").rglob("cli_args.py")]
+    text = "".join(path.read_text() for path in files)
+    known = {*re.findall(r'"(--[a-z][a-z-]+)"', text)}
+    known |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^    ([a-z_]+): ", text, re.M)}
+    kind, made = kind_of("vllm"), set[str]()
+    for on in (False, True):
+        values = {name: {"dtype": "bfloat16", "load_format": "dummy"}.get(name, 2) for name in kind.options}
+        values |= {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+        values |= {"enable_kv_cache_reuse": on, "enable_chunked_context": on}
+        for role, part in (("context", Part()), ("generation", Part()), ("", Part(1, 2, "h", 1))):
+            ports = dict.fromkeys(kind.half_ports, 1)
+            wanted = Wanted("m", "m", "h", 1, values, role=role, part=part, more_ports=ports)
+            made.update(word for word in kind.command(wanted).argv if word.startswith("--"))
+    assert len(made) > 20 and {re.sub("^--no-", "--", word) for word in made} <= known
 
 
 def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
