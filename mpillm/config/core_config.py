@@ -8,7 +8,8 @@ from typing import Any
 
 from mpillm import fields
 
-CUSTOM_ALL_REDUCE = "use_custom_all_reduce"  # in `CoreConfig.options`: see `engine.kernels.sum_kernels`
+# In `CoreConfig.options`, true or false: see `engine.kernels.sum_kernels` and `fp8_contexts`.
+CUSTOM_ALL_REDUCE, FP8_CONTEXTS = CORE_OPTIONS = "use_custom_all_reduce", "use_fp8_context_fmha"
 
 
 @dataclass(frozen=True)

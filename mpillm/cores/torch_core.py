@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
+from mpillm.config.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
@@ -185,6 +185,7 @@ class TorchCore(LLMCore):
             dummy=dummy,
             device=f"cuda:{c.device or 0}",
             shares_rows=c.options.get(CUSTOM_ALL_REDUCE, True),
+            fp8_contexts=c.options.get(FP8_CONTEXTS, False),
             decode_rows=decode_rows(c),
         )
 

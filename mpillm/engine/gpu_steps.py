@@ -67,9 +67,14 @@ class GpuSteps:
     """Implements `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
 
     def __init__(
-        self, part: ModelPart, max_batch_size: int, kernels: Any, decode_rows: int | None = None
+        self,
+        part: ModelPart,
+        max_batch_size: int,
+        kernels: Any,
+        decode_rows: int | None = None,
+        fp8_contexts: bool = False,
     ) -> None:
-        """Capture the graphs, which takes seconds. `decode_rows`: see `Worker.on_gpu`."""
+        """Capture the graphs, which takes seconds. `decode_rows`, `fp8_contexts`: see `Worker.on_gpu`."""
         info, device = part.info, part.device
         self._part = part
         self.kernels = kernels
@@ -103,6 +108,7 @@ class GpuSteps:
             self._hidden = torch.zeros(
                 self._decode_rows, info.config.hidden_size, dtype=part.dtype, device=device
             )
+        self._fp8_contexts = fp8_contexts
         self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
@@ -223,6 +229,7 @@ class GpuSteps:
             n_decode,
             contexts,
             self._part.model.kinds,
+            self._fp8_contexts,
         )
 
     def _tell_blocks(self, spans: list[Span]) -> None:

@@ -94,18 +94,20 @@ class Worker:
         kernels: Any = None,
         shares_rows: bool = False,
         decode_rows: int | None = None,
+        fp8_contexts: bool = False,
     ) -> Worker:
         """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
         `device` may be a CPU with plain `kernels`, slowly and without graphs. With `shares_rows` a kernel,
         not NCCL, adds the rows of a TP group, if its GPUs reach each other's memory. `decode_rows`: those of
-        a step of last tokens and guesses, at most; `max_batch_size` if nobody guesses.
+        a step of last tokens and guesses, at most; `max_batch_size` if nobody guesses. `fp8_contexts`: long
+        ones are multiplied so (see `kernels.fp8_contexts`).
         """
         kernels = kernels or use_gpu(device)
         part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
         if shares_rows:
             groups.share_rows(info.config.hidden_size, part.dtype)
-        return cls(part, GpuSteps(part, max_batch_size, kernels, decode_rows))
+        return cls(part, GpuSteps(part, max_batch_size, kernels, decode_rows, fp8_contexts))
 
     @torch.inference_mode()
     def run(self, step: Step) -> Sampled | None:

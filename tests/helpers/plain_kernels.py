@@ -16,6 +16,7 @@ __all__ = [
     "copied_rows",
     "decode_attention",
     "embed",
+    "fp8_context_attention",
     "gated",
     "rotate_store",
     "route",
@@ -166,3 +167,21 @@ def context_attention(
         positions = torch.arange(position, position + n, device=qkv.device)
         q = qkv[row : row + n, :n_heads]
         out[row : row + n] = _attend(q, some, others, positions, window, sinks).to(out.dtype)
+
+
+def fp8_context_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    table: Tensor,
+    copies: Tensor,
+    n_rows: int,
+    longest: int,
+    tiles: Tensor,
+    out: Tensor,
+    n_heads: int,
+) -> None:
+    """Multiply in float32."""
+    copied = copied_rows(keys, values, table, copies, n_rows, longest, torch.float32)
+    context_attention(qkv, copied, keys, values, scales, table, tiles, out, n_heads, False)

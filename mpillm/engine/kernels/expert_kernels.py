@@ -216,7 +216,7 @@ def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, i
         return 16, 64, 128 * deeper, 4, 4
     if rows <= 32:
         return 64, 128, 64 * deeper, 4, 4
-    return (128, 256, 64 * deeper, 8, 3) if rows <= 128 else (256, 128, 64 * deeper, 8, 3)
+    return (128, 256, 64 * deeper, 8, 4) if rows <= 128 else (256, 128, 64 * deeper, 8, 3)
 
 
 def grouped_product(

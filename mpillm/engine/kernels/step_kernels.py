@@ -25,6 +25,7 @@ from mpillm.engine.kernels.early_starts import after_previous, let_next_start, s
 from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
 from mpillm.engine.kernels.expert_kernels import route_grouped as route_grouped
+from mpillm.engine.kernels.fp8_contexts import fp8_context_attention as fp8_context_attention
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2

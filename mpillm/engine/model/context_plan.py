@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.engine.weights.memory import padded
+
 if TYPE_CHECKING:
     from mpillm.engine.step import Span
 
@@ -33,7 +35,7 @@ class ContextPlan:
     def of(spans: Sequence[Span], starts: Sequence[int], n_queries: int, most: int) -> ContextPlan:
         """Plan for `spans`, each with its first row of the step.
 
-        A tile has `n_queries` of them; at most `most` tokens are copied.
+        A tile has `n_queries` of them; at most `most` rows are copied.
         """
         tiles: tuple[list[tuple[int, ...]], ...] = [], [], []
         copies: list[tuple[int, int, int]] = []
@@ -42,10 +44,10 @@ class ContextPlan:
             n, n_cached, first, kind = span.n_cached + span.n_new, span.n_cached, start, 0
             if n_cached:
                 kind = 2
-                if span.n_new >= LEAST_QUERIES and n_copied + n <= most:
+                if span.n_new >= LEAST_QUERIES and n_copied + padded(n) <= most:
                     kind, n_cached, first = 1, 0, n_copied
                     copies.append((span.slot, n, n_copied))
-                    n_copied, longest = n_copied + n, max(longest, n)
+                    n_copied, longest = n_copied + padded(n), max(longest, n)
             tiles[kind].extend(
                 (start + at, min(n_queries, span.n_new - at), span.n_cached + at, span.slot, n_cached, first)
                 for at in range(0, span.n_new, n_queries)

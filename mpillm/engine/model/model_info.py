@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
+from mpillm.config.core_config import CORE_OPTIONS, FP8_CONTEXTS, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import ModelConfig
@@ -42,6 +42,7 @@ _CHOICES = {
     "context_chunking_policy": ("first_come_first_served", "equal_progress"),
 }
 _FP8_MULTIPLE = 16  # required by torch._scaled_mm for both sides of a matrix
+_FP8_HEADS = 64, 128  # values of a head whose contexts are multiplied in fp8
 _INT4_GROUP = 128  # of the product on GPUs
 _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
@@ -176,6 +177,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         model = dataclasses.replace(model, group=_INT4_GROUP)  # which it is rounded with
     quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
+    _check_fp8_contexts(config, model, quantization, kv_dtype)
     eagle = eagle_config(config, model)
     cache, room = CacheBytes(model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)), None
     if config.gpu_bytes is not None:
@@ -236,14 +238,26 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
 def _check_options(config: CoreConfig) -> None:
     for name, value in config.options.items():
         wrong = None
-        if name != CUSTOM_ALL_REDUCE:
-            wrong = f"{name}: the torch core has no such option{nearest(name, [CUSTOM_ALL_REDUCE])}"
+        if name not in CORE_OPTIONS:
+            wrong = f"{name}: the torch core has no such option{nearest(name, CORE_OPTIONS)}"
         elif not isinstance(value, bool):
             wrong = f"{name}:{value}: not true or false"
         elif value and config.gpu_bytes is None:
             wrong = f"{name}:{value}: only for GPUs"
         if wrong is not None:
             raise ConfigError(f"--core_options {wrong}", about=["core_options"])
+
+
+def _check_fp8_contexts(config: CoreConfig, model: ModelConfig, quantization: str, kv_dtype: str) -> None:
+    if not config.options.get(FP8_CONTEXTS):
+        return
+    wrong = None
+    if (quantization, kv_dtype) != ("fp8", "fp8"):
+        wrong = f"only with weights and a KV cache in fp8; they are in {quantization} and {kv_dtype}"
+    elif model.latent is not None or model.head_dim not in _FP8_HEADS:
+        wrong = f"only for heads of {' or '.join(map(str, _FP8_HEADS))} values"
+    if wrong is not None:
+        raise ConfigError(f"--core_options {FP8_CONTEXTS}:True: {wrong}", about=["core_options"])
 
 
 def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: str) -> str:

@@ -49,6 +49,7 @@ class PagedAttention:
     n_decode: int
     contexts: Contexts | None
     kinds: Sequence[LayerKind]  # of the layers
+    fp8_contexts: bool = False  # those whose rows are copied are multiplied in fp8
 
     def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
         turned = self.store(layer, qkv)
@@ -86,20 +87,23 @@ class PagedAttention:
         out: Tensor,
         kind: LayerKind,
     ) -> None:
-        keys, values, _, table = held
-        plan, copied = contexts.plan, None
-        if len(contexts.copies):
+        keys, values, scales, table = held
+        plan, copied, ways = contexts.plan, None, [(contexts.fresh, False), (contexts.in_blocks, True)]
+        if self.fp8_contexts and not kind.window and kind.sinks is None and len(contexts.copies):
+            self.kernels.fp8_context_attention(
+                *(qkv, keys, values, scales, table, contexts.copies, plan.n_copied, plan.longest),
+                *(contexts.copied, out, self.n_heads),
+            )
+        elif len(contexts.copies):
             copied = self.kernels.copied_rows(
                 keys, values, table, contexts.copies, plan.n_copied, plan.longest, qkv.dtype
             )
-        for tiles, rows, reads_blocks in (
-            (contexts.fresh, None, False),
-            (contexts.copied, copied, False),
-            (contexts.in_blocks, None, True),
-        ):
+            ways.append((contexts.copied, False))
+        for tiles, reads_blocks in ways:
             if len(tiles):
                 self.kernels.context_attention(
-                    *(qkv, rows, *held, tiles, out, self.n_heads, reads_blocks),
+                    *(qkv, copied if tiles is contexts.copied else None, *held, tiles, out, self.n_heads),
+                    reads_blocks,
                     kind.window,
                     kind.sinks,
                     kind.rank,

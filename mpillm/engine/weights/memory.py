@@ -18,7 +18,8 @@ from mpillm.engine.weights.quantization import held
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
-_MOST_COPIED = 1 << 16  # tokens
+_MOST_COPIED = 1 << 16  # rows
+PADDED = 64  # rows of a sequence that are copied begin and end at multiples of it
 # Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
 # vocabulary, and sums in float64: on an H200 up to 69 bytes a number (tests/gpu measures it). A batch of
 # 1,024 would take 9 GB.
@@ -134,9 +135,14 @@ def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
     return room
 
 
+def padded(n_tokens: int) -> int:
+    """Return the rows that a sequence takes among those that are copied."""
+    return -(-n_tokens // PADDED) * PADDED
+
+
 def most_copied(max_seq_len: int) -> int:
-    """Return how many tokens' keys and values attention copies out of blocks at once (see `ContextPlan`)."""
-    return min(_MOST_COPIED, max_seq_len)
+    """Return how many rows of keys and values attention copies out of blocks at once (see `ContextPlan`)."""
+    return min(_MOST_COPIED, padded(max_seq_len))
 
 
 def stages(layout: Layout) -> list[Layout]:

@@ -101,13 +101,14 @@ def _drawn(telemetry: Mapping[str, Any]) -> Drawn:
 
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
-# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html. Llama 2
-# 70B: the best single H200 of MLPerf Inference v4.1, Offline, whose data set has 294 tokens in and out on
-# average (github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/results/H200-SXM-141GB-CTSx1_TRT).
+# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html.
+# MLPerf Inference v5.1, Offline, closed, for each of eight H200s of 700 W, the best
+# (github.com/mlcommons/inference_results_v5.1), at the mean lengths of the data sets and of what was
+# generated: Llama 2 70B 222/292 (OpenOrca), Llama 3.1 8B 871/128 (CNN/DailyMail), Mixtral 427/146.
 PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-8b": {
         "128/128": 27_911, "128/2048": 26_221, "500/2000": 20_770, "1000/1000": 17_744,
-        "2048/128": 3_538, "2048/2048": 12_194, "20000/2000": 1_804,
+        "2048/128": 3_538, "2048/2048": 12_194, "20000/2000": 1_804, "871/128": 8_255,
     },
     "llama3.1-70b": {
         "128/128": 3_803, "128/2048": 4_336, "500/2000": 3_666, "1000/1000": 2_909,
@@ -115,15 +116,16 @@ PUBLISHED: dict[str, dict[str, float]] = {
         # TensorRT-LLM 1.2's, of each of two GPUs (TP 2).
         "1024/1024": 2_637, "1024/8192": 1_995, "8192/1024": 544, "32768/1024": 120,
     },
-    "llama2-70b": {"294/294": 4_488},
+    "llama2-70b": {"222/292": 4_415},
+    "mixtral-8x7b": {"427/146": 7_764},
     # TensorRT-LLM 1.2's and, of gpt-oss-120b, 1.1's.
     "gpt-oss-20b": {"1024/1024": 14_719, "1024/8192": 12_441, "8192/1024": 4_196, "32768/1024": 965},
     "gpt-oss-120b": {"1000/1000": 6_868},
 }  # fmt: skip
 # What to know when one compares with a model's figures.
 _NOTES = {
-    "llama2-70b": "llama2-70b: theirs is of a card with 1,000 W; eight of 700 W, in the same submission, made"
-    " 31,303 together, 3,913 each",
+    "llama2-70b": "llama2-70b: theirs is one of eight in MLPerf Inference v5.1, whose samples have lengths of"
+    " their own; ours all have the mean",
     "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/532 are about those of nano-vllm's bench.py, which"
     " publishes 1,434 tokens/s for itself and 1,362 for vLLM, on an RTX 4070 Laptop"
     " (https://github.com/GeeeekExplorer/nano-vllm)",

@@ -287,6 +287,28 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     assert answers == answer(make_engine(Path(model), max_seq_len=90, **options), prompts, sampling)
 
 
+def test_contexts_behind_cached_tokens_may_be_multiplied_in_fp8(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers and contexts whose rows are copied; the stand-in multiplies them in float32."""
+    long = [[(i * 7 + j * j) % 500 + 3 for j in range(300 + i)] for i in range(3)]
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8", "max_seq_len": 400, "max_num_tokens": 150}
+    wanted = answer(make_engine(folder, **options), long)
+    calls: list[int] = []
+    attention = plain_kernels.fp8_context_attention
+
+    def noting(*arguments: Any) -> None:
+        calls.append(len(arguments[8]))
+        attention(*arguments)
+
+    monkeypatch.setattr(plain_kernels, "fp8_context_attention", noting)
+    engine = make_engine(folder, **options)
+    assert answer(engine, long) == wanted and not calls
+    steps: Any = engine.worker.steps
+    steps._fp8_contexts = True
+    assert answer(engine, long) == wanted and calls
+
+
 def test_sizes_that_a_larger_one_beats() -> None:
     assert too_slow({1: 2.0, 2: 2.5, 4: 3.0, 8: 2.01}) == [4, 2]
     assert too_slow({}) == []

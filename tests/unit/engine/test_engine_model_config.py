@@ -146,6 +146,20 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         ({"options": {"ttft_ms": 3}}, "core_options ttft_ms: the torch core has no such option"),
         ({"options": {"use_custom_all_reduce": 3}}, "use_custom_all_reduce:3: not true or false"),
         ({"options": {"use_custom_all_reduce": True}}, "use_custom_all_reduce:True: only for GPUs"),
+        ({"options": {"use_fp8_context_fmha": True}}, "use_fp8_context_fmha:True: only for GPUs"),
+        (
+            {"options": {"use_fp8_context_fmha": True}, "gpu_bytes": 1 << 40, "quantization": "fp8"},
+            "use_fp8_context_fmha:True: only with weights and a KV cache in fp8; they are in fp8 and float32",
+        ),
+        (
+            {
+                "options": {"use_fp8_context_fmha": True},
+                "gpu_bytes": 1 << 40,
+                "quantization": "fp8",
+                "kv_cache_dtype": "fp8",
+            },
+            "use_fp8_context_fmha:True: only for heads of 64 or 128 values",
+        ),
         ({"tp_size": 3}, "tensor_parallel_size 3 does not divide the 8 attention heads"),
         ({"tp_size": 16}, "tensor_parallel_size 16 does not divide the 8 attention heads"),
         ({"pp_size": 7}, "pipeline_parallel_size 7 is more than the 6 layers of tiny-llama"),
