@@ -66,6 +66,20 @@ def excerpt(value: Any) -> str:
     return made if len(made) <= 60 else made[:57] + "..."
 
 
+@contextlib.contextmanager
+def panics_named(what: str) -> Iterator[None]:
+    """Raise ConfigError, which begins with `what`, where the library `tokenizers` fails in the block.
+
+    It raises nothing more precise than Exception, and a panic, of Rust, which is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {error}") from error
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Do as `read_json`, for a file that must hold an object."""
     value = read_json(path)

@@ -22,11 +22,13 @@ from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.json_array import not_lines
 from mpillm.data.tokenizer import Tokenizer
+from mpillm.files import excerpt
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 _KEYS = ("prompt", "input_tokens")
 _LONGEST = 1 << 40  # tokens of a synthetic prompt or answer: sums of these do not overflow
+_MOST_SAID = 300  # characters of a line's keys in a message
 _ENCODE_BATCH = 4096  # prompts tokenized in one call: bounds the memory of the results
 
 
@@ -270,7 +272,7 @@ def _parse(line: bytes, vocab_size: int) -> str | array[int]:
     present = [key for key in _KEYS if key in entry]
     if len(present) != 1:
         found = ", ".join(f"{key}{nearest(key, _KEYS)}" for key in entry) or "no key"
-        neither = f'neither "prompt" nor "input_tokens", but {found}'
+        neither = f'neither "prompt" nor "input_tokens", but {found[:_MOST_SAID]}'
         raise ValueError('both "prompt" and "input_tokens"' if present else neither)
     value = entry[present[0]]
     return _check_prompt(value) if present[0] == "prompt" else _check_tokens(value, vocab_size)
@@ -295,7 +297,7 @@ def _check_tokens(tokens: Any, vocab_size: int) -> array[int]:
         raise ValueError("input_tokens is empty")
     if set(map(type, tokens)) != {int}:
         wrong = next(token for token in tokens if type(token) is not int)
-        raise ValueError(f"input_tokens has {json.dumps(wrong)}, which is not an integer")
+        raise ValueError(f"input_tokens has {excerpt(wrong)}, which is not an integer")
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"input_tokens has {token}; token ids are 0 to {vocab_size - 1}")

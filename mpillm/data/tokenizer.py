@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
+from mpillm.files import excerpt, panics_named
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # that we cannot read
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -119,11 +121,10 @@ class FileTokenizer:
             raise ConfigError(
                 f"{file} needs the tokenizers library: pip install 'mpillm[tokenizer]'"
             ) from error
-        try:
+        library = f"tokenizers {tokenizers.__version__}"
+        with panics_named(f"{file} is not a tokenizer that {library} can read"):
+            _check_merges(file.read_bytes())
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more precise
-            library = f"tokenizers {tokenizers.__version__}"
-            raise ConfigError(f"{file} is not a tokenizer that {library} can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._render = render
@@ -160,6 +161,24 @@ class FileTokenizer:
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special)
+
+
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
+
+
+def _check_merges(content: bytes) -> None:
+    """Raise ValueError for merges that do not have the prefix of their model.
+
+    The library cuts it off unseen, and may end the process.
+    """
+    if not _PREFIX.search(content):
+        return
+    model = json.loads(content)["model"]
+    prefix = model["continuing_subword_prefix"]
+    for merge in model.get("merges", ()):
+        right = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not right.startswith(prefix):
+            raise ValueError(f"merge {excerpt(merge)} without the prefix {excerpt(prefix)}")
 
 
 def special_tokens(model_path: Path) -> dict[str, str]:

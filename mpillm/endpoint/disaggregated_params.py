@@ -32,6 +32,7 @@ from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Asked, Served
 from mpillm.endpoint.shapes import Shapes
+from mpillm.files import excerpt
 from mpillm.roles.half import Arrival
 
 _log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Half:
         params = asked.disaggregated
         kind, mine = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
         if kind != mine:
-            raise _wrong("request_type", f"{json.dumps(kind)}: this is a {self._role} server: {mine}")
+            raise _wrong("request_type", f"{excerpt(kind)}: this is a {self._role} server: {mine}")
         flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
         row = asked.row | {"flags": int(asked.row["flags"]) | int(flag)}
         prompts = asked.prompts

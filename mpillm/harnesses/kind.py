@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ def checked(found: Measured, n_samples: int) -> Measured:
     for one in found.requests:
         if not (abs(one.issued) < _MOST and abs(one.ended) < _MOST and not abs(one.first) >= _MOST):
             raise ValueError(f"a request from {one.issued} to {one.ended}, first token at {one.first}")
-        if not (0 <= one.sample < n_samples and 0 <= one.tokens < _MOST_TOKENS):
+        if not (0 <= index(one.sample) < n_samples and 0 <= index(one.tokens) < _MOST_TOKENS):
             raise ValueError(f"a request of sample {one.sample} with {one.tokens} tokens")
     return found
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.files import panics_named
 
 FILES = (
     "config.json",
@@ -183,10 +184,8 @@ def _write_tokenizer(source: Path, metadata: dict[str, Any], target: Path) -> No
         (left, right)
         for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])
     ]
-    try:
+    with panics_named(f"{source}: its tokenizer makes no sense"):
         model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    except Exception as error:  # tokenizers has no narrower class
-        raise ConfigError(f"{source}: its tokenizer makes no sense: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = splitters[splitter]
     tokenizer.decoder = decoders.ByteLevel()

@@ -75,7 +75,7 @@ def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
     """Write what was drawn, with the error, where the block fails on it and nothing shorter has failed."""
     try:
         yield
-    except Exception:
+    except BaseException:  # a panic of Rust is no Exception
         text = f"{drawn!r}\n\n{traceback.format_exc()}"
         if len(text) < _shortest.get(name, len(text) + 1):
             _shortest[name] = len(text)
@@ -98,11 +98,15 @@ def fuzz(
     """
 
     def decorate(read: Callable[..., None]) -> Callable[[Path], None]:
+        whole = 0  # examples that were not refused
+
         def one(tmp_path: Path, drawn: tuple[Any, ...]) -> None:
             kept = _kept(read.__name__, drawn) if SECONDS else contextlib.nullcontext()
+            nonlocal whole
             with kept, _bounded():
                 try:
                     read(tmp_path, *drawn)
+                    whole += 1
                 except refused_by as error:
                     assert 0 < len(str(error)) < _MOST_MESSAGE, "a refusal without a reason, or a long one"
 
@@ -128,6 +132,7 @@ def fuzz(
                     times += 1
                     if time.monotonic() >= end:
                         break
+            assert whole, "all examples were refused: the seeds are wrong themselves"
             if SECONDS:
                 print(f"\n{read.__module__.rpartition('.')[2]} {read.__name__}: {200 * times} examples")
 

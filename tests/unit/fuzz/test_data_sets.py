@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ NAMES = [
 ]
 COLUMNS = Columns(tokens="tok_input", lengths="tok_input_length", references=("output",))
 LIMITS = Limits(vocab_size=256, max_seq_len=1000, max_output_len=10)
+OF_FRAMES = replace(LIMITS, vocab_size=100_000, max_seq_len=4000)
 
 
 @fuzz(damaged(FRAMES, NAMES), st.booleans(), refused_by=ConfigError, examples=150)
@@ -48,13 +50,13 @@ def test_pickled_frames(folder: Path, data: bytes, packed: bool) -> None:
         loader.references()
     except ConfigError as error:
         assert str(error)
-    load_dataset(loader, ByteTokenizer(), LIMITS)
+    load_dataset(loader, ByteTokenizer(), OF_FRAMES)
 
 
 @fuzz(damaged([gzip.compress(FRAMES[0])]), refused_by=ConfigError)
 def test_gzip(folder: Path, data: bytes) -> None:
     (file := folder / "frame.pkl.gz").write_bytes(data)
-    load_dataset(PreprocessedLoader(file, COLUMNS), ByteTokenizer(), LIMITS)
+    load_dataset(PreprocessedLoader(file, COLUMNS), ByteTokenizer(), OF_FRAMES)
 
 
 ROWS = [
@@ -92,6 +94,7 @@ SHARE_GPT = json_bytes(
     | damaged([JSONL, b"\xef\xbb\xbf" + JSONL, SHARE_GPT]),
     refused_by=ConfigError,
     examples=120,
+    found=[(json_bytes({"input_tokens": [["A" * 30_000]]}),), (json_bytes({"A" * 30_000: 1}),)],
 )
 def test_lines(folder: Path, data: bytes) -> None:
     (file := folder / "prompts.jsonl").write_bytes(data)
@@ -118,7 +121,7 @@ NPY = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]
 def test_arrays(folder: Path, tokens: bytes, lengths: bytes, stops: bytes) -> None:
     for name, data in (("input_ids_padded", tokens), ("input_lens", lengths), ("stop_ids_padded", stops)):
         (folder / f"{name}.npy").write_bytes(data)
-    load_dataset(loader_of(folder, None), ByteTokenizer(), LIMITS)
+    load_dataset(loader_of(folder, None), ByteTokenizer(), replace(LIMITS, stop_words=((9, 9, 9, 9),)))
 
 
 @fuzz(changed([["lengths", "tokens"]]), damaged([npy([2, 1])], NPY), examples=60)

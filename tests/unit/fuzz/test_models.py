@@ -54,7 +54,8 @@ def test_gguf(folder: Path, data: bytes) -> None:
 
 
 @fuzz(
-    st.deferred(lambda: damaged([gguf_file()[:600] + bytes(40)], GGUF_WORDS, most=2)), refused_by=ConfigError
+    st.deferred(lambda: damaged([gguf_file()[:600] + bytes(40), gguf_file()], GGUF_WORDS, most=2)),
+    refused_by=ConfigError,
 )
 def test_gguf_head(folder: Path, data: bytes) -> None:
     """Most of a file is its tokens."""
@@ -239,7 +240,7 @@ def test_adapter(folder: Path, config: Any, tensors: bytes) -> None:
     peft_adapter.convert(folder, "float16")
 
 
-TOKENIZER = {
+TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "added_tokens": [
         {
@@ -260,7 +261,7 @@ TOKENIZER = {
         "use_regex": True,
     },
     "post_processor": None,
-    "decoder": {"type": "ByteLevel"},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
 }
 SETTINGS = {
@@ -298,6 +299,18 @@ JINJA = [
     found=[
         (TOKENIZER, SETTINGS, b"{{ " + b"(" * 5000),
         (TOKENIZER, SETTINGS | {"chat_template": "\ud800"}, None),
+        # the library panics, or ends the process
+        *(
+            (
+                TOKENIZER | {"model": TOKENIZER["model"] | {"continuing_subword_prefix": prefix} | more},
+                {},
+                None,
+            )
+            for prefix, more in (
+                ("##", {}),
+                ("#", {"vocab": {"a": 0, "é": 1, "aé": 2}, "merges": [["a", "é"]]}),
+            )
+        ),
     ],
 )
 def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes | None) -> None:

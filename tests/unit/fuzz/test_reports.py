@@ -158,6 +158,13 @@ def reports(draw: st.DrawFn) -> tuple[str, dict[str, bytes]]:
                 {"report.json": b'{"completed": 1, "failed": 0, "duration_s": NaN}'},
             ),
         ),
+        (
+            (
+                "inference-endpoint",
+                {file: text_of(left) for file, left in LEFT["inference-endpoint"].items()}
+                | {"inference-endpoint/sample_idx_map.json": b'{"performance": {"x": 0.0, "y": 1}}'},
+            ),
+        ),
     ],
 )
 def test_reports_of_clients(folder: Path, drawn: tuple[str, dict[str, bytes]]) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from disagg.instances import Instance
 from launch.callers import KEY, Callers
 from mpillm.comms import messages
-from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
+from mpillm.comms.kv_socket import CacheLost, KvStore, checksum, fetch
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
@@ -30,7 +30,7 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.disaggregated_params import GENERATION_ONLY, Half, KvFormat
+from mpillm.endpoint.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, Half, KvFormat
 from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
 from mpillm.nvidia.leader.ask import Ask
@@ -123,7 +123,7 @@ def test_doors(_: Path, greetings: list[bytes], pauses: bool) -> None:
 
 
 CACHE = np.arange(64, dtype=np.uint8)
-ANSWER = struct.pack("<qI", 64, 0x1EC6A6D8) + CACHE.tobytes()
+ANSWER = struct.pack("<qI", 64, checksum(CACHE)) + CACHE.tobytes()
 
 
 @fuzz(
@@ -260,7 +260,12 @@ def test_opaque_states(_: Path, state: Any, secret: str | None) -> None:
     assert len(bytes.fromhex(found.key)) == 16 and 0 < found.port < 1 << 16
 
 
-@fuzz(changed([DISAGGREGATED]), st.booleans(), refused_by=ApiError)
+@fuzz(
+    changed([DISAGGREGATED, {"request_type": CONTEXT_ONLY}]),
+    st.booleans(),
+    refused_by=ApiError,
+    found=[({"request_type": CONTEXT_ONLY}, True), ({"request_type": ["A" * 30_000]}, True)],
+)
 def test_disaggregated_params(_: Path, params: Any, context: bool) -> None:
     body = json_bytes({"prompt": [5, 6, 7], "disaggregated_params": params})
     kept = store()[0] if context else None
