@@ -29,67 +29,9 @@ from mpillm.telemetry.other_load import OtherLoad
 
 if TYPE_CHECKING:
     from mpillm.bench.counted_engine import CountedEngine
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-    from mpillm.engine.model.model_config import ModelConfig
-
-_MOST_BYTES = 1 << 29  # of weights: more than a cache holds
-_ROUNDS = 5
-
-
-def product_rates(
-    config: ModelConfig, dtype: torch.dtype, rows: Sequence[int]
-) -> list[tuple[float, float]] | None:
-    """Return GFLOP/s for each number of rows, compiled and without: medians of alternating rounds.
-
-    The products are those of as many dense layers as fit half a GiB, with random weights. None where they are
-    not compiled.
-    """
-    import torch
-
-    from mpillm.engine.kernels.cpu_products import cpu_products
-    from mpillm.engine.model.linear import uncompiled
-
-    products = cpu_products(dtype, dtype)
-    if products is None:
-        return None
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.n_heads * config.head_dim
-    qkv = heads + 2 * config.n_kv_heads * config.head_dim
-    shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
-    n_numbers = sum(n_out * n_in for n_out, n_in in shapes)
-    n_layers = max(1, min(config.n_layers, _MOST_BYTES // (n_numbers * dtype.itemsize)))
-    rates = []
-    with torch.inference_mode():
-        weights = [torch.randn(shape).to(dtype) for shape in shapes * n_layers]
-        packed = [(products.pack(weight), weight.shape) for weight in weights]
-        others = [(uncompiled(weight), weight.shape) for weight in weights]
-        for n in rows:
-            inputs = {n_in: torch.randn(n, n_in).to(dtype) for _, n_in in shapes}
-            times: list[tuple[float, float]] = []
-            for _ in range(_ROUNDS):
-                started = time.perf_counter()
-                for panels, (n_out, n_in) in packed:
-                    products.multiply(inputs[n_in], panels, n_out)
-                between = time.perf_counter()
-                for product, (_, n_in) in others:
-                    product(inputs[n_in])
-                times.append((between - started, time.perf_counter() - between))
-            mine, without = (
-                2 * n * n_numbers * n_layers / statistics.median(column) / 1e9
-                for column in zip(*times, strict=True)
-            )
-            rates.append((mine, without))
-    return rates
-
 
 Answer = Callable[[], list[list[int]]]
 
-_ROWS = 1, 8, 40, 256
 _OURS = "engine"
 _DECODING = 1, 8, 40  # sequences
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
@@ -141,7 +83,6 @@ def main(config: Options) -> int:
     import torch
 
     from mpillm.bench.counted_engine import CountedEngine
-    from mpillm.engine.dtypes import torch_dtype
 
     torch.set_num_threads(config.n_threads)
     engine = CountedEngine(core, info)
@@ -174,12 +115,6 @@ def main(config: Options) -> int:
         " (least of each over the rounds),"
         f" {rate:.0f} GFLOP/s (a large square one: {engine.best_rate():.0f})"
     )
-    if (both := product_rates(info.config, torch_dtype(info.dtype), _ROWS)) is not None:
-        shown = ", ".join(
-            f"{n:,} {'row' if n == 1 else 'rows'} {mine:.0f} ({without:.0f})"
-            for n, (mine, without) in zip(_ROWS, both, strict=True)
-        )
-        print(f"  a layer's products, compiled (and without a compiler), GFLOP/s: {shown}")
     decoding = [n for n in _DECODING if n <= min(len(prompts), config.max_batch_size)]
     took = ", ".join(f"{n} {engine.decode_ms(prompts[:n], config.output_len):.1f}" for n in decoding)
     print(f"  a decode step, ms, by sequences: {took}")

@@ -199,6 +199,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
     r".* benchmarks load .*": Typed("--repeats 1", says="engine"),
     r".* benchmarks precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
+    r".* benchmarks products .*": Typed("--rows 1", says="GFLOP/s"),
     r".* benchmarks dataset.*": Typed("--repeats 1", says="samples"),
     r".* generate-engines --model_path build/models.*": Typed(says="engine"),
     r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),

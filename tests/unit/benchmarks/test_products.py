@@ -1,4 +1,4 @@
-"""`bench engine` shows what compiled products gain, where there are any."""
+"""`benchmarks products` shows what compiled products gain, where there are any."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from mpillm.bench.bench_engine import product_rates
-from mpillm.engine.kernels import cpu_products
+from benchmarks import products
+from benchmarks.products import product_rates
 from mpillm.engine.model.read_config import load_model_config
 
 
@@ -20,5 +20,5 @@ def test_each_number_of_rows_has_both_rates() -> None:
 
 
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "cpu_products", lambda *_: None)
+    monkeypatch.setattr(products, "cpu_products", lambda *_: None)
     assert product_rates(load_model_config("tiny-llama"), torch.float32, (1,)) is None
