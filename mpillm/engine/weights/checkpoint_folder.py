@@ -25,6 +25,7 @@ from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
     ITEM_BYTES,
+    NO_NUMBER,
     TRANSFORMER,
     Entry,
     in_checkpoint,
@@ -224,7 +225,7 @@ def check_scales(files: Mapping[str, Path]) -> None:
     """Raise ConfigError unless the scales among the tensors `files` are finite and not negative."""
     by_file: dict[Path, list[str]] = {}
     for name, file in files.items():
-        if name.endswith(("_scale", "_scale_inv", ".scales")):
+        if name.endswith(("_scale", "_scale_inv", ".scales", "_scales")):
             by_file.setdefault(file, []).append(name)
     for file, names in by_file.items():
         with file.open("rb") as stream:
@@ -234,8 +235,13 @@ def check_scales(files: Mapping[str, Path]) -> None:
                 there = header[stored_name(name, header)]
                 start, end = there["data_offsets"]
                 stream.seek(8 + length + start)
-                numbers = _floats(stream.read(end - start), there["dtype"])
-                if not (np.isfinite(numbers) & (numbers >= 0)).all():
+                data, dtype = stream.read(end - start), there["dtype"]
+                if dtype == "U8":  # exponents
+                    is_fine = NO_NUMBER not in data
+                else:
+                    numbers = _floats(data, dtype)
+                    is_fine = bool((np.isfinite(numbers) & (numbers >= 0)).all())
+                if not is_fine:
                     raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 from typing import TYPE_CHECKING
 
-from disagg.errors import ConfigError
 from mpillm.engine.weights.entries import BLOCK, blocks_name, scale_name
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class PackedExperts:
             blocks = _one(read, f"{stored}_blocks", expert)[every][rows]
             return blocks[:, _in_blocks(columns)].flatten(1)
         if kind == _SCALES:
-            return self._scales(stored, expert, read)[every][rows][:, _in_blocks(columns)].contiguous()
+            return _one(read, f"{stored}_scales", expert)[every][rows][:, _in_blocks(columns)].contiguous()
         if self._last is None or self._last[0] != (stored, expert):
             self._last = (stored, expert), self._matrix(stored, expert, read)
         return self._last[1][every][rows][:, columns].contiguous()
@@ -92,15 +91,7 @@ class PackedExperts:
 
         if self._model.stored != "mxfp4":
             return _one(read, name, expert).t()
-        return widened(_one(read, f"{name}_blocks", expert).flatten(1), self._scales(name, expert, read))
-
-    def _scales(self, name: str, expert: int, read: _Read) -> Tensor:
-        from mpillm.engine.weights.mxfp4 import NO_NUMBER
-
-        scales = _one(read, f"{name}_scales", expert)
-        if bool((scales == NO_NUMBER).any()):
-            raise ConfigError(f"tensor {name}_scales: expert {expert} has scales that are no number")
-        return scales
+        return widened(_one(read, f"{name}_blocks", expert).flatten(1), _one(read, f"{name}_scales", expert))
 
 
 def _in_blocks(columns: slice) -> slice:

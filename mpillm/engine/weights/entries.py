@@ -27,7 +27,7 @@ _LINEARS |= {"c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv
 _LINEARS |= FUSED.keys()
 
 
-BLOCK = 32  # numbers of MXFP4 with one exponent
+BLOCK, NO_NUMBER = 32, 255  # numbers of MXFP4 with one exponent, and that of none
 TRANSFORMER = "transformer."  # may stand before a checkpoint's names
 
 

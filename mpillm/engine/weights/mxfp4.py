@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.weights.entries import BLOCK
+from mpillm.engine.weights.entries import BLOCK, NO_NUMBER
 
-BIAS, NO_NUMBER = 127, 255  # of exponents
+BIAS = 127  # of exponents
 MAGNITUDES = (
     0.0,
     0.5,

@@ -168,13 +168,6 @@ def test_what_is_wrong_is_said(folders: tuple[Path, Any], tmp_path: Path) -> Non
         there = changed(folder, tmp_path / str(i), tensors)
         with pytest.raises(ConfigError, match=message):
             Checkpoint(there, load_model_config(str(there)))
-    bad = load_file(folder / "model.safetensors")[scales]
-    bad[2, 5, 1] = 255
-    there = changed(folder, tmp_path, {scales: bad})
-    source = Checkpoint(there, load_model_config(str(there)))
-    source.get(f"{_EXPERTS}.1.down_proj.weight")
-    with pytest.raises(ConfigError, match="down_proj_scales: expert 2 has scales that are no number"):
-        source.get(f"{_EXPERTS}.2.down_proj.weight")
 
 
 def test_they_are_not_quantised_to_another_folder(folders: tuple[Path, Any], tmp_path: Path) -> None:
