@@ -29,8 +29,9 @@ from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart, unmet
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
-from mpillm.comms import segments
+from mpillm.comms import pmix, segments
 from mpillm.comms.communicators import RunComms
+from mpillm.comms.kept_connections import ends_with_a_rank
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
 
@@ -149,6 +150,8 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            if ends_with_a_rank():
+                pmix.fence()
         segments.note()
     world = MPI.COMM_WORLD
     check_world(library, (world.size, world.rank), command)

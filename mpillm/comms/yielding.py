@@ -12,7 +12,8 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+
+from mpillm.comms.pmix import loaded
 
 _usual = False  # what MPI_Init has chosen
 
@@ -42,10 +43,8 @@ def waiting() -> Iterator[None]:
 def _set() -> Callable[[bool], bool]:
     """Return what sets whether to give way and returns how it was; call it once MPI is there."""
     try:
-        loaded = Path("/proc/self/maps").read_text().split()
-        library = ctypes.CDLL(next(path for path in loaded if "/libopen-pal.so" in path))
-        found = library.opal_progress_set_yield_when_idle
-    except (OSError, StopIteration, AttributeError):  # not Linux, not Open MPI, or one without it
+        found = loaded("libopen-pal.so").opal_progress_set_yield_when_idle
+    except (OSError, AttributeError):  # not Linux, not Open MPI, or one without it
         return lambda on: False
     found.argtypes, found.restype = [ctypes.c_bool], ctypes.c_bool
     return found

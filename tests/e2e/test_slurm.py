@@ -85,6 +85,27 @@ def test_a_cluster_report(both_under: UnderSlurm) -> None:
     assert text.count("rank 3 (executor") == 2 and f"srun --mpi={both_under.mpi} " in text
 
 
+FENCE = """
+import time
+from mpi4py import MPI
+from mpillm.comms import pmix
+if MPI.COMM_WORLD.rank == 3:
+    time.sleep(1)
+called = time.time()
+pmix.fence()
+print("rank", MPI.COMM_WORLD.rank, called, time.time())
+"""
+
+
+def test_no_rank_sends_before_those_of_other_nodes_have_left_mpi_init(under: UnderSlurm) -> None:
+    program = [under.starter.python, "-c", FENCE]
+    line = ["srun", "-n", 4, "-N", 2, f"--mpi={under.mpi}", *program]
+    ended = under.on_head(line, under.starter.folder / "run").end(WITHIN_S).must(DONE)
+    told = [line.split() for line in ended.out.splitlines() if line.startswith("rank")]
+    called, left = ([float(words[i]) for words in told] for i in (2, 3))
+    assert len(told) == 4 and min(left) >= max(called), ended
+
+
 @pytest.mark.parametrize("host", ["h1", "h2"])
 def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
     """srun's exit code is the killed task's: the highest of all."""
