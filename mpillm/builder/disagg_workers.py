@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
+from launch.command import NotHere
+from launch.environment import launch_type
+from launch.launcher import one_of_several
+from mpillm.builder.preconditions import lacking
 from mpillm.config.disagg_yaml import generated
 from mpillm.config.run_config import RunConfig
+
+
+def yaml_of_servers(config: RunConfig, path: str) -> DisaggConfig:
+    """Return the YAML of servers to start; in a dry run without it, what generate-disagg-config would write.
+
+    Raises ConfigError if it is not there, or has no context and generation servers.
+    """
+    if Path(path).exists():
+        yaml = config.with_yaml().yaml
+        assert yaml is not None
+    else:
+        lacking(config, NotHere(f"--disagg_config {path}: no such file; generate-disagg-config writes it"))
+        launcher = one_of_several() if launch_type() == "worker" else None
+        yaml = on_this_host(config, launcher.size if launcher else None)
+        made = f"as generate-disagg-config writes it for {yaml.n_workers} workers on this host"
+        print(f"# assumed: {path}, {made}")
+    if yaml.mode != "disaggregated":
+        raise ConfigError(f"{path}: {yaml.mode}; it needs context_servers and generation_servers")
+    return yaml
 
 
 def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:

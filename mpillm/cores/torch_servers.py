@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from disagg import DisaggConfig
 from disagg.errors import ConfigError
-from launch.command import NotHere
 from launch.disagg_servers import Programs, disaggregated_servers
 from launch.environment import launch_type
 from launch.launcher import one_of_several
 from launch.servers import Server
-from mpillm.builder.disagg_workers import on_this_host
-from mpillm.builder.preconditions import lacking
+from mpillm.builder.disagg_workers import yaml_of_servers
 from mpillm.config.run_config import RunConfig
 
 _LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up
@@ -29,22 +25,8 @@ def torch_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
             " --disagg_config, which generate-disagg-config writes (one server for all is `mpillm serve`)",
             about=["core_type"],
         )
-    kind, launcher = launch_type(), one_of_several()
-    yaml = _yaml(config, path, launcher.size if launcher and kind == "worker" else None)
-    if yaml.mode != "disaggregated":
-        raise ConfigError(f"{path}: {yaml.mode}; it needs context_servers and generation_servers")
+    yaml = yaml_of_servers(config, path)
     serve = (sys.executable, "-m", "mpillm", "serve", *argv, f"--disagg_config={path}")
     leader = (*serve, "--server_role=leader", f"--load_deadline={_LEADERS_SHARE * config.load_deadline:g}")
     programs = Programs((*serve, "--server_role=worker"), leader)
-    return disaggregated_servers(programs, path, yaml, kind, launcher)
-
-
-def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
-    """Return the named YAML; in a dry run without it, what generate-disagg-config would write here."""
-    if Path(path).exists():
-        config = config.with_yaml()
-        assert config.yaml is not None
-        return config.yaml
-    lacking(config, NotHere(f"--disagg_config {path}: no such file; generate-disagg-config writes it"))
-    print(f"# assumed: {path}, as generate-disagg-config writes it on this host")
-    return on_this_host(config, size)
+    return disaggregated_servers(programs, path, yaml, launch_type(), one_of_several())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 
-from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from launch.command import NotHere
 from launch.disagg_servers import disaggregated_servers as launched
@@ -16,7 +15,7 @@ from launch.environment import launch_type
 from launch.launcher import one_of_several
 from launch.places import SERVERS
 from launch.servers import Server, ports_here
-from mpillm.builder.disagg_workers import on_this_host
+from mpillm.builder.disagg_workers import yaml_of_servers
 from mpillm.builder.preconditions import lacking
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
@@ -96,25 +95,9 @@ def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server
             " that file",
             about=["core_type"],
         )
-    kind, launcher = launch_type(), one_of_several()
-    made = _yaml(config, path, launcher.size if launcher and kind == "worker" else None)
-    if made.mode != "disaggregated":
-        raise ConfigError(f"{path}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
+    made = yaml_of_servers(config, path)
+    if Path(path).exists():
+        check_agreement(config.with_yaml(), path, made)
     serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
     programs = trtllm_serve.disaggregated(serve, path, config.load_deadline, config.stall_timeout)
-    return launched(programs, path, made, kind, launcher)
-
-
-def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
-    """Return the named YAML; in a dry run without it, what generate-disagg-config would write here."""
-    if Path(path).exists():
-        config = config.with_yaml()
-        assert config.yaml is not None
-        check_agreement(config, path, config.yaml)
-        return config.yaml
-    lacking(
-        config, NotHere(f"--trtllm_disagg_config_path {path}: no such file; generate-disagg-config writes it")
-    )
-    made = on_this_host(config, size)
-    print(f"# assumed: {path}, as generate-disagg-config writes it for {made.n_workers} workers on this host")
-    return made
+    return launched(programs, path, made, launch_type(), one_of_several())

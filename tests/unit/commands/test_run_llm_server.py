@@ -43,8 +43,7 @@ DRY = {
     "trtllm_disagg": (
         ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--model_path=llama"],
         [
-            "# can't run here: --trtllm_disagg_config_path d.yaml: no such file;"
-            " generate-disagg-config writes it",
+            "# can't run here: --disagg_config d.yaml: no such file; generate-disagg-config writes it",
             "# assumed: d.yaml, as generate-disagg-config writes it for 3 workers on this host",
             "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300",
         ],
