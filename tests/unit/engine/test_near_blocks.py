@@ -32,7 +32,7 @@ from tests.helpers.torch_cores import make_batch, make_core
 
 
 @pytest.mark.parametrize(("n_stages", "n_ahead"), [(1, 0), (1, 1), (3, 0)])
-@pytest.mark.parametrize(("policy", "chunking"), itertools.product(POLICIES, CHUNKINGS))
+@pytest.mark.parametrize(("policy", "chunking"), list(itertools.product(POLICIES, CHUNKINGS)))
 @pytest.mark.parametrize("reuse", [False, True])
 def test_answers(policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int) -> None:
     """In every step order, with evictions, and with no more near blocks than the most that are held."""
