@@ -11,7 +11,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.cores.histogram import Histogram
 from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
-from mpillm.report.page.facts import Facts, busy_share, busy_with
+from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
 from mpillm.telemetry.gpu_meter import other_processes
@@ -227,6 +227,10 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
         part = _part_of_the_tokens(instance, result["per_instance"], facts)
         work = f"{instance['samples']:,} {what}, {instance['tokens']:,} tokens{part}"
         work += f", {doing} {100 * share:.0f} %"
+        if passes_by(result):
+            counted = instance.get("server_generated_tokens")
+            work = "asked by the harness itself"
+            work += "" if counted is None else f"; the server counts {counted:,.0f} tokens"
         rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
