@@ -15,9 +15,18 @@ from mpillm.configurator.parsers import (
     shell_words,
     urls,
 )
-from mpillm.core_names import TRITON, TRTLLM_DISAGG, TRTLLM_ENDPOINT
-from mpillm.fields.effects import SERVERS_OF_TRITON, used_by
+from mpillm.core_names import DUMMY, EMBEDDED, TRITON, TRTLLM_DISAGG, TRTLLM_ENDPOINT
+from mpillm.fields.effects import BOTH, SERVERS_OF_TRITON, used_by
 from mpillm.servers.kinds import KINDS
+
+_OF_MADE_YAML = Effect(
+    (
+        Use(BOTH, (*EMBEDDED, *DUMMY), needs=("mode", "disaggregated")),
+        Use(BOTH, TRTLLM_DISAGG),
+        Use(("generate-disagg-config", "run-llm-server")),
+    ),
+    measured=False,
+)
 
 
 class OwnServerFields(
@@ -64,9 +73,12 @@ class ServerFields(Options, group="server"):
         default="127.0.0.1",
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON, measured=False),
     )
-    server_port = option("port of a disaggregated leader", port, default=8000)
+    server_port = option("port of a disaggregated leader", port, default=8000, effect=_OF_MADE_YAML)
     worker_start_port = option(
-        "port of the first disaggregated worker; the others take the ports after it", port, default=8001
+        "port of the first disaggregated worker; the others take the ports after it",
+        port,
+        default=8001,
+        effect=_OF_MADE_YAML,
     )
     tritonserver = option(
         "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",

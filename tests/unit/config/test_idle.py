@@ -182,6 +182,14 @@ def test_what_cannot_change_the_measurement_is_a_line_for_each_reason() -> None:
     assert check_idle(on("torch", "--beam_width", "1"), RUN) == []
 
 
+def test_ports_of_a_yaml_that_is_made_are_for_a_run_that_makes_one() -> None:
+    ports = ("--server_port", "99", "--worker_start_port", "98")
+    assert check_idle(on("dummy", *ports), RUN) == [
+        "no effect without --mode disaggregated: --server_port 99, --worker_start_port 98"
+    ]
+    assert check_idle(on("dummy", *ports, "--mode", "disaggregated"), RUN) == []
+
+
 def test_a_core_of_your_own_may_use_every_option() -> None:
     assert check_idle(on("mine.cores:Core", "--quantization", "int8"), RUN) == []
 
