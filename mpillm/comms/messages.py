@@ -115,7 +115,7 @@ class Refusal(NamedTuple):
 
     def numbers(self) -> list[int]:
         """Return what stands in a row in the place of tokens."""
-        return [self.status, self.retry_after_s, *self.message.encode()]
+        return [self.status, self.retry_after_s, *self.message.encode(errors="backslashreplace")]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Refusal:

@@ -242,8 +242,8 @@ def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
 def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusal:
     """Return a reply other than 200 OK for who sent the request on."""
     said = one_line(_said(reply), _MOST_SAID)
-    if status in OF_REQUESTS or status >= 500:
-        seconds = min(math.ceil(retry_after_s or 0), _MOST_WAIT_S)
+    if status in OF_REQUESTS or 500 <= status < 600:
+        seconds = math.ceil(min(retry_after_s or 0.0, _MOST_WAIT_S))
         return Refusal(status, said or http.client.responses.get(status, str(status)), seconds)
     return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {said}" if said else ""))
 

@@ -133,7 +133,9 @@ def test_a_request_that_is_refused_fails_alone() -> None:
         57: plain({}, "503 Service Unavailable", Retry_After=10**9),
         58: plain({"detail": "bad key"}, "401 Unauthorized"),
         59: Reply([STREAM, chunk(event({"error": {"message": "too many", "code": 400}})) + chunk(b"")]),
-        60: plain({"error": {"message": "ouch"}}, "500 Internal Server Error"),
+        60: plain({"error": {"message": "ouch \ud800"}}, "500 Internal Server Error"),
+        61: plain({"error": "later"}, "503 Service Unavailable", Retry_After="inf"),
+        62: plain({"error": "odd"}, "999 Odd"),
     }
     told = {
         52: (400, "too\\x1b[31m long", 0),
@@ -144,7 +146,9 @@ def test_a_request_that_is_refused_fails_alone() -> None:
         57: (503, "{}", 86_400),
         58: (502, "the server behind this one answered HTTP 401: bad key", 0),
         59: (400, "too many", 0),
-        60: (500, "ouch", 0),
+        60: (500, "ouch \\ud800", 0),
+        61: (503, "later", 86_400),
+        62: (502, "the server behind this one answered HTTP 999: odd", 0),
     }
 
     def answer(request: Request) -> Reply:
