@@ -118,8 +118,11 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
         "a server must be there: tests/e2e/test_endpoint.py"
     ),
-    r".* (run|serve) --server=.*": Elsewhere(
+    r".* (run|serve) (.* )?--server=.*": Elsewhere(
         "a server's program must be there: test_own_servers.py and test_triton.py here, and tests/peers"
+    ),
+    r".* run .*--harness=.*": Elsewhere(
+        "another client's program must be there: tests/peers/test_other_harness.py"
     ),
     r"mpirun .* run --core_type trtllm_(executor|hlapi) .*": Elsewhere(
         "TensorRT-LLM must be there: tests/e2e/test_trtllm.py"
@@ -143,6 +146,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* benchmarks (http --peers|harness-agreement) .*": Elsewhere(
         "other people's programs must be there: make test-peers"
     ),
+    r".* benchmarks products": Typed("--model_path tiny-llama --rows 1,8", says="GFLOP"),
     r".* benchmarks scale( --instances 64,512)?": Typed(
         "--instances 8,16", says="rank 0's control in the test"
     ),
@@ -164,9 +168,10 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* serve .*--server_role .*": Elsewhere("tests/e2e/test_disaggregated_servers.py"),
     r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
-    r".* --help": Typed(says="usage: python -m mpillm run"),
+    r".* --help( all)?": Typed(says="usage: python -m mpillm run"),
     r".* plan --disagg_config .*": Typed(before=(DISAGG_YAML,), says="gen"),
     r".* plan --world_size 8194 .*": Typed(),
+    r".* plan --explain max_batch_size .*": Typed(says="max_batch_size is "),
     r".* plan .*": Typed(says="ranks on 1 node"),
     r".* generate-disagg-config --mode .*": Typed("&& cat disagg.yaml", says="context_servers"),
     r"mpirun .* generate-disagg-config .*": Typed("&& cat disagg.yaml", says="context_servers"),
