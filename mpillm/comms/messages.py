@@ -168,7 +168,7 @@ class Batch:
         """
         count, n_tokens = _HEADER.unpack_from(buffer.data)
         row_end = _HEADER.size + count * dtype.itemsize
-        if row_end + 4 * n_tokens != len(buffer):
+        if row_end + 4 * n_tokens != len(buffer) or count < 0 or n_tokens < 0:
             raise ValueError(
                 f"a message of {len(buffer)} bytes claims to hold {count} rows and {n_tokens} tokens"
             )

@@ -43,6 +43,13 @@ class AutoConfStrategy(enum.Enum):
     DictUpdate = "dict_update"  # dictionaries: key by key
 
 
+_MOST_SAID = 1000  # characters of a value, or a reason, in a message
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "..."
+
+
 class Reason(ValueError):
     """Why a text is not a value; the message adds what was expected."""
 
@@ -135,25 +142,24 @@ class Field(Generic[T]):
     def parse(self, text: str, source: str) -> Any:
         """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
         if not is_text(text):
-            raise ConfigError(f"{source} {text!a}: not UTF-8 text, or with a null character")
+            raise ConfigError(f"{source} {_cut(ascii(text))}: not UTF-8 text, or with a null character")
+        said = f"{source} {_cut(text)}"
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:
                 return by_case[text.lower()]
-            raise ConfigError(
-                f"{source} {text}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}"
-            )
+            raise ConfigError(f"{said}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
         if self.from_string is bool:  # bool("false") is True
             if text.lower() not in ("true", "false", "1", "0"):
-                raise ConfigError(f"{source} {text}: expected true or false")
+                raise ConfigError(f"{said}: expected true or false")
             return text.lower() in ("true", "1")
         if self.from_string is None and not text.strip():
             raise ConfigError(f"{source} '{text}': expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
         except (ArithmeticError, ValueError, RecursionError) as error:
-            why = f" ({error})" if isinstance(error, Reason) else ""
-            raise ConfigError(f"{source} {text}: expected {self._expected}{why}") from None
+            why = f" ({_cut(str(error))})" if isinstance(error, Reason) else ""
+            raise ConfigError(f"{said}: expected {self._expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
         """Return the value of a file's entry, as `parse` would read it from text.
@@ -183,7 +189,7 @@ class Field(Generic[T]):
         except (TypeError, AttributeError):  # a value of a kind that the field has no text for
             raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
-            raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
+            raise ConfigError(f"{source} {_cut(text)}: expected a text; put it in quotes")
         return self.parse(text, source)
 
 

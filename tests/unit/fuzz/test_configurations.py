@@ -141,6 +141,10 @@ def _program(values: dict[str, Any], form: str) -> str:
         ({"min_duration": "1.2.3"}, "exports"),
         ({"llm_gen_config_path": "\ud800"}, "exports"),
         ({"model_path": "A" * 300}, "exports"),
+        *(
+            ({name: [{"A" * 15_000: "A" * 15_000}]}, "exports")
+            for name in ("ctx_tp_size", "audit_conf", "apply_chat_template", "precision", "gpu_batch_size")
+        ),
     ],
 )
 def test_configuration_file_in_python(folder: Path, values: dict[str, Any], form: str) -> None:
