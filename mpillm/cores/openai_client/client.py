@@ -261,7 +261,7 @@ class Client:
         """Take the end of a whole response; `reply`: its body, if it is not an answer."""
         self._release(call, whole=True)
         if call.status != 200:
-            wait_s = _seconds(call.retry_after)
+            wait_s = seconds_of(call.retry_after)
             text = failure_text(call.status, reply, call.location)
             error = AnswerError(text, refusal_of(call.status, reply, wait_s))
             if call.status in _BUSY:
@@ -408,7 +408,7 @@ class Client:
         )
 
 
-def _seconds(retry_after: str | None) -> float | None:
+def seconds_of(retry_after: str | None) -> float | None:
     """Return the seconds in Retry-After (RFC 9110, 10.2.3); None without them."""
     if retry_after is None:
         return None
@@ -418,5 +418,5 @@ def _seconds(retry_after: str | None) -> float | None:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):  # of a year that is none
         return None

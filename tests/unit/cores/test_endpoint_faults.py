@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from mpillm.cores.openai_client.client import Call, Client, Listener
+from mpillm.cores.openai_client.client import Call, Client, Listener, seconds_of
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.errors import RunError
@@ -331,6 +331,10 @@ def test_a_retry_after_that_is_too_long() -> None:
         core.enqueue(requests([[1]]))
         words = "HTTP 429: busy, it asks to wait 3600 s; retried 0 times, for at most 10 s"
         assert failure(core) == f"{server.url}/v1/completions: {words}"
+
+
+def test_a_time_that_is_none_is_no_retry_after() -> None:
+    assert seconds_of("Mon, 01 Jan 99999999999 00:00:00 GMT") is None
 
 
 def test_a_request_that_waits_is_cancelled() -> None:

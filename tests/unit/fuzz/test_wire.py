@@ -23,8 +23,9 @@ from disagg.instances import Instance
 from launch.callers import KEY, Callers
 from mpillm.comms import messages
 from mpillm.comms.kv_socket import CacheLost, KvStore, checksum, fetch
-from mpillm.comms.messages import REQUEST, RESPONSE, Batch
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, refusal_of
+from mpillm.cores.openai_client.client import seconds_of
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
 from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
@@ -360,6 +361,9 @@ HTTP_WORDS = [
     b"ffffffff\r\n",
     b"HTTP/1.1 100 Continue\r\n\r\n",
     b"Content-Length: 5\r\n",
+    b"Retry-After: 1e400\r\n",
+    b"Retry-After: Mon, 01 Jan 0001 00:00:00 -0000\r\n",
+    b"Retry-After: Mon, 01 Jan 99999999999 00:00:00 GMT\r\n",
     b": ",
     b"data: ",
     b"\n\n",
@@ -374,17 +378,21 @@ class Receiver:
     def __init__(self, stream: bool) -> None:
         self.answer = Answer(stream, 4)
         self.status = 0
+        self.wait_s: float | None = None
         self.errors: list[Exception] = []
         self.ended = 0
 
     def on_head(self, status: int, headers: Any) -> None:
         self.status = status
+        self.wait_s = seconds_of(headers.get("retry-after"))
 
     def on_body(self, data: bytes, at: float) -> None:
         if self.status == 200:
             self.answer.feed(data, at)
         else:
             failure_text(self.status, data)
+            refusal = Refusal.of(refusal_of(self.status, data, self.wait_s).numbers())
+            assert 400 <= refusal.status < 600 and len(refusal.message) < 600
 
     def on_end(self, connection: HttpConnection) -> None:
         self.ended += 1
