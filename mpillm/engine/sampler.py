@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -96,12 +97,21 @@ def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Te
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return the first index at which the running sum passes uniform * total.
 
-    int64 [n] for probabilities [n, m], uniform [n] (float64).
+    int64 [n] for probabilities [n, m], uniform [n] (float64). First the group is found where it does, then
+    the place there: a running sum of a whole vocabulary takes a GPU longer than a step of a small model.
     """
-    running = probabilities.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0].clamp_(
-        max=probabilities.shape[-1] - 1
-    )
+    n, m = probabilities.shape
+    groups = F.pad(probabilities, (0, -m % _GROUP)).view(n, -1, _GROUP)
+    sums = groups.sum(-1, dtype=torch.float64)
+    running = sums.cumsum(-1)
+    wanted = uniform[:, None] * running[:, -1:]
+    group = torch.searchsorted(running, wanted, right=True).clamp_(max=groups.shape[1] - 1)
+    inside = groups.gather(1, group[:, :, None].expand(-1, -1, _GROUP))[:, 0].cumsum(-1, dtype=torch.float64)
+    # Rounded differences may reach the group's sum, behind its last possible token.
+    last = inside[:, -1:]
+    rest = (wanted - (running - sums).gather(1, group)).minimum(last.nextafter(torch.zeros_like(last)))
+    place = torch.searchsorted(inside, rest, right=True)
+    return (group * _GROUP + place)[:, 0].clamp_(max=m - 1)
 
 
 def _uniform(seeds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float64]:
