@@ -126,7 +126,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 _NOTES = {
     "llama2-70b": "llama2-70b: theirs is one of eight in MLPerf Inference v5.1, whose samples have lengths of"
     " their own; ours all have the mean",
-    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/532 are about those of nano-vllm's bench.py, which"
+    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/523 are about those of nano-vllm's bench.py, which"
     " publishes 1,434 tokens/s for itself and 1,362 for vLLM, on an RTX 4070 Laptop"
     " (https://github.com/GeeeekExplorer/nano-vllm)",
     "gpt-oss-20b": "gpt-oss-20b: theirs has its KV cache in bfloat16, so ours wants --quantization auto"
