@@ -94,12 +94,17 @@ class _SharedMemory:
 
     def remove(self) -> None:
         """Remove what is left of it and nobody else has."""
+        left = set()
         for name, inode in self._found.items():
             with contextlib.suppress(OSError):
                 found = os.stat(f"{SHM}/{name}")
-                is_it = str(found.st_ino) == inode and found.st_uid == os.geteuid()
-                if is_it and not any(name in _mapped(pid) for pid in _pids()):
-                    os.unlink(f"{SHM}/{name}")
+                if str(found.st_ino) == inode and found.st_uid == os.geteuid():
+                    left.add(name)
+        for pid in _pids() if left else ():
+            left -= _mapped(pid).keys()
+        for name in left:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{SHM}/{name}")
 
 
 def _mapped(pid: int) -> dict[str, str]:

@@ -36,6 +36,7 @@ START_DEADLINE_S = 300.0
 
 # After rank 0 has started; by then MPI has, too. One rank on a node makes no segment, and looking takes CPU.
 _LOOK_S = 10.0
+_GUARD_TURNS = 2  # in which what stands over a server may tidy up, once that is killed
 
 
 class Supervisor:
@@ -225,7 +226,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
     """Kill `process`, what it started, and the orphans that became ours: each child not in `before`."""
-    for _ in range(10):  # killing a parent can bring up its children, and a process stuck in the kernel stays
+    for turn in range(10):  # killing a parent can bring up its children; what is stuck in the kernel stays
         mine = [child for child in psutil.Process().children() if child.pid not in before]
         if not mine and process.poll() is not None:
             return
@@ -242,8 +243,14 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
             others = psutil.wait_procs(others, timeout=0.5)[1]
         for other in others:
             with contextlib.suppress(psutil.NoSuchProcess):
-                other.kill()
+                if turn >= _GUARD_TURNS or not is_guard(other):
+                    other.kill()
         psutil.wait_procs(others, timeout=1.0)
+
+
+def is_guard(process: psutil.Process) -> bool:
+    """Return whether a process stands over a server (see `server_guard`). Raises psutil.NoSuchProcess."""
+    return any(word.endswith("server_guard.py") for word in process.cmdline())
 
 
 def own_line(text: str) -> str:

@@ -146,11 +146,17 @@ class Hit:
         self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
         self.title = title_of(self.pid)
         self.tree = {pid: started_at(pid) for pid in (self.guard, *descendants(self.guard))}
+        self.owner_at = started_at(owner)
         self.shared = {path: inode for pid in self.tree for path, inode in mapped(pid).items()}
         self.loaded = is_over(command, "load")
         self.at = time.monotonic()
         os.kill(self.pid, self.number)
+        self.ended_s: float | None = None  # until it had: some write where they were, first
         self.named_s = 0.0
+
+    def note_end(self) -> None:
+        if self.ended_s is None and started_at(self.pid) != self.tree.get(self.pid, self.owner_at):
+            self.ended_s = round(time.monotonic() - self.at, 2)
 
     def note_named(self) -> None:
         self.named_s = round(time.monotonic() - self.at, 2)
@@ -179,7 +185,7 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
                 if not wait_for(one, command, 4 * n):
                     break
                 hits.append(Hit(one, command, chance))
-                wait_until(lambda n=n: heard(one, command, n), "its being named", WITHIN_S)  # type: ignore[misc]
+                wait_until(lambda n=n: heard(one, command, n, hits[-1]), "its being named", WITHIN_S)  # type: ignore[misc]
                 hits[-1].note_named()
                 if n < one.hits:
                     wait_until(lambda n=n: is_back(command, n), "its return", WITHIN_S)  # type: ignore[misc]
@@ -193,13 +199,15 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
     return {
         "how": how,
         "who": [hit.title for hit in hits],
+        "ended_s": [hit.ended_s for hit in hits],
         "named_s": [hit.named_s for hit in hits],
         "said": (ended.messages or [""])[0][:300],
     }
 
 
-def heard(one: Round, command: Command, n: int) -> bool:
+def heard(one: Round, command: Command, n: int, hit: Hit) -> bool:
     """Return whether the `n`-th hit has been told of, or the run is over."""
+    hit.note_end()
     if command.process.poll() is not None or "failed in phase" in command.err:
         return True
     if one.policy == "continue":

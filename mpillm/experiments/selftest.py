@@ -18,6 +18,7 @@ import psutil
 import disagg
 from disagg.errors import ConfigError
 from launch.children import Child
+from launch.supervisor import is_guard
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.core_names import DEFAULT
@@ -291,7 +292,7 @@ def _server_of(pid: int) -> int | None:
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             parent = process.parent()
-            if parent is not None and any("server_guard" in word for word in parent.cmdline()):
+            if parent is not None and is_guard(parent):
                 return int(process.pid)
     return None
 

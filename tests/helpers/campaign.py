@@ -52,7 +52,7 @@ def play_all(
                 why = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
                 fell += 1
                 if given.keep and (run := Path(folder) / "run").exists():
-                    shutil.copytree(run, given.keep / f"{name}-{seed}")
+                    shutil.copytree(run, given.keep / f"{name}-{seed}", dirs_exist_ok=True)
             tempfile.tempdir = None
             del os.environ["TMPDIR"]
         line = {**asdict(one), **found, "seconds": round(time.monotonic() - began, 1)}

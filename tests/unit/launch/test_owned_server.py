@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from launch.command import Command
 from launch.owned_server import OwnedServer
 from launch.shared_files import SHM
+from launch.supervisor import end_processes
 from tests.helpers.support import descendants, wait_until
 
 TRACES = """
@@ -140,11 +141,15 @@ time.sleep(60)
 """
 
 
-def test_shared_memory_of_a_server_whose_owner_was_killed(tmp_path: Path, segment: str) -> None:
+@pytest.mark.parametrize("ends", [subprocess.Popen.kill, lambda owner: end_processes(owner, set())])
+def test_shared_memory_of_a_server_whose_owner_was_killed(
+    tmp_path: Path, segment: str, ends: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    """By whomever, or with all that is below it, as `mpillm mpirun` does."""
     words = [sys.executable, "-c", OWNER, MAKES, segment, str(tmp_path / "server.log")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == "both\n"
-        owner.kill()
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"both\n"
+        ends(owner)
     wait_until(lambda: not made_by(segment), "their end")
 
 
