@@ -116,14 +116,16 @@ class Ask:
         assert self._response is not None
         return self._response
 
-    async def read(self) -> bytes:
+    async def read(self, most: int | None = None) -> bytes:
+        """Return the body. Raises ApiError if it has more than `most` bytes, or than an answer may have."""
+        most = most or MOST_ANSWER
         parts: list[bytes] = []
 
         async def read_all() -> None:
-            left = MOST_ANSWER
+            left = most
             async for part in self._there.content.iter_any():
                 if (left := left - len(part)) < 0:
-                    raise self._bad(f"its answer is longer than {MOST_ANSWER} bytes")
+                    raise self._bad(f"its answer is longer than {most} bytes")
                 parts.append(part)
 
         try:

@@ -84,6 +84,7 @@ class LeaderMetrics:
 
 
 _GOES_ON = ("length", "not_finished")  # reasons of a context server's answer that is not the whole one
+_MOST_ERROR = 1 << 16  # bytes that are passed on of one
 _PASSED_ON = ("Authorization", "X-Request-Id")
 _GIVEN_BACK = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
 
@@ -208,7 +209,8 @@ class LeaderService:
 
     async def _passed_on(self, answer: Ask) -> web.Response:
         """Return a server's error as it came."""
-        return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
+        data = await answer.read(_MOST_ERROR)
+        return web.Response(body=data, status=answer.status, headers=_given_back(answer))
 
     def _done(self, began: float) -> None:
         self.answered += 1

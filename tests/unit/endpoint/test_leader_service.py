@@ -293,6 +293,7 @@ def _silence_s(kind: str, reply: Reply) -> float:
     [
         (SERVER_ERROR, 500, "^no room$"),
         (BUSY, 429, "^come again$"),
+        (plain({"error": "x" * 70_000}, "400 Bad Request"), 502, "its answer is longer than 65536 bytes"),
         (Reply([head(Content_Length=100) + b"{"], "close"), 502, "was lost while it answered"),
         (Reply([], "close"), 502, "was lost while it answered: it closed the connection"),
         (Reply([], "hang"), 504, r"it said nothing for 0\.3 s \(--stall_timeout\)"),
