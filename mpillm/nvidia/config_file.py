@@ -234,7 +234,8 @@ def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
                     value, (property, classmethod, staticmethod)
                 ):
                     raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
-                items[name] = (tree_files.in_our_unit(name, value, where), where)
+                value = tree_files.in_our_unit(name, value, where)
+                items[name] = (tree_files.in_tree(name, value, path), where)
         for setting in settings:
             name = _SETTINGS[type(setting)].name
             if name in items:

@@ -224,7 +224,7 @@ def exports(
             # made of another file's, or changed by a statement
             here = f"{path}:{lines[field]}" if field in lines else path
             value = str(value) if isinstance(value, Path) else value
-            items[field.name] = (_in_tree(field, in_our_unit(field.name, value, here), path), here)
+            items[field.name] = (in_tree(field.name, in_our_unit(field.name, value, here), path), here)
         yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
 
 
@@ -274,9 +274,9 @@ def of_path(path: str) -> dict[str, str]:
     }
 
 
-def _in_tree(field: Field, value: Any, path: str) -> Any:
+def in_tree(name: str, value: Any, path: str) -> Any:
     """Return a path that is not here, but in the file's tree."""
-    if field not in _PATHS or not isinstance(value, str) or _is_there(Path(value)):
+    if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or _is_there(Path(value)):
         return value
     there = (place := _place(path)) and place.tree / value
     return str(there) if there and _is_there(there) else value

@@ -20,9 +20,11 @@ def test_an_earlier_tree(tmp_path: Path) -> None:
         "from code.common.constants import Benchmark\n"
         "from configs.configuration import BenchmarkConfiguration\n"
         "class GPUBaseConfig(BenchmarkConfiguration):\n    benchmark = Benchmark.LLAMA2\n"
-        "    workspace_size = 1 << 30\n"
+        "    workspace_size = 1 << 30\n    llm_gen_config_path = 'code/generation_config.json'\n"
         "    trtllm_build_flags = {'max_beam_width': 1, 'max_num_tokens': 512}\n"
     )
+    (answers := tmp_path / "code" / "generation_config.json").parent.mkdir()
+    answers.write_text('{"generation_config": {"max_output_len": 77}}')
     path = configs / "Offline" / "__init__.py"
     path.write_text(
         "from importlib import import_module\nfrom code.common.constants import Scenario\n"
@@ -45,6 +47,7 @@ def test_an_earlier_tree(tmp_path: Path) -> None:
         "Offline",
         16,
     )
+    assert config.max_output_len == 77, "of its tree, wherever mpillm runs"
     flags = config.trtllm_build_flags
     assert (flags["max_num_tokens"], flags["max_beam_width"], config.tensor_parallelism) == (1536, 1, 2)
     assert config_of(path, "--system_name", "B200x8").trtllm_build_flags["max_num_tokens"] == 512
