@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_second
+from mpillm.experiments.table import run_names
 from mpillm.files import read_object
 from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests, tpot_s
@@ -167,9 +168,9 @@ def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
                 "samples": len(run.rows),
                 "errors": int(run.rows["error"].sum()),
                 "doubts": run.files.doubts,
-                "environment": environment_lines(runs[0], run, ("in A", "here")),
+                "environment": environment_lines(runs[0], run, ("in A", f"in {name}")),
             }
-            for run in runs
+            for name, run in zip(run_names(len(runs)), runs, strict=True)
         ],
         "options": [{"option": name, "values": values} for name, values in differing_options(runs)],
         "figures": figures,

@@ -147,10 +147,10 @@ def test_another_environment_and_doubts_are_said(tmp_path: Path, capsys: pytest.
     (b / "result.json").write_text(json.dumps(result | {"doubts": ["the queue grew"]}))
     assert main(["compare", str(a), str(b), "--log_dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "commit: 1111 in A, 2222 here" in out and "torch: 2.12 in A, 2.13 here" in out
+    assert "commit: 1111 in A, 2222 in B" in out and "torch: 2.12 in A, 2.13 in B" in out
     assert "numpy" not in out and "host" not in out and out.count("doubtful: the queue grew") == 1
     page = (tmp_path / "compare.html").read_text()
-    assert "torch: 2.12 in A, 2.13 here" in page and page.count("doubtful: the queue grew") == 1
+    assert "torch: 2.12 in A, 2.13 in B" in page and page.count("doubtful: the queue grew") == 1
 
 
 def test_few_requests_are_no_sameness(tmp_path: Path) -> None:
