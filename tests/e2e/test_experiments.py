@@ -139,10 +139,13 @@ def test_a_test_is_predicted_anew_right_before_it_is_verified(one: Starter, tmp_
     now = ended.out.index(f"predicted, now {verified['predicted_just_before']:,.4g}")
     assert now < ended.out.index(f"VALID, prediction {verified['error_just_before']:+.1%}")
     run = Path(verified["run"])
-    *_, before = sorted((tmp_path / "runs").glob("calibration-??"))
-    assert 1 <= len(read_requests(before)) <= 8 and len(read_requests(run)) == 16
-    finished = [(folder / "result.json").stat().st_mtime_ns for folder in (before, run)]
-    assert finished == sorted(finished)
+
+    def finished(folder: Path) -> int:
+        return (folder / "result.json").stat().st_mtime_ns
+
+    # Others may be later: where the machine was busy, the test was made again.
+    earlier = [one for one in (tmp_path / "runs").glob("calibration-??") if finished(one) < finished(run)]
+    assert 1 <= len(read_requests(max(earlier, key=finished))) <= 8 and len(read_requests(run)) == 16
     for name in ("", "_just_before", "_from_own_steps"):
         error = verified[f"predicted{name}"] / verified["tokens_per_second"] - 1
         assert verified[f"error{name}"] == pytest.approx(error)
