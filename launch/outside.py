@@ -14,9 +14,10 @@ _MOST = 200  # characters of a line
 
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
-# Control characters, and those that change the direction of what is beside them.
+# Control characters, those that change the direction of what is beside them, and halves of characters, which
+# no file takes.
 _CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _LINE_CONTROLS = re.compile(rf"{_CONTROLS.pattern}|[\n\t]")
 

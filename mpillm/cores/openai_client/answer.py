@@ -222,13 +222,13 @@ def _together(events: list[bytes]) -> list[Any] | None:
 
 
 def error_text(message: Mapping[str, Any]) -> str:
-    """Return the message in an error's JSON, from any kind of server."""
+    """Return the message in an error's JSON, from any kind of server, in one line."""
     inner = message.get("error", message)
     if isinstance(inner, dict):
         inner = inner.get("message", inner)
     if isinstance(inner, dict) or inner is message:
         inner = message.get("detail", inner)
-    return str(inner)[:_MOST_SAID]
+    return one_line(str(inner)[:_MOST_SAID], _MOST_SAID)
 
 
 def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
@@ -241,7 +241,7 @@ def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
 
 def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusal:
     """Return a reply other than 200 OK for who sent the request on."""
-    said = one_line(_said(reply), _MOST_SAID)
+    said = _said(reply)
     if status in OF_REQUESTS or 500 <= status < 600:
         seconds = math.ceil(min(retry_after_s or 0.0, _MOST_WAIT_S))
         return Refusal(status, said or http.client.responses.get(status, str(status)), seconds)
@@ -252,5 +252,5 @@ def _said(reply: bytes) -> str:
     try:
         message = json.loads(reply)
     except (ValueError, RecursionError):
-        return reply.decode(errors="replace").strip()[:200]
+        return one_line(reply.decode(errors="replace").strip()[:200])
     return error_text(message if isinstance(message, dict) else {"error": message})

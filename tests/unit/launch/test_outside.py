@@ -6,6 +6,7 @@ import io
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,20 @@ def test_control_characters_are_shown_and_lines_stay() -> None:
     assert printable("plain\ttext\n\u3000\u4e2d\u6587\u200d") == "plain\ttext\n\u3000\u4e2d\u6587\u200d"
     assert printable(EVIL) == "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202eb\nc\\x00"
     assert printable("\x1b[31mred\x1b[0m 10%\r20%\r\n") == "red 10%\n20%\n"
+
+
+def test_half_a_character_is_shown_in_files_and_on_terminals(tmp_path: Path) -> None:
+    """A file takes none, and a log that can't be written is a traceback on the console."""
+    assert printable("ouch \ud800") == one_line("ouch \ud800") == "ouch \\ud800"
+    log = tmp_path / "log"
+    code = (
+        "import logging; from launch.logs import log_to\n"
+        f"log_to(open({str(log)!r}, 'w', encoding='utf-8'), '%(message)s')\n"
+        "logging.error('ouch %s', chr(0xd800))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert log.read_text() == "ouch \\ud800\n"
 
 
 def test_a_line_has_a_limit() -> None:
