@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,10 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
                 if not wait_for(one, command, 4 * n):
                     break
                 hits.append(Hit(one, command, chance))
-                wait_until(lambda n=n: heard(one, command, n, hits[-1]), "its being named", WITHIN_S)  # type: ignore[misc]
+                wait_until(partial(heard, one, command, n, hits[-1]), "its being named", WITHIN_S)
                 hits[-1].note_named()
                 if n < one.hits:
-                    wait_until(lambda n=n: is_back(command, n), "its return", WITHIN_S)  # type: ignore[misc]
+                    wait_until(partial(is_back, command, n), "its return", WITHIN_S)
             ended = command.end(WITHIN_S, lingers=20)
         finally:
             command.kill()

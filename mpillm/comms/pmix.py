@@ -16,7 +16,10 @@ _BOOL = 1  # PMIX_BOOL
 
 
 def fence() -> None:
-    """Return when all ranks have called this; at once where this MPI has no PMIx of version 5."""
+    """Return when all ranks have called this; at once where this MPI has no PMIx of version 5.
+
+    It has no deadline of its own: that of MPI's start (`start._deadline`) ends the process, as in MPI_Init.
+    """
     try:
         library = loaded("libpmix.so")
         load, wait = library.PMIx_Info_load, library.PMIx_Fence
