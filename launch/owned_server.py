@@ -252,7 +252,8 @@ class OwnedServer:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = _stat(process.pid)
                 ticks += int(fields[11]) + int(fields[12])
-                process.resident = int(fields[21]) * _PAGE
+                # One that is about to end holds nothing any more, but was as large as that.
+                process.resident = int(fields[21]) * _PAGE or process.resident
                 if process is not self._over:  # a server may give itself another one
                     process.name = _name(process.pid) or process.name
                 if fields[0] not in ("T", "t"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import owned_server
 from launch.command import Command
 from launch.owned_server import OwnedServer
 from launch.shared_files import SHM
@@ -69,8 +70,24 @@ time.sleep(60)
 """
 
 
-def test_a_worker_whose_parent_asked_first_how_it_ended(tmp_path: Path) -> None:
-    """Its parent gives up, too: the worker is named, not the parent alone."""
+@pytest.mark.parametrize("looked_at", ["as it runs", "as it ends"])
+def test_a_worker_whose_parent_asked_first_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
+) -> None:
+    """Its parent gives up, too: the worker is named, not the parent alone.
+
+    A process that ends has no memory any more a moment before it has ended.
+    """
+    killed = False
+
+    def stat(pid: int) -> list[str]:
+        fields = real_stat(pid)
+        if killed and looked_at == "as it ends":
+            fields[21] = "0"
+        return fields
+
+    real_stat = owned_server._stat
+    monkeypatch.setattr(owned_server, "_stat", stat)
     server = OwnedServer(Command((sys.executable, "-c", CHAIN)), tmp_path / "server.log")
     try:
         wait_until(lambda: len(server.pids) == 3, "three processes")
@@ -78,6 +95,7 @@ def test_a_worker_whose_parent_asked_first_how_it_ended(tmp_path: Path) -> None:
         server.ready()
         (worker,) = [pid for pid in server.pids if not descendants(pid)]
         os.kill(worker, signal.SIGKILL)
+        killed = True
         why = wait_until(server.ended, "its end")
     finally:
         server.stop(1.0)
