@@ -30,8 +30,12 @@ class Command:
 
     def __str__(self) -> str:
         """Return it in shell syntax, to copy and paste."""
-        overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
-        return overlay + shlex.join(self.argv)
+        return " ".join(self.words())
+
+    def words(self) -> list[str]:
+        """Return its words in shell syntax, those of the environment first."""
+        overlay = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return [*overlay, *map(shlex.quote, self.argv)]
 
     def environment(self, keep_job: bool = False) -> dict[str, str]:
         """Return its environment: this process's, without what makes that a rank, unless `keep_job`."""

@@ -129,6 +129,10 @@ class OwnedServer:
         """Return the last lines of its log, indented."""
         return tail(self.log, lines)
 
+    def silent_s(self) -> float:
+        """Return how long it has written nothing to its log."""
+        return max(0.0, time.time() - self.log.stat().st_mtime)
+
     def cause(self, who: str, what: str, explain: Callable[[str], str]) -> str:
         """Return a failure's cause: what has happened to it, what that means, and the end of its log.
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 80
+INDENT = "  "  # of most lines
 
 
 def beside(head: str, text: str, width: int = WIDTH) -> str:
@@ -25,8 +26,13 @@ def beside(head: str, text: str, width: int = WIDTH) -> str:
     return "\n".join(lines) or head.rstrip()
 
 
-def prose(text: str, head: str = "  ") -> str:
-    """Do as `beside` on a terminal; elsewhere return one line, which can be searched."""
+def prose(text: str, head: str = INDENT) -> str:
+    """Do as `beside` on a terminal; elsewhere return one line, which can be searched.
+
+    A command line, which is in lines already, keeps them.
+    """
+    if "\n" in text:
+        return textwrap.indent(text, head)
     return beside(head, text) if sys.stdout.isatty() else f"{head}{text}".rstrip()
 
 

@@ -34,6 +34,7 @@ _SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
 _LOOPBACK = "127.0.0.1"
 _LOOKED_AT = 9  # lines of its log: the last may be a table's edge
 _SHOWN = 60  # characters of its last line
+_SILENT_S = 5.0  # without a line: said
 # What loggers put before a message: a process, a level, a time, a file; Triton's in another order.
 _PREFIX = re.compile(
     r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
@@ -116,13 +117,24 @@ class ServerPlan:
 
 
 def last_said(log: str) -> str:
-    """Return what a server has said last, from the end of its log (see `OwnedServer.tail`)."""
+    """Return what a server has said last, from the end of its log (see `OwnedServer.tail`); "": nothing."""
     for line in reversed(log.splitlines()):
         if (line := line.strip().removeprefix("|").strip()).startswith("$ "):
             break  # its command
         if any(map(str.isalpha, line := _PREFIX.sub("", line))):
             return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
-    return "starts"
+    return ""
+
+
+def doing(name: str, said: str, server: OwnedServer) -> str:
+    """Return what a server that is not ready does; `said`: its last line.
+
+    That of one which imports says nothing for a minute: its CPU time shows that it lives.
+    """
+    if not said:
+        return f"{name}: starts, {server.cpu_s:.0f} s of CPU so far"
+    silent_s = server.silent_s()
+    return f"{name}{f', silent {silent_s:.0f} s' if silent_s >= _SILENT_S else ''}: {said}"
 
 
 class ServerRole(Role):
@@ -182,7 +194,7 @@ class ServerRole(Role):
     def doing(self) -> str:
         if self._server is None or self._is_ready:
             return ""
-        return f"{self._plan.name}: {last_said(self._server.tail(_LOOKED_AT))}"
+        return doing(self._plan.name, last_said(self._server.tail(_LOOKED_AT)), self._server)
 
     def report(self) -> dict[str, Any]:
         if not self._answers:

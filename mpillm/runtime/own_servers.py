@@ -11,9 +11,11 @@ from typing import Any
 from disagg import WorldPlan
 from disagg.errors import ConfigError
 from disagg.plan_table import ranges
+from launch.command import wrapped
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.idle import SIZES_OF_HALVES, of_engine
 from mpillm.config.run_config import RunConfig
+from mpillm.configurator.columns import INDENT, WIDTH
 from mpillm.configurator.found import Level
 from mpillm.devices import Gpu
 from mpillm.fields import BY_NAME, FIELDS
@@ -137,12 +139,12 @@ def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
 
 
 def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
-    """Return lines that say where the servers run, and their command lines.
+    """Return lines that say where the servers run, and their command lines, which may go over several.
 
     Raises ConfigError for a value that the kind can't take.
     """
     try:
-        commands = [str(one.shown()) for one in plans]
+        commands = [tuple(one.shown().words()) for one in plans]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
@@ -151,7 +153,10 @@ def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
         of_roles[one.role] += 1
         shown += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MOST_SHOWN else []
     whose = {command: f"{one.role} servers{one.of_parts}".strip() for _, one, command in reversed(shown)}
-    lines = [f"{whose[command]}: {command}" for command in dict.fromkeys(command for *_, command in shown)]
+    lines = [
+        wrapped([f"{whose[command]}:", *command], WIDTH - len(INDENT))
+        for command in dict.fromkeys(command for *_, command in shown)
+    ]
     for server, one, _ in shown:
         where = f"rank {one.rank} on {plan.ranks[one.rank].node}"
         devices = f", GPU{'s' * (len(one.devices) > 1)} {ranges(one.devices)}" if one.devices else ""

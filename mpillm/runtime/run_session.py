@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
+from mpillm.configurator.columns import INDENT, beside
 from mpillm.cores.base import LLMCore
 from mpillm.files import write_json
 from mpillm.report.console import Console
@@ -190,10 +192,13 @@ def announced(planned: Planned, lines: Sequence[str], model: str = "") -> list[s
     """Return what the console says before a run loads: what it is, its plan, and more lines."""
     plan, config = planned.plan, planned.config
     nodes = len({rank.node for rank in plan.ranks})
+    what = (
+        f"ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode}, core {config.core_type}{model},"
+        f" {planned.reports[0].versions['MPI']}"
+    )
     return [
-        f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode},"
-        f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
+        beside(f"mpillm {__version__}: ", what),
         "",
         disagg.table(plan),
-        *(f"  {line}" for line in lines),
+        *(textwrap.indent(line, INDENT) for line in lines),
     ]

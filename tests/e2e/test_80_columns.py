@@ -40,6 +40,7 @@ def typed(one: Starter, *words: object, pipe: bool = False) -> Command:
     [
         ("plan", "--world_size", 40, "--mode", "disaggregated"),
         ("plan", "--world_size", 300, "--nodes", ",".join(f"gpu-node-{i:04}:10" for i in range(30))),
+        ("plan", "--world_size", 3, "--server", "vllm", "--model_path", "/models/one-of-a-usual-length"),
         ("bench",),
         ("doctor",),
         ("mpirun", "-n", 3, "doctor"),

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import socket
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
+from launch.command import Command
+from launch.owned_server import OwnedServer
 from mpillm.roles import server as role
-from mpillm.roles.server import ServerPlan, ServerRole, last_said
+from mpillm.roles.server import ServerPlan, ServerRole, doing, last_said
 from mpillm.servers.kind import Part
 from mpillm.servers.kinds import kind_of
+from tests.helpers.support import wait_until
 
 PLAN = ServerPlan(3, 1, kind_of("command:true {port}"), "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
 
@@ -45,7 +52,7 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["$ vllm serve DIR"], "starts"),
+        (["$ vllm serve DIR"], ""),
         (["(APIServer pid=7) INFO 11-27 08:24:02 [api_server.py:12] Up"], "Up"),
         (['I1127 08:23:54.417167 9615 python_be.cc:2249] "TRITONBACKEND_Init"'], '"TRITONBACKEND_Init"'),
         (["Loading", "+----+----+", "| Model | Status |", "+----+----+", ""], "| Model | Status |"),
@@ -55,3 +62,16 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
 )
 def test_what_a_server_has_said_last(lines: list[str], said: str) -> None:
     assert last_said("\n".join(f"  | {line}" for line in lines)) == said
+
+
+def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:
+    """As one that imports for a minute: time, and CPU time, show that it lives."""
+    server = OwnedServer(Command((sys.executable, "-c", "while True: pass")), tmp_path / "log")
+    try:
+        wait_until(lambda: server.cpu_s >= 0.5, "its CPU time")
+        assert re.fullmatch(r"server 0 \(x\): starts, \d+ s of CPU so far", doing("server 0 (x)", "", server))
+        assert doing("server 0 (x)", "Loads", server) == "server 0 (x): Loads"
+        os.utime(server.log, (time.time() - 30,) * 2)
+        assert re.fullmatch(r"server 0 \(x\), silent 3\d s: Loads", doing("server 0 (x)", "Loads", server))
+    finally:
+        server.stop(0.0)

@@ -66,10 +66,13 @@ def test_a_run_is_planned_and_prepared() -> None:
     prepared = prepare(planned, nowhere)
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
-    lines = announced(planned, prepared.announcement())
-    assert lines[0].startswith("mpillm ") and lines[0].endswith(
-        "ranks: 3, nodes: 2, aggregated, core dummy, Some MPI 1"
+    lines = announced(planned, [*prepared.announcement(), "servers: a \\\n    b"], ", model of-a-long-name")
+    assert max(map(len, lines[0].splitlines())) <= 80 < len(lines[0]), "a terminal's width"
+    head = " ".join(lines[0].split())
+    assert head.startswith("mpillm ") and head.endswith(
+        "ranks: 3, nodes: 2, aggregated, core dummy, model of-a-long-name, Some MPI 1"
     )
+    assert lines[-1] == "  servers: a \\\n      b", "a command line in several lines"
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 

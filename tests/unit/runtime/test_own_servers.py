@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def test_where_servers_listen_and_what_is_said() -> None:
     assert (second.host, second.reached_at) == ("127.0.0.1", "127.0.0.1")
     lines = server_lines(plan, [first, second])
     assert "server 0 (vllm): rank 1 on a, GPU 0, clients: ranks 1-2" in lines
-    assert any("vllm serve /models/it" in line and "--max-model-len 2048" in line for line in lines)
+    command, *_ = lines
+    assert max(map(len, command.splitlines())) <= 78, "80 columns, below the table"
+    words = shlex.split(command.replace("\\\n", ""))  # as a shell reads it
+    assert words[3:6] == ["vllm", "serve", "/models/it"]
+    assert words[-3:] == ["--max-model-len", "2048", "--no-enable-prefix-caching"]
 
 
 def test_a_server_over_two_nodes() -> None:
@@ -85,7 +90,7 @@ def test_a_server_over_two_nodes() -> None:
     first, second = server_plans(config, plan, gpus, {1: 4711, 2: 4712})
     assert (first.rank, first.base, first.reached_at) == (1, "server_0", "a")
     assert (second.rank, second.base, second.reached_at) == (2, "server_0_1", "b")
-    lines = server_lines(plan, [first, second])
+    lines = [" ".join(line.replace("\\\n", "").split()) for line in server_lines(plan, [first, second])]
     meeting = "--master-addr a --master-port 4711"
     assert any(line.startswith("servers, part 1 of 2: ") and line.endswith(meeting) for line in lines)
     assert any(f"--node-rank 1 {meeting} --headless" in line for line in lines)
