@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from disagg.errors import nearest
@@ -248,26 +248,36 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
 @expects("host:port,host:port", _listed)
 def urls(text: str) -> tuple[str, ...]:
     """Servers as ``host:port,host:port``, each once."""
-    return _addresses(text, r"[^\s/]+")
+    return _each_once(text.split(","), _address)
 
 
 @expects("host:port,host:port", _listed)
 def http_urls(text: str) -> tuple[str, ...]:
-    """As `urls`; ``https://`` may stand before a host, and ``/v1`` behind the port, as `serve` prints it."""
-    bare = ",".join(re.sub(r"(?<=[0-9])/(v1/?)?$", "", url.strip()) for url in text.split(","))
-    return _addresses(bare, r"(https?://)?[^\s/]+")
+    """As `urls`, or as URLs: their path is what stands before ``/v1``, with that or without."""
+    return _each_once([re.sub(r"(?<=[^/])(/v1)?/*$", "", url.strip()) for url in text.split(",")], _http_url)
 
 
-def _addresses(text: str, of_host: str) -> tuple[str, ...]:
-    found = [url.strip() for url in text.split(",")]
-    for url in found:
-        host, _, number = url.rpartition(":")
-        if not re.fullmatch(of_host, host):
-            raise Reason(f"'{url}' is not host:port")
-        port(number)
-        if found.count(url) > 1:
+def _http_url(url: str) -> None:
+    if not re.match(r"https?://[^\s/:]", url):
+        _address(url)
+    elif "/v1/" in url:
+        raise Reason(f"'{url}' goes on behind /v1")
+
+
+def _each_once(found: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+    stripped = tuple(url.strip() for url in found)
+    for url in stripped:
+        check(url)
+        if stripped.count(url) > 1:
             raise Reason(f"'{url}' is given twice")
-    return tuple(found)
+    return stripped
+
+
+def _address(url: str) -> None:
+    host, _, number = url.rpartition(":")
+    if not re.fullmatch(r"[^\s/]+", host):
+        raise Reason(f"'{url}' is not host:port")
+    port(number)
 
 
 def _hosts(value: Any) -> str:

@@ -58,7 +58,7 @@ class HarnessFields(Options, group="harness"):
         default={},
     )
     trtllm_server_urls = option(
-        "HTTP servers, host:port,host:port; a host behind TLS: https://host:port",
+        "HTTP servers, host:port,host:port; behind TLS, or with a path: https://host/path",
         http_urls,
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )

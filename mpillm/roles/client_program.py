@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
@@ -32,8 +34,19 @@ def command_of(kind: HarnessKind, load: Load) -> Command:
     except ValueError as error:
         raise ConfigError(f"--harness: {kind.title} {error}", about=["harness"]) from None
     return Command(
-        (find_program(program, kind.install or "name it by its path"), *words), dict(kind.environment)
+        (find_program(program, kind.install or "name it by its path"), *words),
+        {**kind.environment, **_past_proxies(load.urls)},
     )
+
+
+def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
+    """Return what keeps a client from asking the environment's proxies for servers of the run."""
+    proxies = getproxies()
+    if not proxies:
+        return {}
+    hosts = (urlsplit(url).hostname for url in urls)
+    direct = ",".join(filter(None, (proxies.get("no"), *hosts)))
+    return {"no_proxy": direct, "NO_PROXY": direct}
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,10 @@ class ScriptedServer:
         self._stopped = threading.Event()
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._socket = socket.create_server((self.host, self.port), backlog=512)
-        self.address = f"{self.host}:{self._socket.getsockname()[1]}"
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self._socket = socket.create_server((self.host, self.port), family=family, backlog=512)
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = f"{shown}:{self._socket.getsockname()[1]}"
         self.url = f"{'https' if self.tls else 'http'}://{self.address}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
 

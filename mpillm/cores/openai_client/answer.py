@@ -18,12 +18,13 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Bytes in, the data of whole events out. Lines end with LF or CR LF."""
+    """Bytes in, the data of whole events out. Lines end with LF, CR LF or CR."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
         self._begins = True
+        self._after_cr = False  # which ended a line: an LF behind it is no other
         self._waited = 0  # bytes since the last event
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -36,6 +37,9 @@ class EventStream:
             self._waited = 0
             if data.count(b"\n") == 2 * len(plain) and b"\r" not in data:
                 return plain  # whole events of one line each, as almost always: a fifth of the time
+        if self._after_cr or b"\r" in data:
+            ends, data = data.endswith(b"\r"), data[self._after_cr and data.startswith(b"\n") :]
+            self._after_cr, data = ends, data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         events: list[bytes] = []
@@ -53,8 +57,6 @@ class EventStream:
     def _take(self, line: bytes, events: list[bytes]) -> None:
         if self._begins:
             self._begins, line = False, line.removeprefix(_BOM)
-        if line.endswith(b"\r"):
-            line = line[:-1]
         if line.startswith(b"data:"):
             self._data.append(line[6:] if line[5:6] == b" " else line[5:])
         elif not line:
@@ -189,6 +191,8 @@ class Answer:
             self.texts.append(text)
         if tokens or text:
             self.times.append(at)
+        elif "delta" in choice or "message" in choice:
+            raise TypeError("it answers as a chat")
         if len(self.tokens) > self._max_tokens or len(self.times) > _MOST_PIECES * self._max_tokens:
             raise AnswerError(f"it goes on after the {self._max_tokens} tokens that were asked for")
         if (reason := choice.get("finish_reason")) is not None:

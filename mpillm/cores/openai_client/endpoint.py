@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from launch.bounded_http import MOST_PAGE
 from mpillm.comms.messages import Refusal
@@ -17,6 +18,7 @@ from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
 
 CONNECT_S = 10.0  # longest wait for a connection
+_PORTS = {"http": 80, "https": 443}
 API_KEY = "OPENAI_API_KEY"
 """The environment variable with the key for servers, as for OpenAI's client."""
 
@@ -50,16 +52,20 @@ class Endpoint:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another."""
         # Messages put a path behind it, which begins with /v1.
         self.url = re.sub(r"(/v1)?/*$", "", url if "://" in url else f"http://{url}")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url} is not host:port or a URL of http or https")
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            parts = urlsplit(self.url)
+            self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        except (KeyError, ValueError):  # of another scheme; a port that is none
+            self._host = ""
+        if not self._host or "@" in parts.netloc or parts.query:
+            raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path
+        behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
+        self._past_proxy = " (the proxy of the environment is not asked)" if behind else ""
         key = os.environ.get(API_KEY)
         self._head = (
-            f"Host: {parts.netloc.rpartition('@')[2]}\r\n"
+            f"Host: {parts.netloc}\r\n"
             + (f"Authorization: Bearer {key}\r\n" if key else "")
             + "Content-Type: application/json\r\nContent-Length: "
         )
@@ -129,7 +135,7 @@ class Endpoint:
         try:
             _, connection = await asyncio.wait_for(making, limit_s)
         except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
-            raise NothingSentBack(f"no connection within {limit_s:.3g} s") from None
+            raise NothingSentBack(f"no connection within {limit_s:.3g} s{self._past_proxy}") from None
         except ssl.SSLCertVerificationError as error:
             raise UntrustedError(
                 f"its certificate is not trusted: {error.verify_message}; the environment variable"
@@ -139,7 +145,8 @@ class Endpoint:
             raise NothingSentBack(f"TLS: {error.reason or error}") from None
         except OSError as error:
             known = error.errno is not None and error.errno > 0
-            raise NothingSentBack(os.strerror(error.errno or 0) if known else str(error)) from None
+            why = os.strerror(error.errno or 0) if known else str(error)
+            raise NothingSentBack(f"{why}{self._past_proxy}") from None
         self.connections += 1
         return connection
 

@@ -204,8 +204,12 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,", "a:1,a:1", "http://a:1", "a b:1"],
     ),
     http_urls: (
-        {"a:1,https://b:65535": ("a:1", "https://b:65535"), "http://a:1/v1": ("http://a:1",)},
-        ["", "a", "https://a", "ftp://a:1", "https://:1", "https://a:1/v2", "a:1,a:1"],
+        {
+            "a:1,https://b:65535": ("a:1", "https://b:65535"),
+            "http://a:1/v1": ("http://a:1",),
+            "https://a/models/b/v1/,https://a": ("https://a/models/b", "https://a"),
+        },
+        ["", "a", "ftp://a:1", "https://:1", "https://a:1/v1/completions", "a:1,a:1", "http://a,http://a/v1"],
     ),
     grpc_ports: (
         {

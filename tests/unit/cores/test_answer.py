@@ -21,6 +21,8 @@ USAGE = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens":
 STREAMS = [
     b"".join([*EVENTS, USAGE, END]),
     b"".join([*EVENTS, USAGE, END]).replace(b"\n", b"\r\n"),
+    b"".join([*EVENTS, USAGE, END]).replace(b"\n", b"\r"),
+    b"".join(EVENTS) + USAGE.replace(b"\n", b"\r") + END.replace(b"\n", b"\r\n"),
     b": a comment\n\n" + b"".join(EVENTS) + b"event: x\nid: 1\n" + END,
     b"".join(EVENTS).replace(b"data: ", b"data:") + b"data: {}",  # the end of the stream ends it, too
     b"\xef\xbb\xbf" + b"".join(EVENTS),  # with a byte order mark, and without [DONE]

@@ -16,6 +16,7 @@ from disagg.errors import ConfigError
 from mpillm.harnesses import kind
 from mpillm.harnesses.kind import Load, Request, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
+from mpillm.roles.client_program import command_of
 
 KINDS = ("inference-endpoint", "aiperf", "guidellm", "vllm-bench")
 SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
@@ -304,3 +305,20 @@ def test_a_line_nested_deep_is_named(load: Load) -> None:
     path.write_bytes(b"[" * 200_000)
     with pytest.raises(ConfigError, match=r"events\.jsonl:1: not a JSON object"):
         list(kind.read_lines(path, len(load.order)))
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_the_run(
+    load: Load, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(each, raising=False)
+    client, here = (
+        kind_of("command:true {url} {report}"),
+        replace(load, urls=("http://127.0.0.1:1", "http://h2:8000/v1")),
+    )
+    assert name not in command_of(client, here).environment()
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    assert command_of(client, here).environment()[name] == "127.0.0.1,h2"
+    monkeypatch.setenv("no_proxy", "example.org")
+    assert command_of(client, here).environment()[name] == "example.org,127.0.0.1,h2"
