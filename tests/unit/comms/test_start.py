@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import cast
 
 import pytest
+from mpi4py import MPI
 
+from launch.environment import EXIT_FILE
+from launch.roll_call import ROLL_CALL
 from mpillm.comms import start
 from mpillm.comms.start import node_name
+from mpillm.comms.transport import Transport
 from mpillm.errors import ExitCode
 
 # A task of srun, as recorded in tests/unit/launch/test_launcher.py.
@@ -41,3 +46,35 @@ def test_rank_1_says_who_is_missing_if_rank_0_does_not(
     os.close(done_end)
     text = "MPI_Init did not end within the deadline of 0.1 s: rank 0 is stopped"
     assert cause == (text, ExitCode.NOT_READY)
+
+
+class Broken:
+    """A world in which a rank has ended."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def Dup(self) -> None:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_when_mpi_has_just_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """Rank 0 names it; the others end without a word."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    for name in (EXIT_FILE, ROLL_CALL):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(start, "_LAUNCHER_GRACE_S", 0.0)
+    monkeypatch.setattr(start, "ended_here", lambda: {2})
+    monkeypatch.setattr(Transport, "known_losses", lambda self: frozenset())
+    with pytest.raises(SystemExit) as ended:
+        start._duplicates(cast(MPI.Intracomm, Broken(rank)), 2)
+    assert ended.value.code == ExitCode.INSTANCE_LOST
+    said = "mpillm: failed in phase 'join'\n  MPI can't start: rank 2 has ended\n"
+    assert capsys.readouterr().err == (said if rank == 0 else "")
