@@ -53,6 +53,7 @@ class _Process:
     fd: int  # a pidfd
     name: str
     resident: int  # bytes, when it was last looked at
+    was_large: bool = False  # ever: one that ends gives its memory back before it has ended
     stopped_at: float | None = None  # since when it is
 
     def __str__(self) -> str:
@@ -194,7 +195,7 @@ class OwnedServer:
                 return why
             return killed or self._told_lost() or self._after(why)
         for process, text, bad in ended:
-            is_needed = process.pid in self._needed and process.resident >= _LARGE
+            is_needed = process.pid in self._needed and process.was_large
             if process.pid != self._first and (bad or is_needed):
                 # What ended before it, and was small, may be why.
                 text = text if bad or self._gone[1] == text else f"{self._gone[1]}, then {text}"
@@ -256,8 +257,8 @@ class OwnedServer:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = _stat(process.pid)
                 ticks += int(fields[11]) + int(fields[12])
-                # One that is about to end holds nothing any more, but was as large as that.
-                process.resident = int(fields[21]) * _PAGE or process.resident
+                process.resident = int(fields[21]) * _PAGE
+                process.was_large |= process.resident >= _LARGE
                 if process is not self._over:  # a server may give itself another one
                     process.name = _name(process.pid) or process.name
                 if fields[0] not in ("T", "t"):

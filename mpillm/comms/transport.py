@@ -20,6 +20,7 @@ _MANY = 32  # messages that may not have left yet
 # As a rule a small message leaves without the sender's help: the receiver finds all of it in shared memory.
 _SMALL_BYTES = 3072
 _SMALL_LEAVES_S = 0.005  # how long it is left alone
+_TAKES_S = 0.05  # of looks for one message
 
 
 class Received(NamedTuple):
@@ -171,13 +172,17 @@ class Transport:
         """Return a small waiting message of this source and tag, out of turn; None if there is none.
 
         MPICH advances by one waiting message per try, which is enough for a caller that asks again soon.
+        Open MPI may give the core away at each: where others compute, that takes many times as long.
         """
+        end = time.monotonic() + _TAKES_S
         for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv((buffer, MPI.BYTE))
                 return Received(source, tag, buffer)
+            if time.monotonic() > end:
+                break
         return None
 
     def dispatch(self) -> bool:

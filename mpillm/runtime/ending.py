@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mpillm.runtime.rank0 import Rank0
 
 _log = logging.getLogger("mpillm")
+_BEATS_A_LOOK = 4  # rank 0 sends one or two in the time between two
 
 
 class State(enum.Enum):
@@ -263,7 +264,11 @@ class RankEnding(Ending):
 
     def _look(self) -> int | None:
         try:
-            while BEAT.take(self._beats, 0):
+            # Not all there are: where others take the cores, the next one has come when the looks are over,
+            # and this thread has its own to send.
+            for _ in range(_BEATS_A_LOOK):
+                if BEAT.take(self._beats, 0) is None:
+                    break
                 self._control.rank0_beat()
             if (stop := STOP.take(self._beats, 0)) is not None:
                 BYE.send(self._beats, 0, None)  # at once: the rank is about to end

@@ -76,7 +76,7 @@ def test_a_worker_whose_parent_asked_first_how_it_ended(
 ) -> None:
     """Its parent gives up, too: the worker is named, not the parent alone.
 
-    A process that ends has no memory any more a moment before it has ended.
+    A process that ends gives its memory back some time before it has ended.
     """
     killed = False
 

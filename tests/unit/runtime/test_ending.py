@@ -6,12 +6,14 @@ import logging
 import signal
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
+from mpillm.comms import transport
 from mpillm.comms.control import Limits, Stopped
 from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
@@ -216,6 +218,38 @@ def test_a_stuck_rank_ends_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) 
     world.messages += [beat, beat, Received(0, Tag.STOP, STOP.write(Stop(4, True)))]
     assert world.ending.end_stuck() == 4
     assert world.events == ["beat", "beat", "BYE to 0"]
+
+
+class BusyMachine:
+    """A communicator where others take the cores: Open MPI gives them its own at each look."""
+
+    rank = 2
+    beat = BEAT.write(Beat("load", 0.0, ""))
+
+    def __init__(self) -> None:
+        self.now, self.beats = 0.0, 0
+
+    def Improbe(self, source: int, tag: int, status: object) -> Any:
+        self.now += 0.022
+        assert self.now < 60, "the looks do not end"
+        if tag != Tag.BEAT or self.now < 0.5 * (self.beats + 1):
+            return None
+        self.beats += 1
+        return SimpleNamespace(Recv=lambda to: np.copyto(to[0], self.beat))
+
+
+def test_a_stuck_rank_of_a_busy_machine_soon_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it has looked 32 times, the next heartbeat of rank 0 may be there."""
+    world, machine = World(monkeypatch, 2), BusyMachine()
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: machine.now))
+    world.ending._beats = transport.Transport(cast(MPI.Intracomm, machine))
+    world.ending._beats._status = cast(MPI.Status, SimpleNamespace(Get_count=lambda _: machine.beat.nbytes))
+    for _ in range(20):
+        began = machine.now
+        assert world.ending.end_stuck() is None
+        assert machine.now - began < 0.5, "the watch sends no beat meanwhile"
+        machine.now += 0.5
+    assert len(world.events) > 18, "it has heard of rank 0"
 
 
 def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
