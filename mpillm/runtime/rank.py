@@ -319,7 +319,11 @@ class Rank:
         return self._recorder.to_json(since, self.size) | {"samples": self._sampler.to_json(since, self.size)}
 
     def _beat(self, beat: Beat) -> None:
-        """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this."""
+        """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this.
+
+        None goes to a process that has ended: MPICH's UCX crashes then, and this rank may be saying who is
+        lost.
+        """
         self._sampler.sample()
         beat = beat._replace(
             measured=next((measured for role in self._roles if (measured := role.measured())), None),
@@ -328,11 +332,10 @@ class Rank:
         if self._rank0 is not None:
             self._rank0.control.ranks[0].measured, self._rank0.control.ranks[0].doing = beat[3:]
             self._rank0.show_waiting()
-            # MPICH's UCX crashes when it sends to a process that has ended.
             control = self._rank0.control
             dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())
         else:
-            dests = [0]
+            dests = [] if self._control.rank0_ended() else [0]
         written = BEAT.write(beat)
         for dest in dests:
             with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
