@@ -131,8 +131,11 @@ class OwnedServer:
         return tail(self.log, lines)
 
     def silent_s(self) -> float:
-        """Return how long it has written nothing to its log."""
-        return max(0.0, time.time() - self.log.stat().st_mtime)
+        """Return how long it has written nothing to its log; 0 if that is gone."""
+        try:
+            return max(0.0, time.time() - self.log.stat().st_mtime)
+        except OSError:
+            return 0.0
 
     def cause(self, who: str, what: str, explain: Callable[[str], str]) -> str:
         """Return a failure's cause: what has happened to it, what that means, and the end of its log.

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """Write a tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes; return the folder."""
+def make_checkpoint(folder: Path, hidden_size: int = 72, heads: int = 9, kv_heads: int = 3) -> Path:
+    """Write a tiny model, with SmolLM2's numbers of heads, and a tokenizer of bytes; return the folder."""
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=320,
-        hidden_size=72,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=3,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         bos_token_id=256,
         eos_token_id=257,

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from mpillm.servers.kind import Part, Wanted
 from mpillm.servers.kinds import kind_of
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
+from tests.helpers.make_checkpoint import make_checkpoint
 from tests.helpers.owned import guards, words_of
 from tests.helpers.peer_programs import forking_vllm, on_cpus, tiny_llama
 from tests.helpers.support import DONE, Command, Starter, descendants, make_samples, wait_until
@@ -32,6 +33,11 @@ LENGTH = 32
 END = 2  # of its answers
 TINY: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--load_format", "dummy")
 VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--max_seq_len", 1024)
+
+TRANSFORMERS: tuple[object, ...] = (
+    "--server",
+    "command:transformers serve --device cpu --dtype float32 --host {host} --port {port}",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,26 +96,37 @@ def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Start
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
-def test_tensor_parallel_over_three_hosts(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
-) -> None:
-    """Each host has a third of every layer; gloo carries their sums."""
-    n = 40
-    data = options(model, prompts(n))
+def over_hosts(one: Starter, n_hosts: int, n: int, data: Sequence[object], say: Says) -> None:
+    """Run a server with a part of every layer on each host; gloo carries their sums."""
     ours = offline(one, "ours", "torch", *data)
-    words = ("run", *data, *VLLM, "--tensor_parallelism", 3, "--server_nodes", 3, "--min_duration", 0)
-    with or_skip(hosts(3)) as made:
+    words = ("run", *data, *VLLM, "--tensor_parallelism", n_hosts, "--server_nodes", n_hosts)
+    with or_skip(hosts(n_hosts)) as made:
         on = OnHosts(made, one)
         exports = {**on_cpus(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        command = on.start("h1:2,h2:1,h3:1", *words, "--save_outputs", exports=exports)
+        where = ",".join(f"h{host}:{2 if host == 1 else 1}" for host in range(1, 1 + n_hosts))
+        command = on.start(where, *words, "--min_duration", 0, "--save_outputs", exports=exports)
         ended = command.end(TIMEOUT_S).must(DONE)
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
     say(
-        f"vLLM, TP 3 over three hosts: Offline {ended.result['status']};"
+        f"vLLM, TP {n_hosts} over {n_hosts} hosts: Offline {ended.result['status']};"
         f" {equal} of {n} answers have our tokens"
     )
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
+
+
+def test_tensor_parallel_over_two_hosts(one: Starter, say: Says) -> None:
+    """The real model has three heads of keys and values, which two can't share."""
+    model = make_checkpoint(one.folder / "even", hidden_size=256, heads=4, kv_heads=2)
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    data = make_samples(one.folder / "samples.jsonl", range(9, 49))
+    over_hosts(one, 2, 40, options(model, data.path), say)
+
+
+def test_tensor_parallel_over_three_hosts(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    over_hosts(one, 3, 40, options(model, prompts(40)), say)
 
 
 def test_a_server_that_is_started_again(
@@ -158,8 +175,7 @@ def test_a_server_that_none_of_us_wrote(
     n = 40
     data = ("--dataset_path", prompts(n), "--model_path", model, "--max_output_len", 16)
     ours = offline(one, "ours", "torch", *data, "--dtype", "float32")
-    line = "command:transformers serve --device cpu --dtype float32 --host {host} --port {port}"
-    own = ("--server", line, "--core_options", f"model:{model}")
+    own = (*TRANSFORMERS, "--core_options", f"model:{model}")
     theirs = offline(one, "theirs", "trtllm_endpoint", *data, *own)
     tokenizer = load_tokenizer(model, apply_chat_template=False)
 
@@ -187,20 +203,28 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
     assert len({port for (port,) in ports}) == 2
 
 
-def test_under_slurm(one: Starter, say: Says) -> None:
-    """srun on two nodes, each with a vLLM."""
+@pytest.mark.slurm
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_under_slurm(kind: str, model: Path, program: Program, one: Starter, say: Says) -> None:
+    """srun on two nodes, each with a vLLM; or one with `transformers serve`, beside one with rank 0."""
+    program(kind)
     data = make_samples(one.folder / "samples.jsonl", range(9, 41))
-    model, folder = tiny_llama(one.folder / "tiny"), one.folder / "run"
-    words = ("--dataset_path", data.path, "--model_path", model, "--min_duration", 0, "--max_output_len", 8)
-    with or_skip(slurm(2)) as cluster:
-        under = UnderSlurm(cluster, one)
+    words = ("--dataset_path", data.path, "--min_duration", 0, "--max_output_len", 8)
+    if kind == "vllm":
+        ranks, own = 3, (*TINY, "--model_path", tiny_llama(one.folder / "tiny"))
         env = forking_vllm(one.folder / "bin")
-        command = under.start(["-n", 3, "-N", 2], "run", *words, *TINY, "--log_dir", folder, env=env)
+    else:
+        ranks, own = 2, (*TRANSFORMERS, "--core_options", f"model:{model}", "--model_path", model)
+        env = on_cpus()
+    with or_skip(slurm(2)) as cluster:
+        under, folder = UnderSlurm(cluster, one), one.folder / "run"
+        command = under.start(["-n", ranks, "-N", 2], "run", *words, *own, "--log_dir", folder, env=env)
         ended = command.end(TIMEOUT_S).must(DONE)
     owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
     samples = [client["samples"] for client in ended.result["per_instance"]]
-    say(f"vLLM on two nodes of a Slurm: Offline {ended.result['status']}, {samples} samples")
-    assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    say(f"{kind} on nodes {owners} of a Slurm: Offline {ended.result['status']}, {samples} samples")
+    assert owners == ["h1", "h2"][2 - len(samples) :] and len(samples) == ranks - 1
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
     assert sum(samples) == 32 and min(samples) > 0
 
 
