@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpillm.report.numbers import milliseconds, short
@@ -97,18 +97,20 @@ def failures(run: RunFiles) -> str:
     for failure in [] if run.stopped_by else failures_in(run.result):
         rank, trace = failure.get("rank"), failure.get("traceback")
         who = "" if rank is None else f"rank {rank}: "
-        more = f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""
+        cause, more = _cause(failure)
+        more += f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""
         if isinstance(rank, int) and (log := run.log_of(rank)):
             more += f"<p>See {link(log)}.</p>"
         if trace:
             more += f"<details><summary>Traceback</summary><pre>{escape(trace)}</pre></details>"
-        said.append(f"<li><strong>{escape(who)}{escape(failure.get('cause', ''))}</strong>{more}</li>")
+        said.append(f"<li><strong>{escape(who)}{cause}</strong>{more}</li>")
     for lost in run.result.get("lost") or []:
+        cause, more = _cause(lost)
         said.append(
             f"<li><strong>Lost at {lost.get('at_s', 0):.1f} s:"
             f" instance {escape(lost.get('instance'))}</strong>,"
-            f" rank {escape(lost.get('rank'))}: {escape(lost.get('cause', ''))}"
-            f" ({escape(lost.get('retried', 0))} samples were computed again)</li>"
+            f" rank {escape(lost.get('rank'))}: {cause}"
+            f" ({escape(lost.get('retried', 0))} samples were computed again){more}</li>"
         )
     phase = run.result.get("phase")
     where = f" in phase {escape(phase)}" if phase and run.result.get("status") == "FAILED" else ""
@@ -117,6 +119,12 @@ def failures(run: RunFiles) -> str:
         if said
         else ""
     )
+
+
+def _cause(failure: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first line of a cause, and an element with the others: the end of a server's log, say."""
+    first, _, others = str(failure.get("cause", "")).partition("\n")
+    return escape(first), f"<pre>{escape(others)}</pre>" if others else ""
 
 
 def tiles(facts: Facts, price: float | None) -> str:

@@ -269,6 +269,20 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
         assert part in said
 
 
+def test_the_end_of_a_servers_log_keeps_its_lines(run: Path) -> None:
+    """It was one bold paragraph."""
+    cause = (
+        "server 0 (vllm): was ended by signal 9 (SIGKILL)\nthe end of server_0.log:\n  | INFO <a>\n  | INFO b"
+    )
+    result = json.loads((run / "result.json").read_text())
+    failed = {"status": "FAILED", "failures": [{"rank": 1, "cause": cause}]}
+    lost = [{"instance": 0, "rank": 1, "at_s": 2.0, "cause": cause, "retried": 3}]
+    write(run / "result.json", result | failed | {"lost": lost})
+    text = write_page(run).read_text()
+    assert "<strong>rank 1: server 0 (vllm): was ended by signal 9 (SIGKILL)</strong>" in text
+    assert text.count("<pre>the end of server_0.log:\n  | INFO &lt;a&gt;\n  | INFO b</pre>") == 2
+
+
 def test_ctrl_c_is_said_and_no_failure(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     failures = [{"rank": None, "cause": "interrupted (Ctrl-C)", "traceback": ""}]
