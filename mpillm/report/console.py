@@ -86,7 +86,13 @@ class Console:
         """Print that a phase is done."""
         self.note(note, f"  {name:<7} {seconds:8.2f} s  ")
 
-    def waiting(self, phase: str, elapsed_s: float, awaited: Mapping[str, Sequence[int]]) -> None:
+    def waiting(
+        self,
+        phase: str,
+        elapsed_s: float,
+        awaited: Mapping[str, Sequence[int]],
+        hosts: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Show that a phase goes on, and what its ranks do: `awaited`, the ranks by what they say.
 
         On a terminal soon; elsewhere a line after some seconds, and then less and less often.
@@ -95,7 +101,7 @@ class Console:
             return
         doing = {what: what.partition("\n")[0] for what in awaited}
         said = [
-            f"{disagg.rank_list(ranks)}{f': {doing[what]}' if what else ''}"
+            f"{disagg.rank_list(ranks, hosts)}{f': {doing[what]}' if what else ''}"
             for what, ranks in awaited.items()
         ]
         more = len(said) - _MOST_SAID

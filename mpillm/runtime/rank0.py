@@ -73,7 +73,7 @@ class Rank0:
         control = self.control
         if PHASES.index(control.phase) < PHASES.index("test"):
             elapsed = time.monotonic() - control.phase_started
-            self._console.waiting(control.phase, elapsed, control.awaited())
+            self._console.waiting(control.phase, elapsed, control.awaited(), control.hosts())
 
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
         planned = plan_run(self._config, reports, serves=self._purpose.serves)
