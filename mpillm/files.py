@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ def cache_folder() -> Path:
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if Path(named).is_absolute() else Path.home() / ".cache") / "mpillm"
+
+
+def check_files(folder: Path) -> None:
+    """Raise ConfigError if a folder from elsewhere has a pipe or a device in it, or a link to one.
+
+    To open or to read one need not end.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            with contextlib.suppress(OSError):  # a link to nothing
+                mode = path.stat().st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                    raise ConfigError(f"{path}: neither a file nor a folder")
 
 
 def read_json(path: Path) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
-from mpillm.files import excerpt, panics_named
+from mpillm.files import check_files, excerpt, panics_named
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # that we cannot read
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -67,6 +67,8 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
     """Return the tokenizer of the folder `model_path`, or the byte tokenizer. Raises ConfigError."""
     if model_path is None:
         return ByteTokenizer()
+    if model_path.is_dir():
+        check_files(model_path)
     file = model_path / "tokenizer.json"
     if not file.exists():
         if others := [name for name in _OTHER_FORMATS if (model_path / name).exists()]:

@@ -33,6 +33,7 @@ _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 1024
 _MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
 _MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
+_OF_TEMPLATE = 8  # characters that a chat template puts around a message, or more
 _MOST_SECONDS = 1e12  # between the clocks of two machines
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
 
@@ -130,9 +131,9 @@ class Asked:
 
     @property
     def n_characters(self) -> int:
-        """The number of characters to tokenise."""
+        """The number of characters to tokenise, about."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
-            len(m["content"]) for m in self.messages
+            len(m["content"]) + len(m["role"]) + _OF_TEMPLATE for m in self.messages
         )
 
 

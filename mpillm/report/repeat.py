@@ -89,8 +89,8 @@ def options_again(run: Path) -> tuple[list[str], list[str]]:
         if then.get(name) and (why := _changed(Path(then[name]), run / copy)):
             notes.append(f"--{name} {then[name]} {why}: {run / copy} is taken")
             words = [*_without(words, name), f"--{name}", str(run / copy)]
-    if then.get("config_file") and not Path(then["config_file"]).exists():
-        notes.append(f"--config_file {then['config_file']} is gone: its values are stated")
+    if then.get("config_file") and (why := _not_read_again(Path(then["config_file"]))):
+        notes.append(f"--config_file {then['config_file']} {why}: its values are stated")
         words = _without(words, "config_file")
     now = parse_run(words)
     for name in then:
@@ -141,6 +141,13 @@ def _changed(original: Path, copy: Path) -> str:
         return "" if text in copy.read_text(encoding="utf-8") else "has changed"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{original}: {error}") from error
+
+
+def _not_read_again(config_file: Path) -> str:
+    """Return why a configuration file is not; "" if it is. A directory may be a stranger's, and name any."""
+    if not config_file.exists():
+        return "is gone"
+    return "is a program, which is not run again" if config_file.suffix == ".py" else ""
 
 
 def _without(words: list[str], name: str) -> list[str]:

@@ -19,7 +19,7 @@ from mpillm import workloads
 from mpillm.comms.messages import JoinReport
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
-from mpillm.files import as_written, read_json, write_json
+from mpillm.files import as_written, check_files, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.phases import Phase
 from mpillm.report.run_environment import ENVIRONMENT
@@ -243,6 +243,7 @@ class RunDirectory:
             raise ConfigError(
                 f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
             )
+        check_files(path)
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from disagg.errors import ConfigError
-from mpillm.files import read_json
+from mpillm.files import check_files, read_json
 from mpillm.loadgen.logs import DETAIL, read_detail
 from mpillm.report.ranklog import log_name
 from mpillm.report.request_log import damaged_requests
@@ -51,6 +51,7 @@ class RunFiles:
             raise ConfigError(
                 f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
             )
+        check_files(path)
         if not any((path / name).exists() for name in _KNOWN_BY):
             raise ConfigError(f"{path} has none of {', '.join(_KNOWN_BY)}: not a run directory")
         reader = _Reader(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.files import read_json
+from mpillm.files import check_files, read_json
 from mpillm.report.run_files import stopped_by
 
 LATEST = "latest"
@@ -95,6 +95,7 @@ def _plans(folder: Path) -> Iterator[Path]:
 
 def _result(folder: Path) -> dict[str, Any]:
     try:
+        check_files(folder)
         value = read_json(folder / "result.json")
     except (ConfigError, OSError):
         return {}

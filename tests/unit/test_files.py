@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.files import read_json, replace_folder
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.model.read_config import load_model_config
+from mpillm.files import check_files, read_json, replace_folder
+from mpillm.nvidia.triton.peft_adapter import convert
+from mpillm.report.run_directory import RunDirectory
+from mpillm.report.run_files import RunFiles
+from tests.helpers.run_directories import make_run
 
 
 class Folders:
@@ -98,3 +107,30 @@ def test_what_is_no_json_is_said(text: str, said: str, tmp_path: Path) -> None:
     assert str(error.value).startswith(f"{file}{said}")
     with pytest.raises(ConfigError, match="not a file's name"):
         read_json(tmp_path / "a\0b")
+
+
+def test_a_pipe_or_a_device_in_a_folder(tmp_path: Path) -> None:
+    put(tmp_path / "inner", "whole")
+    (tmp_path / "to nothing").symlink_to("nowhere")
+    (tmp_path / "to a file").symlink_to("inner/text")
+    check_files(tmp_path)
+    os.mkfifo(tmp_path / "inner" / "pipe")
+    with pytest.raises(ConfigError, match="inner/pipe: neither a file nor a folder"):
+        check_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        *(load_tokenizer, RunFiles.read, RunDirectory.read),
+        lambda folder: load_model_config(str(folder)),
+        lambda folder: convert(folder, "float16"),
+    ],
+)
+def test_readers_of_folders_open_no_device(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    """A link to /dev/zero has no end, and nobody writes to a pipe."""
+    run = make_run(tmp_path / "run")
+    for name in ("timeline.jsonl", "chat_template.jinja"):
+        (run / name).symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        read(run)

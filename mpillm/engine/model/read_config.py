@@ -17,7 +17,7 @@ from mpillm.engine.dtypes import STORED
 from mpillm.engine.model.families import FAMILIES, Family, Latent, Raw
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
 from mpillm.engine.weights.quantization import parse_quantization
-from mpillm.files import as_written, excerpt, read_object
+from mpillm.files import as_written, check_files, excerpt, read_object
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
@@ -55,6 +55,7 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
     """Return config.json and the folder (None for a preset); a folder wins over a preset of the same name."""
     folder = Path(model_path)
     if folder.is_dir():
+        check_files(folder)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model_path {model_path}: no model there: the folder has no config.json")
         return folder / "config.json", folder

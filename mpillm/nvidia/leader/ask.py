@@ -74,8 +74,12 @@ class Ask:
                     json=self._body,
                     headers=self._headers,
                     timeout=timeout,
+                    allow_redirects=False,  # prompts and the key go to no other address
                 )
                 self._response = await asyncio.wait_for(asking, _CONNECT_S + self._silence_s)
+                if 300 <= self.status < 400:
+                    self._response.close()
+                    raise self._bad(f"it redirects (HTTP {self.status})")
                 return self
             except BaseException as error:
                 self._pool.give_back(self._place)

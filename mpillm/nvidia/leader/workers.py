@@ -51,7 +51,9 @@ class Worker:
         """Check its health; return whether it is well."""
         try:
             async with session.get(
-                f"{self.base}/health", timeout=aiohttp.ClientTimeout(total=_ANSWER_S)
+                f"{self.base}/health",
+                timeout=aiohttp.ClientTimeout(total=_ANSWER_S),
+                allow_redirects=False,
             ) as answer:
                 if answer.status == 200:
                     if self.gone and self._was_ready:

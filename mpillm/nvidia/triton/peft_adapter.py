@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.engine.lora import MODULES
-from mpillm.files import excerpt
+from mpillm.files import check_files, excerpt
 
 _MODULE_OF = {
     "q_proj": "attn_q",
@@ -44,6 +44,8 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
 
     `dtype`: float16 or float32, of the weights. Raises ConfigError if it has what the tensors can't say.
     """
+    if folder.is_dir():
+        check_files(folder)
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = _tensors(folder)

@@ -321,6 +321,31 @@ def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str)
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", ["context", "generation"])
+def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> None:
+    """A redirection would have the leader send prompts, and the key, to whatever a server says."""
+
+    async def run() -> None:
+        with ScriptedServer(others={"/health": says(plain({}))}) as elsewhere:
+            there = says(plain({}, "307 Temporary Redirect", Location=f"{elsewhere.url}/v1/completions"))
+            scripts = ([there], [generation]) if kind == "context" else ([context], [there])
+            async with led(*scripts) as it:
+                named = it.names[kind == "generation"]
+                assert await it.error(502, BODY) == f"{named}: it redirects (HTTP 307)"
+                status, _ = await it.ask({**BODY, "stream": True})
+                assert status == 502
+            health = Worker(Instance(0, "context", "context_servers", elsewhere.address, range(1)))
+            away = says(plain({}, "302 Found", Location=f"{elsewhere.url}/health"))
+            with ScriptedServer(others={"/health": away}) as server:
+                health.base = server.url
+                async with ClientSession() as session:
+                    assert not await health.check(session)
+            assert health.gone == "its health check says 302"
+            assert elsewhere.requests == []
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

@@ -14,6 +14,7 @@ from mpillm.comms.messages import REQUEST, RequestFlag
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.app import _LONG_TEXT
 from mpillm.endpoint.protocol import Served, encode, read
 
 SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), max_output_len=9)
@@ -127,3 +128,19 @@ def test_whole_numbers_with_a_point() -> None:
     for wrong in ({"prompt": [81.5]}, {"prompt": [1.0], "max_tokens": 5.5}, {"prompt": [1e400]}):
         with pytest.raises(ApiError):
             read(json.dumps(wrong).encode(), False, SERVED)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "x" * 100_000, "content": ""}],
+        [{"role": "user", "content": ""}] * 10_000,
+        [{"role": "user", "content": "x" * 100_000}],
+    ],
+)
+def test_all_that_a_chat_template_takes_counts_as_text(messages: Any) -> None:
+    """Long texts are not tokenised in the event loop's thread, where others would wait for them."""
+    asked = read(json.dumps({"messages": messages}).encode(), True, SERVED)
+    assert asked.n_characters > _LONG_TEXT
+    short = read(b'{"messages": [{"role": "user", "content": "x"}]}', True, SERVED)
+    assert short.n_characters < 100

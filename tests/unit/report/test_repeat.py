@@ -67,6 +67,22 @@ def test_a_changed_and_a_lost_configuration_file(tmp_path: Path) -> None:
     assert (parse_run(words).core_type, parse_run(words).max_batch_size) == ("dummy", 4)
 
 
+def test_a_program_that_a_run_directory_names_is_not_run(tmp_path: Path) -> None:
+    """Of a stranger's directory it would run even for --dry_run."""
+    file = tmp_path / "theirs.py"
+    file.write_text("core_type: dummy\nmax_batch_size: 4\n")
+    run = recorded(tmp_path / "run", "--core_type", "dummy", "--max_batch_size", "4")
+    config = json.loads((run / "config.json").read_text())
+    config["config_file"] = {"value": str(file), "source": "command line"}
+    config["max_batch_size"]["source"] = f"{file}:1"
+    (run / "config.json").write_text(json.dumps(config))
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEXPORTS = {{}}\n")
+    words, notes = options_again(run)
+    assert not (tmp_path / "ran").exists() and "--config_file" not in words
+    assert f"--config_file {file} is a program, which is not run again: its values are stated" in notes
+    assert parse_run(words).max_batch_size == 4
+
+
 def test_files_that_a_run_keeps(tmp_path: Path) -> None:
     conf = tmp_path / "mine.conf"
     conf.write_text("*.Offline.target_qps = 3\n")
