@@ -21,7 +21,7 @@ class EventStream:
     """Bytes in, the data of whole events out. Lines end with LF, CR LF or CR."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # pieces of a line that has not ended
         self._data: list[bytes] = []
         self._begins = True
         self._after_cr = False  # which ended a line: an LF behind it is no other
@@ -40,9 +40,13 @@ class EventStream:
         if self._after_cr or b"\r" in data:
             ends, data = data.endswith(b"\r"), data[self._after_cr and data.startswith(b"\n") :]
             self._after_cr, data = ends, data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
         events: list[bytes] = []
+        lines: list[bytes] = []
+        if b"\n" in data:
+            lines = b"".join((*self._rest, data)).split(b"\n")
+            self._rest = [rest] if (rest := lines.pop()) else []
+        elif data:  # a long line is not copied for each of its pieces
+            self._rest.append(data)
         for line in lines:
             self._take(line, events)
         self._waited = 0 if events else self._waited + len(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterable
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.cores.openai_client.answer import Answer, AnswerError, EventStream, failure_text
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 from tests.helpers.scripted_server import choice, event
 
@@ -69,6 +70,16 @@ def test_an_answer_in_any_pieces(stream: bytes, places: list[int]) -> None:
     names = ("tokens", "text", "finish_reason", "prompt_tokens", "completion_tokens", "size")
     assert [getattr(one, name) for name in names] == [getattr(many, name) for name in names]
     assert len(many.times) == len(one.times) and many.times == sorted(many.times)
+
+
+def test_a_long_line_in_small_pieces_takes_little_time() -> None:
+    """Each piece was added to a copy of all before it: minutes, in which the other answers wait."""
+    stream, began = EventStream(), time.process_time()
+    stream.feed(b"data: ")
+    for _ in range(1 << 16):
+        assert stream.feed(b"x" * 240) == []
+    assert stream.feed(b"\n\n") == [b"x" * (240 << 16)]
+    assert time.process_time() - began < 20  # of the CPU; a hundredth of it is enough
 
 
 @pytest.mark.parametrize("stream", WRONG)
