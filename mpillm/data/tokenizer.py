@@ -19,10 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
+from launch.outside import one_line
 from mpillm.files import check_files, excerpt, panics_named
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # that we cannot read
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_OF_PYTHON = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Messages = Sequence[Mapping[str, Any]]  # of a chat, as OpenAI's API has them
@@ -246,7 +257,6 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
         import jinja2
         import jinja2.ext
         import jinja2.parser
-        import jinja2.sandbox
     except ImportError as error:
         raise ConfigError(
             "the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'"
@@ -267,19 +277,24 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    from mpillm.data.template_sandbox import TemplateSandbox
+
+    environment = TemplateSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.bound()
+    environment.begin(template)
     special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
     try:
         compiled = environment.from_string(template)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise ConfigError(f"the model's chat template does not parse: {error}") from error
+    except (jinja2.TemplateError, *_OF_PYTHON) as error:
+        raise ConfigError(f"the model's chat template does not parse: {one_line(str(error))}") from error
 
     def render(messages: Messages) -> str:
+        environment.begin(template)
         try:
             made = compiled.render(
                 messages=messages,
@@ -290,7 +305,8 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
             )
             made.encode()  # half of a surrogate pair is no text
             return made
-        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"the model's chat template fails on these messages: {error}") from error
+        except (jinja2.TemplateError, *_OF_PYTHON) as error:
+            said = one_line(str(error) or type(error).__name__)
+            raise ConfigError(f"the model's chat template fails on these messages: {said}") from error
 
     return render

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -214,3 +216,59 @@ def test_equals_transformers() -> None:
         assert plain.decode(tokens) == reference.decode(tokens, skip_special_tokens=True), prompt
     assert chat.vocab_size == len(reference)
     assert not set(reference.all_special_ids) & set(chat.plain_tokens)
+
+
+GROWS = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+BOMBS = {
+    "rounds": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "rounds of a generator": "{% for i in range(99999)|map('string') %}"
+    "{% for j in range(99999)|map('string') %}{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a product": "{{ 'a' * 10000000000 }}",
+    "a list's product": "{{ [0] * 10000000000 }}",
+    "a power": "{{ 10 ** 10 ** 9 }}",
+    "a width": "{{ 'a'|center(10000000000) }}",
+    "a method's width": "{{ 'a'.ljust(10000000000) }}",
+    "a format": "{{ '%9999999999d' % 1 }}",
+    "a format's argument": "{{ '%*d' % (9999999999, 1) }}",
+    "a format's method": "{{ '{:>9999999999}'.format(1) }}",
+    "a format's filter": "{{ '%9999999999d'|format(1) }}",
+    "doubled": GROWS % ("'a'", "n.x ~ n.x"),
+    "added": GROWS % ("'a'", "n.x + n.x"),
+    "joined": GROWS % ("'a'", "[n.x, n.x]|join"),
+    "replaced": GROWS % ("'aa'", "n.x.replace('a', n.x)"),
+    "lists of lists": GROWS % ("['a']", "[n.x, n.x]"),
+    "what is printed": "{% set x %}{% for i in range(99999) %}{{ 'y' * 99999 }}{% endfor %}{% endset %}",
+    "the template itself": "{% set x %}{% for i in range(99999) %}"
+    + "y" * 99999
+    + "{% endfor %}{% endset %}",
+    "made when compiled": "{{ 'a'|center(99999)|center(10000000000) }}",
+}
+
+
+@pytest.mark.parametrize("template", BOMBS.values(), ids=BOMBS)
+def test_a_template_takes_no_more_than_it_may(folder: Path, template: str) -> None:
+    """A few bytes of a model from anywhere asked for hours, or for all memory."""
+    (folder / "chat_template.jinja").write_text(template)
+    began, peak = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"too long, or too much memory|a width of five digits"):
+        load_tokenizer(folder).encode("a")
+    assert time.process_time() - began < 60 and getrusage(RUSAGE_SELF).ru_maxrss - peak < 3 << 20  # KiB
+
+
+def test_long_chats_are_no_bombs(folder: Path) -> None:
+    text = (
+        "{% set n = namespace(last='') %}{% for m in messages %}"
+        "{% if m.role in ['user', 'system'] and m.content is string %}{{ '<s>' + m.role ~ m.content|trim }}"
+        "{% endif %}{% set n.last = m.content.replace('a', 'bb') %}{% endfor %}{{ n.last }}" + " " * 20_000
+    )
+    (folder / "chat_template.jinja").write_text(text)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}] * 4_000)
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab" * 200_000}])
+
+
+def test_an_error_of_a_template_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    with pytest.raises(ConfigError, match="fails on these messages: division by zero"):
+        load_tokenizer(folder).encode("a")

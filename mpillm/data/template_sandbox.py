@@ -1,0 +1,187 @@
+"""The Jinja environment of chat templates, which come with models from anywhere.
+
+Jinja's sandbox lets a template call nothing that it should not; here one also has an allowance for each chat,
+of steps and of characters that it makes: a few bytes could ask for hours, or for all memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes, runtime
+from jinja2.visitor import NodeTransformer
+
+_MOST = 1 << 31  # characters that are made
+_STEP = 1024  # of them, for a step; a round counts as all of the template, which it may print
+# Filters and methods that may make the product of what they are given, or a width that is a number.
+_MULTIPLY = frozenset(
+    {
+        *("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace"),
+        *("rjust", "slice", "tojson", "translate", "wordwrap", "xmlattr", "zfill"),
+    }
+)
+_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z]*\*")  # in a text that says how to format others
+_FORMAT = ("format", "format_map")
+_CONTAINERS = (nodes.List, nodes.Tuple, nodes.Dict)
+_LOOPED, _COUNTED = "mpillm looped", "mpillm counted"
+
+
+class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Raises TemplateError where a template takes too much."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=self._counted, **options)
+        # Threads share it: what is renewed for another chat in the middle is still an end.
+        self._left = self._round = 0
+        self.globals.pop("lipsum")
+
+    def bound(self) -> None:
+        """Count what filters make, once all are there."""
+        self.filters.update({name: self._bounded(name, made) for name, made in self.filters.items()})
+        self.filters.update({_LOOPED: self._looped, _COUNTED: self._counted})
+
+    def begin(self, template: str) -> None:
+        """Give an allowance: to compile the template, or for a chat."""
+        self._left = _MOST
+        self._round = _STEP + len(template)
+
+    def call(self, context: Any, called: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(called, (runtime.Macro, runtime.LoopContext)):
+            self._spend(self._round + 3 * _STEP)
+        given = [*args, *options.values()]
+        method = getattr(called, "__wrapped__", called)  # the sandbox has str.format in a function of its own
+        if isinstance(owner := getattr(method, "__self__", None), str):
+            given.append(owner)
+        self._operate(getattr(called, "__name__", ""), given)
+        return super().call(context, called, *args, **options)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if type(left) is str and type(right) is str:  # nearly always
+                self._left -= len(left) + len(right)
+                left += right
+                return left if self._left >= 0 else self._spend(0)
+            self._spend(_size(left) + _size(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            self._spend(left.bit_length() * (abs(right) if operator == "**" else right.bit_length()))
+        else:
+            self._operate("format" if operator == "%" else "replace", (left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        made = _Counting(any(not _is_constant(one) for one in tree.find_all(_CONTAINERS))).visit(tree)
+        assert isinstance(made, nodes.Template)
+        made.set_environment(self)
+        return made
+
+    def _bounded(self, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if hasattr(made, "jinja_pass_arg") else 0  # argument that is not Jinja's own
+
+        @functools.wraps(made)
+        def bounded(*args: Any, **options: Any) -> Any:
+            self._operate(name, (*args[first:], *options.values()))
+            return made(*args, **options)
+
+        return bounded
+
+    def _looped(self, values: Any) -> Any:
+        if isinstance(values, Sized):
+            self._spend(self._round * len(values))
+            return values
+        return self._each(values)
+
+    def _each(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            self._spend(self._round)
+            yield value
+
+    def _counted(self, value: Any) -> Any:
+        self._left -= len(value) if type(value) is str else _size(value)
+        return value if self._left >= 0 else self._spend(0)
+
+    def _operate(self, name: str, given: Sequence[Any]) -> None:
+        if name in _MULTIPLY:
+            if name in _FORMAT and any(isinstance(one, str) and _WIDTH.search(one) for one in given):
+                raise jinja2.TemplateError("a width of five digits, or of what is formatted")
+            self._spend(_STEP + math.prod(max(1, _size(one)) for one in given))
+            return
+        n = _STEP
+        for one in given:
+            n += len(one) if type(one) is str else _size(one)
+        self._spend(n)
+
+    def _spend(self, n: int) -> None:
+        self._left -= n
+        if self._left < 0:
+            raise jinja2.TemplateError("it takes too long, or too much memory")
+
+
+class _Counting(NodeTransformer):
+    """Has a template count its rounds, and what it puts together, makes a list of, or compares with one."""
+
+    def __init__(self, compares: bool) -> None:
+        self._compares = compares
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, _LOOPED)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [_filtered(one, _COUNTED) for one in node.nodes]
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if self._compares:  # lists in lists, which may be the same one many times
+            node.expr = _filtered(node.expr, _COUNTED)
+            for operand in node.ops:
+                operand.expr = _filtered(operand.expr, _COUNTED)
+        return node
+
+    def _made(self, node: Any) -> Any:
+        self.generic_visit(node)
+        return node if _is_constant(node) else _filtered(node, _COUNTED)
+
+    visit_List = visit_Tuple = visit_Dict = _made
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    """Return whether a list, or the like, holds nothing that a template has made; or is where values go."""
+    if getattr(node, "ctx", "load") != "load":
+        return True
+    return all(isinstance(one, (nodes.Const, nodes.Pair)) for one in node.find_all((nodes.Expr, nodes.Pair)))
+
+
+def _filtered(node: Any, name: str) -> Any:
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _size(value: Any, seen: dict[int, int] | None = None) -> int:
+    """Return how many characters, or parts, a value has when it is printed; of a number, the number."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return min(abs(value), _MOST + 1)
+    if isinstance(value, range):
+        return _STEP * len(value)
+    if not isinstance(value, (list, tuple, Mapping)):
+        return 1
+    seen = {} if seen is None else seen
+    if id(value) not in seen:  # a list may have the same one many times, and so on
+        seen[id(value)] = 0
+        inner = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+        seen[id(value)] = 1 + sum(1 + (_size(one, seen) if not isinstance(one, int) else 0) for one in inner)
+    return seen[id(value)]
