@@ -94,6 +94,13 @@ def test_errors_of_a_command_line_are_reported_once() -> None:
     with pytest.raises(ConfigError) as error:
         plan_run(config, joined(config, usage_error="--x: no such option"))
     assert str(error.value) == "rank 1: --x: no such option"
+    without = {r: report._replace(host="n2") for r, report in joined(config, 4).items() if r > 1}
+    without = {
+        r: report._replace(usage_error="--model_path: no such folder") for r, report in without.items()
+    }
+    with pytest.raises(ConfigError) as error:
+        plan_run(config, joined(config, 4) | without)
+    assert str(error.value) == "host n2 (ranks 2-3): --model_path: no such folder"
 
 
 def test_ranks_must_be_alike() -> None:
