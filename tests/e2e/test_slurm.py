@@ -197,6 +197,18 @@ def test_a_killed_rank_ends_a_job_with_rank_0s_exit_code(
     assert named in ended.out, "it shows what the job prints"
 
 
+def test_a_job_whose_rank_0_was_killed_has_its_exit_code_too(both_under: UnderSlurm) -> None:
+    """Another rank says so, and writes the result and the page."""
+    command = sbatch(both_under)
+    run = in_test(command, both_under.starter.folder / f"slurm-{job_of(command)}-0")
+    signal_rank_on(both_under.slurm.hosts, 0)
+    ended = command.end(WITHIN_S).must(INSTANCE_LOST)
+    assert re.search(r"rank 0 \(h1, pid \d+\) has ended without an exit code; rank \d says so", ended.out)
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("FAILED", INSTANCE_LOST)
+    assert (run / "report.html").exists()
+
+
 def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) -> None:
     command = sbatch(under)
     job = job_of(command)
