@@ -51,7 +51,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
         raise ConfigError("benchmarks all-reduce: --device cuda is needed")
     import torch
 
-    from mpillm.bench.decode_parts import seconds_of
+    from benchmarks.decode_parts import seconds_of
     from mpillm.engine.gpu_steps import use_gpu
     from mpillm.engine.model.ops import Partial, Rounded
     from mpillm.engine.parallel.nccl import NcclComm

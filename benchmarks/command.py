@@ -16,6 +16,7 @@ BENCHES = {
     "soak": "a long test: what memory, threads and file descriptors each rank gains",
     "dataset": "loading a preprocessed data set: seconds and memory",
     "load": "loading weights from an engine's files against loading them from a checkpoint",
+    "decode": "decode steps on a GPU beside the memory's floor, their parts beside the roofline",
     "products": "a layer's matrix products on a CPU, compiled and without a compiler",
     "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest"
     " tokens, answers",

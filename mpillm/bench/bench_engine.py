@@ -1,4 +1,4 @@
-"""``bench engine``: on a CPU, the engine against transformers or vLLM; on a GPU: bench_decode.py."""
+"""``bench engine``: the embedded engine against transformers, vLLM or itself with guesses, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.children import Children
-from mpillm.bench.bench_decode import Options, bench_decode
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
-from mpillm.configurator import json_output
+from mpillm.config.values import Values
+from mpillm.configurator import json_output, option
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.load_torch import load_torch
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
+from mpillm.fields import positive
+from mpillm.fields.model import ModelFields
 from mpillm.telemetry.other_load import OtherLoad
 
 if TYPE_CHECKING:
@@ -37,6 +39,49 @@ _DECODING = 1, 8, 40  # sequences
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
 
+class Options(Values, group="benchmark"):
+    """Options of ``bench engine``."""
+
+    model_path = ModelFields.model_path.but("folder of a Hugging Face checkpoint", group="benchmark")
+    dataset_path = option("JSONL with prompts; without it, those that come with the program")
+    against = option(
+        "what answers the same prompts alternating with the engine",
+        default="transformers",
+        choices=("transformers", "vllm"),
+    )
+    vllm_python = option(
+        "the Python of an environment with vLLM for CPUs; make test-peers makes one",
+        default=".venv-peers/bin/python",
+    )
+    speculative_config = ModelFields.speculative_config.but(
+        "instead of others, the engine with these guesses takes turns with the engine without"
+        " (docs/explain/speculation.md); as key:value,key:value",
+        group="benchmark",
+    )
+    num_prompts = option("how many of the data set's prompts", positive, default=40)
+    max_prompt_len = option("skip longer prompts, tokens", positive, default=96)
+    output_len = option("new tokens per prompt", positive, default=32)
+    dtype = option("type of weights and activations [default: float32]", choices=("float32", "bfloat16"))
+    quantization = ModelFields.quantization.but(
+        "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
+        default="auto",
+        group="benchmark",
+    )
+    kv_cache_dtype = ModelFields.kv_cache_dtype.but(
+        "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype",
+        default="auto",
+        group="benchmark",
+    )
+    n_threads = option("CPU threads", positive, default=2)
+    max_batch_size = ModelFields.max_batch_size.but(
+        "requests of the engine at once", default=64, group="benchmark"
+    )
+    max_num_tokens = ModelFields.max_num_tokens.but(
+        "tokens of one engine step", default=2048, group="benchmark"
+    )
+    repeats = option("rounds; the median is printed", positive, default=3)
+
+
 class Rounds(NamedTuple):
     """What the contenders did, by name, and the engine's products alone; seconds, for each round."""
 
@@ -46,20 +91,17 @@ class Rounds(NamedTuple):
 
 
 DESCRIPTION = (
-    "Measure offline output tokens/s of the embedded engine and of transformers, vLLM or itself with guesses:"
-    " greedy, all answers of one length."
+    "Measure offline output tokens/s of the embedded engine on a CPU, and of transformers, vLLM or itself"
+    " with guesses: greedy, all answers of one length."
 )
 EPILOG = """examples:
   python -m mpillm bench engine --model_path DIR
   python -m mpillm bench engine --model_path DIR --against vllm --dtype bfloat16
-  python -m mpillm bench engine --model_path DIR --speculative_config decoding_type:NGram,max_draft_len:4
-  python -m mpillm bench engine --device cuda --batches 1,64"""
+  python -m mpillm bench engine --model_path DIR --speculative_config decoding_type:NGram,max_draft_len:4"""
 
 
 def main(config: Options) -> int:
     """Print the table; 0 unless something could not be run."""
-    if config.device == "cuda":
-        return bench_decode(config)
     dtype = config.dtype or "float32"
     core = CoreConfig(
         core_type="torch",

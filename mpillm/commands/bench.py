@@ -14,7 +14,7 @@ from mpillm.errors import ExitCode
 
 BENCHES = {
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
-    "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
+    "engine": "the embedded engine on a CPU: against transformers, vLLM, or itself with guesses",
     "routing": "what everything around the model costs, with dummy cores",
     **brought("BENCHES"),
 }

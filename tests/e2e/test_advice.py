@@ -161,7 +161,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
     r"\$R .*": Parsed("a model of 140 GB"),
-    r".* --device cuda.*|.* benchmarks (agreement|all-reduce|handoff).*": NO_GPU,
+    r".* --device cuda.*|.* benchmarks (agreement|all-reduce|decode|handoff).*": NO_GPU,
     r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|"
     r"mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"

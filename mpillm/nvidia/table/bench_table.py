@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE
 from mpillm.config.values import Values
@@ -25,6 +24,7 @@ from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import positive, seconds
 from mpillm.fields.model import ModelFields
+from mpillm.nvidia.table.roofline import Energy, Roofline, Work, sample_work
 from mpillm.report.page.facts import floats
 from mpillm.report.run_directory import TELEMETRY
 from mpillm.runs.whole_runs import run_in
@@ -161,7 +161,7 @@ class Options(Values, group="benchmark"):
     kv_cache_free_gpu_mem_fraction = ModelFields.kv_cache_free_gpu_mem_fraction.but(
         "as for run", default=0.9, group="benchmark"
     )
-    # What `bench engine` measures on an H200 for seconds on end.
+    # What `benchmarks decode` measures on an H200 for seconds on end.
     bandwidth = option("roof: memory bandwidth of a GPU, TB/s", rate, default=4.4)
     peak = option("roof: TFLOP/s of products with the layers' weights", rate, default=1260.0)
     peak_in_floats = option("roof: TFLOP/s of all else", rate, default=660.0)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from benchmarks.power_readings import PowerReader, Reading
 from disagg.errors import ConfigError
-from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
 from mpillm.engine.cache.near_blocks import n_unseen

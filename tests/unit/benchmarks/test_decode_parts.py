@@ -1,4 +1,4 @@
-"""The parts of a decode step, their roofline and energy, with plain kernels; a GPU is for `bench engine`."""
+"""The parts of a decode step, their roofline and energy, with plain kernels (GPU: `benchmarks decode`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from mpillm.bench import decode_parts as decode_parts_module
-from mpillm.bench.bench_decode import _explained
-from mpillm.bench.decode_parts import Rate, Rates, decode_parts, measure_rates
-from mpillm.bench.decode_steps import Decoded
-from mpillm.bench.power_readings import PowerReader, Reading
-from mpillm.bench.roofline import Energy, Part, Roofline, Work, sample_work
+from benchmarks import decode_parts as decode_parts_module
+from benchmarks.decode import _explained
+from benchmarks.decode_parts import Rate, Rates, decode_parts, measure_rates
+from benchmarks.decode_steps import Decoded
+from benchmarks.power_readings import PowerReader, Reading
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.model_part import ModelPart
+from mpillm.nvidia.table.roofline import Energy, Part, Roofline, Work, sample_work
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core
 

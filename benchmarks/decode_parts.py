@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpillm.bench.power_readings import PowerReader
-from mpillm.bench.roofline import Energy, Part, Work
+from benchmarks.power_readings import PowerReader
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.graphs import capture
+from mpillm.nvidia.table.roofline import Energy, Part, Work
 
 if TYPE_CHECKING:
     from torch import Tensor

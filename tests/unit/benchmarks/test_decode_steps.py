@@ -1,4 +1,4 @@
-"""Decode steps that `bench engine --device cuda` measures, with a GPU's way of running them, on a CPU."""
+"""Decode steps that `benchmarks decode` measures, with a GPU's way of running them, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
+from benchmarks.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.sequence import Sequence

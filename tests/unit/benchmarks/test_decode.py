@@ -1,4 +1,4 @@
-"""What ``bench engine --device cuda`` prints, with a GPU's way of running steps, on a CPU."""
+"""What ``benchmarks decode`` prints, with a GPU's way of running steps, on a CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpillm.bench import bench_decode as module
-from mpillm.bench import decode_parts
-from mpillm.bench.bench_decode import Options
-from mpillm.bench.decode_parts import Rate, Rates
+from benchmarks import decode as module
+from benchmarks import decode_parts
+from benchmarks.decode import Options
+from benchmarks.decode_parts import Rate, Rates
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import collect
 from mpillm.configurator.command_line import Parser
@@ -39,11 +39,11 @@ def test_a_line_for_each_batch_piece_and_guess(
         return gpu_worker(TorchCore(core))
 
     monkeypatch.setattr(module, "_worker", worker)
-    words = ["--device", "cuda", "--model_path", "tiny-llama", "--batches", "1,3", "--context_len", "40"]
+    words = ["--model_path", "tiny-llama", "--batches", "1,3", "--context_len", "40"]
     words += ["--output_len", "4", "--pieces", "8,16", "--dtype", "float32"]
     if guesses:
         words += ["--speculative_config", f"decoding_type:NGram,max_draft_len:{guesses}"]
-    assert module.bench_decode(collect(words, Options, Parser(prog="bench engine"))) == 0
+    assert module.main(collect(words, Options, Parser(prog="benchmarks decode"))) == 0
     out = capsys.readouterr().out
     assert engines[0].max_batch_size == 3
     number = r" +[-\d.]+"

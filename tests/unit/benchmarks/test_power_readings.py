@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from mpillm.bench import power_readings
-from mpillm.bench.power_readings import PowerReader, Reading
+from benchmarks import power_readings
+from benchmarks.power_readings import PowerReader, Reading
 from mpillm.telemetry.gpu_meter import GPU_COLUMNS
 
 

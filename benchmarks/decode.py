@@ -1,4 +1,4 @@
-"""``bench engine --device cuda``: decode on one GPU; the step time over the memory's floor, and its parts."""
+"""``benchmarks decode``: decode on one GPU; the step time over the memory's floor, and its parts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from mpillm.bench.roofline import Roofline
+from mpillm.bench.bench_engine import Options as OfEngine
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
-from mpillm.configurator import json_output, option
+from mpillm.configurator import option
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
@@ -22,12 +22,13 @@ from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfi
 from mpillm.engine.weights.entries import layer_bytes
 from mpillm.fields import integers, not_negative, positive
 from mpillm.fields.model import ModelFields
+from mpillm.nvidia.table.roofline import Roofline
 
 if TYPE_CHECKING:
-    from mpillm.bench.decode_parts import Rates
-    from mpillm.bench.decode_steps import Decoded
-    from mpillm.bench.roofline import Energy, Part
+    from benchmarks.decode_parts import Rates
+    from benchmarks.decode_steps import Decoded
     from mpillm.engine.worker import Worker
+    from mpillm.nvidia.table.roofline import Energy, Part
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -35,72 +36,42 @@ _LEAST_METERED_S = 1.0
 
 
 class Options(Values, group="benchmark"):
-    """Options of ``bench engine``, on CPUs and on a GPU."""
+    """Options of ``benchmarks decode``."""
 
-    device = ModelFields.device.but(
-        "cuda: decode steps on one GPU, and their parts",
-        default="cpu",
-        choices=("cpu", "cuda"),
-        group="benchmark",
-    )
     model_path = ModelFields.model_path.but(
-        "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]",
-        group="benchmark",
+        "folder of a Hugging Face checkpoint, or a preset", default="llama3.1-8b", group="benchmark"
     )
-    dataset_path = option("JSONL with prompts; without it, those that come with the program")
-    against = option(
-        "CPU: what answers the same prompts alternating with the engine",
-        default="transformers",
-        choices=("transformers", "vllm"),
-    )
-    vllm_python = option(
-        "the Python of an environment with vLLM for CPUs; make test-peers makes one",
-        default=".venv-peers/bin/python",
-    )
+    dtype = OfEngine.dtype.but("type of weights and activations [default: the checkpoint's]")
+    quantization = OfEngine.quantization
+    kv_cache_dtype = OfEngine.kv_cache_dtype
     speculative_config = ModelFields.speculative_config.but(
-        "CPU: instead of others, the engine with these guesses takes turns with the engine without; GPU: also"
-        " time steps that test guesses (docs/explain/speculation.md); as key:value,key:value",
+        "also time steps that test guesses (docs/explain/speculation.md); as key:value,key:value",
         group="benchmark",
     )
-    num_prompts = option("how many of the data set's prompts", positive, default=40)
-    max_prompt_len = option("skip longer prompts, tokens", positive, default=96)
-    output_len = option("new tokens per prompt", positive, default=32)
-    dtype = option(
-        "type of weights and activations [default: float32; on a GPU the checkpoint's]",
-        choices=("float32", "bfloat16"),
-    )
-    quantization = ModelFields.quantization.but(
-        "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
-        default="auto",
-        group="benchmark",
-    )
-    kv_cache_dtype = ModelFields.kv_cache_dtype.but(
-        "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype",
-        default="auto",
-        group="benchmark",
-    )
-    n_threads = option("CPU threads", positive, default=2)
-    max_batch_size = ModelFields.max_batch_size.but(
-        "requests of the engine at once", default=64, group="benchmark"
-    )
-    max_num_tokens = ModelFields.max_num_tokens.but(
-        "tokens of one engine step", default=2048, group="benchmark"
-    )
-    batches = option("GPU: batch sizes, separated by commas", integers, default=(1, 64, 256, 1024))
-    context_len = option("GPU: tokens in the cache of each sequence", positive, default=512)
+    max_num_tokens = OfEngine.max_num_tokens
+    output_len = option("steps that are timed", positive, default=32)
+    batches = option("batch sizes, separated by commas", integers, default=(1, 64, 256, 1024))
+    context_len = option("tokens in the cache of each sequence", positive, default=512)
     pieces = option(
-        "GPU: tokens of a prompt in a step beside a batch, separated by commas", integers, default=(64, 256)
+        "tokens of a prompt in a step beside a batch, separated by commas", integers, default=(64, 256)
     )
-    bandwidth = option("GPU: memory bandwidth, TB/s", not_negative, default=4.3)
-    repeats = option("rounds; the median is printed", positive, default=3)
+    bandwidth = option("memory bandwidth, TB/s", not_negative, default=4.3)
 
 
-def bench_decode(config: Options) -> int:
+DESCRIPTION = (
+    "Measure decode steps of the embedded engine on one GPU: a step beside the memory's floor, each part of"
+    " it beside the roofline."
+)
+EPILOG = """example:
+  python -m benchmarks decode --quantization fp8 --batches 1,64"""
+
+
+def main(config: Options) -> int:
     """Print the table: a line per batch size."""
     guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
     gpus = TorchCore.gpus()
     if not gpus:
-        raise ConfigError("--device cuda: there is no NVIDIA GPU")
+        raise ConfigError("benchmarks decode: there is no NVIDIA GPU")
     core = _core(config, guesses, gpus[0].free)
     info = check_model(core)
     if info.config.latent is not None:
@@ -111,8 +82,8 @@ def bench_decode(config: Options) -> int:
 
     import torch
 
-    from mpillm.bench.decode_parts import decode_parts, measure_rates, seconds_of
-    from mpillm.bench.decode_steps import WARM_UP, decode_steps
+    from benchmarks.decode_parts import decode_parts, measure_rates, seconds_of
+    from benchmarks.decode_steps import WARM_UP, decode_steps
     from mpillm.engine.kernels import step_kernels
 
     started = time.perf_counter()
@@ -131,8 +102,6 @@ def bench_decode(config: Options) -> int:
     roofline, energy = Roofline(*(rate.at_first for rate in loads)), rates.energy()
     explained: list[str] = []
     plain_s: dict[int, float] = {}  # a step of each batch
-    figures: list[dict[str, float]] = []
-    json_output.tell(figures)
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(
         f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
@@ -152,15 +121,6 @@ def bench_decode(config: Options) -> int:
             f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {sum(products_s) * 1e3:>9.3f}",
             flush=True,
         )
-        figures.append(
-            {
-                "batch": batch,
-                "step_ms": step_s * 1e3,
-                "floor_ms": floor_s * 1e3,
-                "attention_ms": attention_s * 1e3,
-                "products_ms": sum(products_s) * 1e3,
-            }
-        )
         explained.append(_explained(batch, decoded, times, roofline, energy))
         plain_s[batch] = step_s
     _print_rates(rates, roofline, energy)
@@ -173,13 +133,13 @@ def bench_decode(config: Options) -> int:
 
 def _core(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -> CoreConfig:
     """Return an engine with room for all steps that are timed."""
-    from mpillm.bench.decode_steps import WARM_UP, context_steps
+    from benchmarks.decode_steps import WARM_UP, context_steps
 
     batch, context = max(config.batches), config.context_len
     n_guesses = guesses.max_draft_len if guesses else 0
     core = CoreConfig(
         core_type="torch",
-        model_path=config.model_path or "llama3.1-8b",
+        model_path=config.model_path,
         dtype=config.dtype or "auto",
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -241,7 +201,7 @@ def _print_rates(rates: Rates, roofline: Roofline, energy: Energy) -> None:
 
 
 def _print_mixed_steps(config: Options, worker: Worker) -> None:
-    from mpillm.bench.decode_steps import mixed_step
+    from benchmarks.decode_steps import mixed_step
 
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")
@@ -258,7 +218,7 @@ def _print_guesses(
     plain_s: Mapping[int, float],
 ) -> None:
     """Print what steps with guesses take; `plain_s`: without, by batch."""
-    from mpillm.bench.decode_steps import Guesses, decode_steps
+    from benchmarks.decode_steps import Guesses, decode_steps
     from mpillm.engine.speculation.start_speculation import start_drafter
 
     print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
