@@ -125,9 +125,9 @@ class CpuSteps:
         self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        part = self._part
-        if step.copies:
-            part.cache.copy(step.copies)
+        part, extra = self._part, step.extra
+        if extra is not None and extra.copies:
+            part.cache.copy(extra.copies)
         for span in step.spans:
             if span.blocks:
                 self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
@@ -147,14 +147,15 @@ class CpuSteps:
             else part.receive_hidden(len(step.tokens))
         )
         wanted = torch.tensor(step.wanted, dtype=torch.int64)
-        adapters = StepAdapters(step.adapters) if step.adapters else None
+        adapters = StepAdapters(extra.adapters) if extra is not None and extra.adapters else None
+        keeps_all = extra is not None and bool(extra.context_logits)
         at_once = None if adapters or layer_stored else attention.by_row
         if self._layers is not None and at_once is not None:
-            return part.model.leave(x, self._layers(x, at_once), None if step.context_logits else wanted)
-        if not step.context_logits and adapters is None:
+            return part.model.leave(x, self._layers(x, at_once), None if keeps_all else wanted)
+        if not keeps_all and adapters is None:
             return part.model.forward(x, attention, wanted, layer_stored)
         x = part.model.forward(x, attention, None, layer_stored, adapters)
-        return x if step.context_logits else x.index_select(0, wanted)
+        return x if keeps_all else x.index_select(0, wanted)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

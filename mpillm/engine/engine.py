@@ -40,6 +40,30 @@ class StepCounts(NamedTuple):
     context_pairs: int = 0
     generation_pairs: int = 0
 
+    @staticmethod
+    def of(plan: list[tuple[Sequence, int]]) -> StepCounts:
+        """Count a plan that `Step.of` has not committed yet."""
+        contexts = context_tokens = context_pairs = generation_pairs = 0
+        for sequence, n in plan:
+            pairs = n * (2 * sequence.n_cached + n + 1) // 2
+            if sequence.n_cached < len(sequence.prompt):
+                contexts += 1
+                context_tokens += n
+                context_pairs += pairs
+            else:
+                generation_pairs += pairs
+        return StepCounts(contexts, len(plan) - contexts, context_tokens, context_pairs, generation_pairs)
+
+
+class InFlight(NamedTuple):
+    """A step that is being computed."""
+
+    sequences: list[Sequence]
+    sampled: list[Sequence]  # those of the rows that get a token
+    tokens: Sampled | None  # with a single stage
+    begun: float
+    counts: StepCounts
+
 
 class Engine:
     """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
@@ -81,9 +105,7 @@ class Engine:
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
-        # Steps in flight: all sequences, those that get a token, and, with a single stage, the tokens.
-        self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
-        self._begun: deque[tuple[float, StepCounts]] = deque()  # when each of them was, and what it holds
+        self._in_flight: deque[InFlight] = deque()
         self._ended = 0.0  # when the last step's tokens were there
         self._goes_on = False  # the next step could be planned then
         self.recorder: Recorder | None = None
@@ -171,79 +193,75 @@ class Engine:
         if plan and self.speculation is not None:
             plan = self.speculation.add_drafts(plan)
         if plan or self.handoffs.has_orders():
-            sequences = [sequence for sequence, _ in plan]
-            if self.near is not None:
-                self.near.cover(plan)
-            step, sampled = Step.of(plan)
-            step.transfers = self.handoffs.take_orders(sampled)
-            self.scheduler.publish(plan)
-            if self._peers is not None:
-                self._adapters.name(step)
-                self._peers.send_plan(step)
-            for sequence in sampled:
-                sequence.n_unread += 1
-            contexts = context_tokens = context_pairs = generation_pairs = 0
-            for sequence, n_new in plan:
-                pairs = n_new * (2 * sequence.n_cached - n_new + 1) // 2
-                if sequence.n_cached - n_new < len(sequence.prompt):
-                    contexts += 1
-                    context_tokens += n_new
-                    context_pairs += pairs
-                else:
-                    generation_pairs += pairs
-                most = 1 if sequence.hand_over else sequence.max_output
-                sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
-            self.prompt_tokens += context_tokens
-            begun = time.perf_counter()
-            tokens_to_come = self.worker.run(step)
-            if plan and self.speculation is not None:
-                self.speculation.computed(step, plan)
-            if plan:
-                self.n_steps += 1
-                self.last_step = StepCounts(
-                    contexts, len(plan) - contexts, context_tokens, context_pairs, generation_pairs
-                )
-                self._begun.append((begun, self.last_step))
-                self._in_flight.append((sequences, sampled, tokens_to_come))
+            self._launch(plan)
         progress: list[Progress] = []
         while self._has_tokens():
-            assert self._arrived is not None
-            sequences, sampled, _ = self._in_flight.popleft()
-            self._note_step(*self._begun.popleft())
-            for sequence in sampled:
-                sequence.n_unread -= 1
-            for sequence in sequences:
-                sequence.in_flight &= sequence.n_unread > 0
-                if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
-                    self._end_cancelled(sequence)
-            numbers, self._arrived = self._arrived, None
-            width = len(numbers) // len(sampled) if sampled else 1  # 1 unless it has log probabilities
-            places = zip(sampled, range(0, len(numbers), width), strict=True)
-            for sequence, at in self.speculation.kept(places, numbers) if self.speculation else places:
-                if p := self._append(sequence, numbers[at], numbers[at + 1 : at + width]):
-                    progress.append(p)
+            progress += self._collect()
             self._goes_on = self.scheduler.can_plan()
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
+
+    def _launch(self, plan: list[tuple[Sequence, int]]) -> None:
+        """Commit a plan, which may be empty, and start to compute it on all ranks."""
+        counts = StepCounts.of(plan)
+        if self.near is not None:
+            self.near.cover(plan)
+        step, sampled = Step.of(plan)
+        step.transfers = self.handoffs.take_orders(sampled)
+        self.scheduler.publish(plan)
+        if self._peers is not None:
+            self._adapters.name(step)
+            self._peers.send_plan(step)
+        for sequence in sampled:
+            sequence.n_unread += 1
+        for sequence, _ in plan:
+            most = 1 if sequence.hand_over else sequence.max_output
+            sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
+        self.prompt_tokens += counts.context_tokens
+        begun = time.perf_counter()
+        tokens = self.worker.run(step)
+        if not plan:
+            return
+        if self.speculation is not None:
+            self.speculation.computed(step, plan)
+        self.n_steps += 1
+        self.last_step = counts
+        self._in_flight.append(InFlight([sequence for sequence, _ in plan], sampled, tokens, begun, counts))
+
+    def _collect(self) -> list[Progress]:
+        """Take the tokens of the oldest step in flight, which are there."""
+        numbers, self._arrived = self._arrived or [], None
+        step = self._in_flight.popleft()
+        self._note_step(step)
+        for sequence in step.sampled:
+            sequence.n_unread -= 1
+        for sequence in step.sequences:
+            sequence.in_flight &= sequence.n_unread > 0
+            if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
+                self._end_cancelled(sequence)
+        width = len(numbers) // len(step.sampled) if step.sampled else 1  # 1 unless it has log probabilities
+        places = zip(step.sampled, range(0, len(numbers), width), strict=True)
+        kept = self.speculation.kept(places, numbers) if self.speculation else places
+        every = (self._append(sequence, numbers[at], numbers[at + 1 : at + width]) for sequence, at in kept)
+        return [progress for progress in every if progress is not None]
 
     def _may_start(self) -> bool:
         """Return whether another step may be in flight."""
         waits = self.speculation is not None and self.speculation.waits()
         return len(self._in_flight) < self._n_stages + (0 if waits else self.worker.steps.n_ahead)
 
-    def _note_step(self, begun: float, counts: StepCounts) -> None:
+    def _note_step(self, step: InFlight) -> None:
         """Note a step that has ended. One that began during another counts from that one's end."""
-        now = time.perf_counter()
+        now, begun = time.perf_counter(), max(step.begun, self._ended)
         if self.recorder is not None:
-            self.recorder.step(max(begun, self._ended), now, *counts[:3])
-            since = self._ended if self._goes_on else max(begun, self._ended)
-            self.recorder.costs.add(now - since, *counts)
+            self.recorder.step(begun, now, *step.counts[:3])
+            self.recorder.costs.add(now - (self._ended if self._goes_on else begun), *step.counts)
         self._ended = now
 
     def _has_tokens(self) -> bool:
         if self._arrived is None and self._in_flight:
-            tokens = self._in_flight[0][2]
+            tokens = self._in_flight[0].tokens
             if self._n_stages > 1 and self._peers is not None:
                 self._arrived = self._peers.take_tokens()
             elif tokens is not None and tokens.ready():

@@ -20,21 +20,21 @@ from mpillm.comms.tags import Tag
 from mpillm.engine.handoff.transfer import Kind, Transfer
 from mpillm.engine.lora import AdapterTensors
 from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.step import Span, Step
+from mpillm.engine.step import Extra, Span, Step
 
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
 # A step as int32: the head, a row for each span, the spans' blocks, each with its near ones behind them, a
 # row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each wanted
-# row, unless all are greedy; then, if there is something special, what `_special_numbers` makes of it. As
+# row, unless all are greedy; then, if it has `Extra`, what `_extra_numbers` makes of it. As
 # `Step.of` makes them, a span's last rows are wanted, and the first of those are the ones that must not get
 # an end token.
 _HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
 # Slot, cached, new, blocks told before, told now, near ones likewise, rows wanted, how many must not end.
 _SPAN = 9
 _TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, near blocks
-_SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_special_numbers`' lists
+_SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_extra_numbers`' lists
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
 )
@@ -66,7 +66,7 @@ def _write_step(step: Step) -> Buffer:
         len(step.tokens),
         len(step.sampling or ()),
         step.logprobs,
-        len(special := _special_numbers(step)),
+        len(special := [] if step.extra is None else _extra_numbers(step.extra)),
     ]
     end = i = 0  # of the spans so far: rows, and those among `Step.wanted`
     for span in step.spans:
@@ -90,45 +90,44 @@ def _write_step(step: Step) -> Buffer:
         for p, place in zip(step.sampling or (), step.places, strict=True)
     ]
     plain = [_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))]
-    if not special:
+    if step.extra is None:
         return np.concatenate(plain)
     tensors = [
         _bytes(array.reshape(-1))
-        for _, weights, config in step.new_adapters
+        for _, weights, config in step.extra.new_adapters
         for array in (config.astype(np.int32), weights.astype(np.float32))
     ]
     return np.concatenate([*plain, _bytes(np.array(special, np.int32)), *tensors])
 
 
-def _special_numbers(step: Step) -> list[int]:
-    """Return what is special about a step, if anything is. The new adapters' configs and weights follow."""
+def _extra_numbers(extra: Extra) -> list[int]:
+    """Return what is special about a step. The new adapters' configs and weights follow."""
     lists: tuple[list[tuple[int, ...]], ...] = (
-        [*step.copies],
-        [(rows.start, rows.stop) for _, rows in step.context_logits],
-        [*step.adapter_rows],
-        [(number,) for number in step.gone_adapters],
-        [(number, *weights.shape) for number, weights, _ in step.new_adapters],
+        [*extra.copies],
+        [(rows.start, rows.stop) for _, rows in extra.context_logits],
+        [*extra.adapter_rows],
+        [(number,) for number in extra.gone_adapters],
+        [(number, *weights.shape) for number, weights, _ in extra.new_adapters],
     )
-    if not step.is_adjusted and not any(lists):
-        return []
-    return [step.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
+    return [extra.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
 
 
-def _read_special(numbers: NDArray[np.int32], step: Step) -> None:
+def _read_extra(numbers: NDArray[np.int32]) -> Extra:
     at = 1 + len(_SPECIAL_WIDTHS)
     found: list[list[Any]] = []
-    step.is_adjusted = bool(numbers[0])
+    extra = Extra(is_adjusted=bool(numbers[0]))
     for n, width in zip(numbers[1:at].tolist(), _SPECIAL_WIDTHS, strict=True):
         found.append([tuple(row) for row in numbers[at : at + n * width].reshape(n, width).tolist()])
         at += n * width
-    step.copies, rows, step.adapter_rows, gone, new = found
-    step.context_logits = [(None, slice(*ends)) for ends in rows]
-    step.gone_adapters = [number for (number,) in gone]
+    extra.copies, rows, extra.adapter_rows, gone, new = found
+    extra.context_logits = [(None, slice(*ends)) for ends in rows]
+    extra.gone_adapters = [number for (number,) in gone]
     for number, n, width in new:
         config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
         at += (3 + width) * n
         tensors = weights.view(np.float32).reshape(n, width), config.reshape(n, 3)
-        step.new_adapters.append(AdapterTensors(number, *tensors))
+        extra.new_adapters.append(AdapterTensors(number, *tensors))
+    return extra
 
 
 def _read_step(buffer: Buffer) -> Step:
@@ -161,7 +160,7 @@ def _read_step(buffer: Buffer) -> Step:
         step.sampling = [SamplingParams(*row[:4]) for row in rows]
         step.places, at = [row[4] for row in rows], end
     if n_special:
-        _read_special(numbers[at:], step)
+        step.extra = _read_extra(numbers[at:])
     return step
 
 

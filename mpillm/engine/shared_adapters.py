@@ -26,16 +26,19 @@ class SharedAdapters:
 
     def name(self, step: Step) -> None:
         """Name in a step what it needs, for those ranks."""
-        for adapter, start, end in step.adapters:
+        if step.extra is None and not self._gone:
+            return
+        extra = step.more()
+        for adapter, start, end in extra.adapters:
             tensors = adapter.tensors
             assert tensors is not None
-            step.adapter_rows.append((tensors.number, start, end))
+            extra.adapter_rows.append((tensors.number, start, end))
             if tensors.number not in self._told:
                 self._told.add(tensors.number)
-                step.new_adapters.append(tensors)
+                extra.new_adapters.append(tensors)
                 weakref.finalize(adapter, self._gone.append, tensors.number).atexit = False
-        step.gone_adapters = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._told.difference_update(step.gone_adapters)
+        extra.gone_adapters = [self._gone.popleft() for _ in range(len(self._gone))]
+        self._told.difference_update(extra.gone_adapters)
 
 
 class ReceivedAdapters:
@@ -47,8 +50,10 @@ class ReceivedAdapters:
 
     def find(self, step: Step) -> None:
         """Give a step the adapters that it names."""
-        for number in step.gone_adapters:
+        if (extra := step.extra) is None:
+            return
+        for number in extra.gone_adapters:
             del self._of[number]
-        for number, weights, config in step.new_adapters:
+        for number, weights, config in extra.new_adapters:
             self._of[number] = Adapter(weights, config, self._model, self._dtype, self._layout)
-        step.adapters = [(self._of[number], start, end) for number, start, end in step.adapter_rows]
+        extra.adapters = [(self._of[number], start, end) for number, start, end in extra.adapter_rows]

@@ -40,6 +40,22 @@ class Span:
 
 
 @dataclass
+class Extra:
+    """What few requests ask of a step (see `Special`, which itself never leaves the leader)."""
+
+    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)  # row of `wanted`, and its beam
+    is_adjusted: bool = False  # `specials` has some, on the leader: it chooses from whole rows of logits
+    context_logits: list[tuple[Special | None, slice]] = field(default_factory=list)  # rows of the step
+    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks (from, to), before anything else
+    adapters: list[tuple[Adapter, int, int]] = field(default_factory=list)  # and their rows of the step
+    # The same for other ranks (see `SharedAdapters`): numbers in place of adapters, those that they do
+    # not have yet, and those that they need no more.
+    adapter_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    new_adapters: list[AdapterTensors] = field(default_factory=list)
+    gone_adapters: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Step:
     """Tokens of some sequences, back to back in the order of `spans`; contexts of several tokens last."""
 
@@ -52,17 +68,7 @@ class Step:
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
     # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
     logprobs: int = 0
-    # What `Special` adds. A special itself never leaves the leader; on other ranks there is None for it.
-    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)  # row of `wanted`, and its beam
-    is_adjusted: bool = False  # `specials` has some, on the leader: it chooses from whole rows of logits
-    context_logits: list[tuple[Special | None, slice]] = field(default_factory=list)  # rows of the step
-    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks (from, to), before anything else
-    adapters: list[tuple[Adapter, int, int]] = field(default_factory=list)  # and their rows of the step
-    # The same for other ranks (see `SharedAdapters`): numbers in place of adapters, those that they do
-    # not have yet, and those that they need no more.
-    adapter_rows: list[tuple[int, int, int]] = field(default_factory=list)
-    new_adapters: list[AdapterTensors] = field(default_factory=list)
-    gone_adapters: list[int] = field(default_factory=list)
+    extra: Extra | None = None
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -91,7 +97,7 @@ class Step:
                 step.add_adapter(sequence, n)
             if sequence.n_uncached <= 0:  # below 0 by the draft
                 if sequence.special is not None:
-                    step.specials.append((len(sampled), sequence, 0))
+                    step.adjust(len(sampled), sequence)
                 n_wanted = 1 + len(draft)  # the token after the last one, and after each guess
                 place, at = sequence.n_output, len(sampled)
                 if place < sequence.min_output and sequence.width == 1:
@@ -103,8 +109,21 @@ class Step:
             step.sampling = [s.sampling for s in sampled]
             step.places = places
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
-        step.is_adjusted = bool(step.specials)
         return step, sampled
+
+    @property
+    def is_adjusted(self) -> bool:
+        return self.extra is not None and self.extra.is_adjusted
+
+    def more(self) -> Extra:
+        """Return the step's `extra`, which it has from now on."""
+        self.extra = self.extra or Extra()
+        return self.extra
+
+    def adjust(self, row: int, sequence: Sequence, beam: int = 0) -> None:
+        """Note that what a row of `wanted` chooses from is to be adjusted."""
+        self.more().specials.append((row, sequence, beam))
+        self.more().is_adjusted = True
 
     def choices(self, most: int) -> Iterator[tuple[slice, Step]]:
         """Yield rows of `wanted`, and a step that says how their tokens are chosen.
@@ -131,13 +150,13 @@ class Step:
         """Add a row for each running beam."""
         assert sequence.special is not None and sequence.special.beams is not None
         beams, slots = sequence.special.beams, (sequence.slot, *sequence.more_slots)
-        tables = beams.tables(sequence.blocks, n_cached, self.copies)
+        tables = beams.tables(sequence.blocks, n_cached, self.more().copies)
         n_before = len(self.tokens)
         for beam, table in enumerate(tables):
             self.spans.append(Span(slots[beam], n_cached, 1, 0, table))
             self.wanted.append(len(self.tokens))
             self.tokens.append(beams.running[beam].tokens[-1])
-            self.specials.append((len(sampled), sequence, beam))
+            self.adjust(len(sampled), sequence, beam)
             sampled.append(sequence)
         self.add_adapter(sequence, len(self.tokens) - n_before)
 
@@ -145,11 +164,12 @@ class Step:
         """Note that the step's last `n` rows are of `sequence`, if it has an adapter."""
         if sequence.special is not None and sequence.special.adapter is not None:
             end = len(self.tokens)
-            self.adapters.append((sequence.special.adapter, end - n, end))
+            self.more().adapters.append((sequence.special.adapter, end - n, end))
 
     def keep_context_logits(self, sequence: Sequence, start: int, n: int) -> None:
         """Note what is wanted of the step's last `n` rows: a sequence's tokens from `start`."""
         assert sequence.special is not None
         if rows := sequence.special.rows_to_keep(len(sequence.prompt), start, start + n):
             shift = len(self.tokens) - n - start
-            self.context_logits.append((sequence.special, slice(rows.start + shift, rows.stop + shift)))
+            kept = slice(rows.start + shift, rows.stop + shift)
+            self.more().context_logits.append((sequence.special, kept))

@@ -39,7 +39,7 @@ class Steps(Protocol):
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`.
 
-        All of a step with `context_logits`, too.
+        All of a step that keeps context logits, too.
         """
         ...
 
@@ -131,8 +131,8 @@ class Worker:
             assert self.peers is not None
             self.peers.send_hidden(x)
             return None
-        if step.context_logits:  # then these are all rows
-            for special, rows in step.context_logits:
+        if step.extra is not None and step.extra.context_logits:  # then these are all rows
+            for special, rows in step.extra.context_logits:
                 whole = self._whole(self.part.model.logits(x[rows]))
                 if special is not None and whole is not None:
                     special.context_logits.append(whole.numpy())
@@ -214,7 +214,7 @@ class Worker:
 
 def _adjusted(logits: Tensor, step: Step) -> Tensor:
     """Return what special requests choose from: [n, vocab] (float32), on the leader of an instance."""
-    for row, sequence, beam in step.specials:
+    for row, sequence, beam in step.more().specials:
         special, output = sequence.special, sequence.output
         assert special is not None
         if special.beams is not None:

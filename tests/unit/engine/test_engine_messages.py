@@ -15,7 +15,7 @@ from mpillm.engine.engine_messages import HIDDEN, Notice, Room
 from mpillm.engine.handoff.transfer import Kind, Transfer
 from mpillm.engine.lora import AdapterTensors
 from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.step import Span, Step
+from mpillm.engine.step import Extra, Span, Step
 
 TRANSFERS = [
     Transfer(Kind.SEND, 7, 3, 255, 33, [5, 1, 9]),
@@ -39,8 +39,9 @@ SAMPLED = Step(
     TRANSFERS[:1],
 )
 SPECIAL = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1], [SamplingParams(0.5, 7)] * 2, [4, 0])
-SPECIAL.is_adjusted, SPECIAL.context_logits, SPECIAL.copies = True, [(None, slice(2, 6))], [(17, 4), (9, 2)]
-SPECIAL.adapter_rows, SPECIAL.gone_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
+EXTRA = SPECIAL.more()
+EXTRA.is_adjusted, EXTRA.context_logits, EXTRA.copies = True, [(None, slice(2, 6))], [(17, 4), (9, 2)]
+EXTRA.adapter_rows, EXTRA.gone_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
 SENT: dict[Tag, list[Any]] = {
     Tag.PLAN: [
         GREEDY,
@@ -77,15 +78,18 @@ def test_what_is_written_is_read(tag: Tag, value: Any) -> None:
 
 def test_adapters_travel_with_a_step() -> None:
     """Their weights may be of less precision than a message's."""
-    sent = Step(SPANS[:1], [1], [0], adapter_rows=[(7, 0, 1), (8, 0, 1)])
+    sent = Step(SPANS[:1], [1], [0], extra=Extra(adapter_rows=[(7, 0, 1), (8, 0, 1)]))
     for number, kind in ((7, "f2"), (8, "f4")):
         weights = np.linspace(0, 1.25, 6).astype(kind).reshape(2, 3)
-        sent.new_adapters.append(AdapterTensors(number, weights, np.array([[1, 0, number]] * 2, np.int32)))
+        sent.more().new_adapters.append(
+            AdapterTensors(number, weights, np.array([[1, 0, number]] * 2, np.int32))
+        )
     found = engine_messages.PLAN.read(engine_messages.PLAN.write(sent))
-    assert (found.tokens, found.wanted, found.adapter_rows) == ([1], [0], sent.adapter_rows)
-    for ours, theirs in zip(found.new_adapters, sent.new_adapters, strict=True):
-        assert ours.number == theirs.number and ours.config.tolist() == theirs.config.tolist()
-        assert ours.weights.dtype == np.float32 and ours.weights.tolist() == theirs.weights.tolist()
+    ours, theirs = found.more(), sent.more()
+    assert (found.tokens, found.wanted, ours.adapter_rows) == ([1], [0], theirs.adapter_rows)
+    for mine, other in zip(ours.new_adapters, theirs.new_adapters, strict=True):
+        assert mine.number == other.number and mine.config.tolist() == other.config.tolist()
+        assert mine.weights.dtype == np.float32 and mine.weights.tolist() == other.weights.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
