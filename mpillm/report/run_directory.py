@@ -1,4 +1,4 @@
-"""A run directory: created and locked by a run, read by the commands that work on finished runs."""
+"""A run directory: its names, and how a run creates, locks and fills it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,16 @@ import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
 from launch.places import RUNS
-from mpillm import workloads
 from mpillm.comms.messages import JoinReport
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
-from mpillm.files import as_written, check_files, read_json, write_json
-from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
+from mpillm.files import write_json
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.phases import Phase
 from mpillm.report.run_environment import ENVIRONMENT
 
 _log = logging.getLogger(__name__)
 
-# Keys that every reader of a finished run needs from these files.
-_OF_RESULT = ("test_mode", "scenario", "world_size")
-_OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 TIMELINE = "timeline.jsonl"
 TELEMETRY = "telemetry.json"
 REQUESTS = "requests.bin"
@@ -41,13 +36,13 @@ HAS_FIGURES = ("VALID", "INVALID", MEASURED)
 CERTIFICATE = "certificate.json"
 HARNESS_LOG = "harness.log"  # what another client printed (--harness)
 HARNESS = "harness"  # the folder of its files
-# Files of an earlier run that would pass for this run's if this one failed before writing its own.
 UNFINISHED = "this run goes on, or rank 0 was killed before it could say why it ends"
 """The cause in the result.json of a run that has not ended."""
 
 STANDS_IN = "stands_in"
 """A file of the rank that writes for a rank 0 that has ended, while it does."""
 
+# Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     STANDS_IN,
     "outputs.jsonl",
@@ -222,90 +217,6 @@ class RunRecord:
     def write_result(self) -> None:
         """Write result.json. Raises OSError if the disk is full."""
         write_json(self.path / "result.json", self.result | {"phases_s": self.phases_s})
-
-
-@dataclass(frozen=True)
-class RunDirectory:
-    """A run that LoadGen has judged, VALID or INVALID; or one whose load another client made."""
-
-    path: Path
-    config: dict[str, Any]  # by field name
-    result: dict[str, Any]
-
-    @staticmethod
-    def read(path: Path, clients: Sequence[str] = ()) -> RunDirectory:
-        """Read a run.
-
-        Raises ConfigError if `path` is no run directory, a file can't be read, the run failed, or a client
-        that is none of `clients` made its load.
-        """
-        if not path.is_dir():
-            raise ConfigError(
-                f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
-            )
-        check_files(path)
-        if not (path / "result.json").exists():
-            raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
-        result = read_json(path / "result.json")
-        with as_written(path / "result.json"):
-            failed = result["status"] == "FAILED"
-            other = result["harness"]["name"] if result["status"] == MEASURED else ""
-            for key in () if failed else _OF_RESULT:
-                result[key]
-            last = (
-                "result_validity"
-                if failed or result["test_mode"] == "PerformanceOnly"
-                else "effective_test_mode"
-            )
-        if other and other not in clients:
-            raise ConfigError(f"{path}: {other} made its load (--harness): there is no verdict of LoadGen")
-        if failed:
-            causes = "; ".join(str(failure.get("cause")) for failure in failures_in(result))
-            raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
-        with as_written(path / "config.json"):
-            config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
-            for key in _OF_CONFIG:
-                config[key]
-        for name in () if other else (DETAIL, SUMMARY, ACCURACY):
-            if not (path / name).is_file():
-                raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")
-        if not other and last not in read_detail(path):
-            raise ConfigError(f"{path / DETAIL}: LoadGen's log is incomplete: it was cut before {last}")
-        return RunDirectory(path, config, result)
-
-    @property
-    def benchmark(self) -> str:
-        """The workload's name. Raises ConfigError if the run had none."""
-        name = _one(self.config.get("benchmarks"))
-        if not name:
-            raise ConfigError(f"{self.path} is not a run of an MLPerf workload: start one with --benchmarks")
-        return name
-
-    @property
-    def workload(self) -> workloads.Workload:
-        """The workload, at the scale of the run."""
-        return workloads.get(self.benchmark, str(self.config["model_scale"]))
-
-    @property
-    def scenario(self) -> str:
-        """LoadGen's scenario."""
-        return _one(self.result["scenario"])
-
-    @property
-    def client(self) -> str:
-        """The client that made its load in LoadGen's place; "": none."""
-        return str(self.result["harness"]["name"]) if self.result["status"] == MEASURED else ""
-
-    @property
-    def is_accuracy(self) -> bool:
-        return bool(self.result["test_mode"] == "AccuracyOnly")
-
-
-def _one(value: Any) -> str:
-    """Return the one name in a field that may hold several, but not for a run."""
-    if isinstance(value, (list, tuple)):
-        value = next(iter(value), "")
-    return str(value or "")
 
 
 def failures_in(result: Mapping[str, Any]) -> list[dict[str, Any]]:

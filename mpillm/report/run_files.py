@@ -1,6 +1,6 @@
 """A run directory as it is found: whole, of a failed or killed run, or half written.
 
-`run_directory.RunDirectory` is the strict reader, for what counts in a submission.
+A submission reads its runs strictly, by a reader of its own.
 """
 
 from __future__ import annotations

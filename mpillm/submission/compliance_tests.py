@@ -18,7 +18,7 @@ from disagg.errors import ConfigError
 from mpillm.files import as_writable, write_text
 from mpillm.loadgen.audit import AUDITS
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, LoggedAnswer, read_answers, read_detail
-from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.scores import printed_scores
 
 
@@ -99,7 +99,7 @@ class Verified:
     text: str
 
 
-def verify(run: RunDirectory, end_ids: Sequence[int], evaluated: str | None = None) -> Verified:
+def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None) -> Verified:
     """Verify a compliance run and write the test's folder in it.
 
     `evaluated`: for TEST07, a file with what the reference's evaluator printed. Raises ConfigError if it is

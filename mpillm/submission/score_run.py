@@ -13,8 +13,9 @@ from mpillm.files import as_writable, read_json, write_json, write_text
 from mpillm.harnesses.inference_endpoint import EVENTS
 from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.run_directory import HARNESS, RunDirectory
+from mpillm.report.run_directory import HARNESS
 from mpillm.submission import client_form
+from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1, reference_scores
@@ -27,14 +28,14 @@ COMPLETIONS = "mbxp_completions.json"
 class Answers(NamedTuple):
     """What an accuracy run answered, and what its answers are compared with."""
 
-    run: RunDirectory
+    run: JudgedRun
     indices: Sequence[int]  # of the answers' samples
     texts: Callable[[], list[Answer]]  # in the same order, which takes seconds
     rows: Sequence[Row]
 
 
 def read_accuracy_run(
-    run: RunDirectory,
+    run: JudgedRun,
     dataset_path: str | None,
     tokenizer: str | None,
     mbxp: str | None,
@@ -95,7 +96,7 @@ def score_run(given: Answers, mbxp: str | None, evaluated: str | None) -> tuple[
     return scores, checks
 
 
-def _answers(run: RunDirectory) -> list[LoggedAnswer]:
+def _answers(run: JudgedRun) -> list[LoggedAnswer]:
     answers = read_answers(run.path / ACCURACY)
     expected = accuracy_samples(read_detail(run.path))
     if len(answers) != expected:
@@ -105,7 +106,7 @@ def _answers(run: RunDirectory) -> list[LoggedAnswer]:
     return answers
 
 
-def _of_client(run: RunDirectory) -> dict[int, str]:
+def _of_client(run: JudgedRun) -> dict[int, str]:
     """Return the texts that another client got, by sample."""
     kind = kind_of(run.client)
     asked = int(run.result["harness"]["asked"])
@@ -117,7 +118,7 @@ def _of_client(run: RunDirectory) -> dict[int, str]:
     return found
 
 
-def _rows(run: RunDirectory, given: str | None) -> Sequence[Row]:
+def _rows(run: JudgedRun, given: str | None) -> Sequence[Row]:
     """Read the references: of the data set given, of the one made for this run, or of the run's."""
     made = run.path / DATASET / REFERENCES
     path = given or (str(made) if run.workload.scaled and made.exists() else run.config.get("dataset_path"))
@@ -130,7 +131,7 @@ def _rows(run: RunDirectory, given: str | None) -> Sequence[Row]:
     return read_references(run.workload, path)
 
 
-def _tokenizer(run: RunDirectory, given: str | None) -> Tokenizer:
+def _tokenizer(run: JudgedRun, given: str | None) -> Tokenizer:
     folder = given or run.config.get("model_path")
     if given and not (Path(given) / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {given}: there is no tokenizer.json in it")
@@ -143,7 +144,7 @@ def _tokenizer(run: RunDirectory, given: str | None) -> Tokenizer:
     return load_tokenizer(Path(folder) if has_file and folder else None)
 
 
-def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scores:
+def _with_mbxp(run: JudgedRun, scores: Scores, evaluated: str | None) -> Scores:
     """Write the code to execute; or add its score, if its evaluation is given."""
     if evaluated is None:
         with as_writable(run.path / COMPLETIONS):
@@ -163,7 +164,7 @@ def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scor
     return Scores({**scores.values, "mbxp": value}, scores.notes)
 
 
-def _with_evaluation(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scores:
+def _with_evaluation(run: JudgedRun, scores: Scores, evaluated: str | None) -> Scores:
     """Add the scores that the reference's evaluator printed to the file `evaluated`."""
     accuracy = run.workload.accuracy
     names = ", ".join(accuracy.references)
@@ -181,7 +182,7 @@ def _with_evaluation(run: RunDirectory, scores: Scores, evaluated: str | None) -
         raise ConfigError(f"--evaluated {evaluated}: {error}") from None
 
 
-def _write(run: RunDirectory, n: int, scores: Scores, checks: Sequence[Check]) -> None:
+def _write(run: JudgedRun, n: int, scores: Scores, checks: Sequence[Check]) -> None:
     """Write accuracy.json, and accuracy.txt in the form of the references' output, or what a client would.
 
     The hash is that of the whole log, as truncate_accuracy_log.py adds it.

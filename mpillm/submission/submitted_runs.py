@@ -16,9 +16,9 @@ from mpillm.engine.model.read_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.doubts import cached_prompts, restarts
-from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
 from mpillm.submission.compliance_tests import FILES, compliance_of
+from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
 from mpillm.workloads import WORKLOADS, Workload
 from mpillm.workloads.rounds import Round
@@ -46,7 +46,7 @@ _OF_MACHINE = (
 class Run:
     """One run and its place in the submission."""
 
-    directory: RunDirectory
+    directory: JudgedRun
     kind: str  # of KINDS
     benchmark: str  # the checker's names
     scenario: str
@@ -166,7 +166,7 @@ def read_run(path: Path) -> Run:
     Raises ConfigError if it is not a run directory of a workload, the run failed, or a submission has no
     place for it.
     """
-    directory = RunDirectory.read(path, [CLIENT])
+    directory = JudgedRun.read(path, [CLIENT])
     benchmark, scenario = place(
         directory.workload, float(directory.config["accuracy_target"]), directory.scenario
     )

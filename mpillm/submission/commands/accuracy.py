@@ -10,9 +10,9 @@ from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.files import read_json
-from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_list import run_path
 from mpillm.submission.client_form import ACCURACY, CLIENT
+from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.score_run import read_accuracy_run, score_run
 from mpillm.submission.scores import Scores
 from mpillm.submission.targets import Check
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     """Score the run. The exit code is DONE whatever the scores are: they are a result."""
     parser = _parser()
     options = collect(argv, _Options, parser)
-    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
+    run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
     answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated)
     target = 100 * float(run.config["accuracy_target"])
     # scoring may take minutes
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
+def _show(run: JudgedRun, scores: Scores, checks: Sequence[Check]) -> None:
     for c in checks:
         bounds = f"at least {c.at_least:.4f}" + (
             f", at most {c.at_most:.4f}" if c.at_most is not None else ""

@@ -10,9 +10,9 @@ from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.data import GenerationFields
-from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify
+from mpillm.submission.judged_run import JudgedRun
 
 
 class _Options(Values, group="compliance"):
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
-    run = RunDirectory.read(run_path(parser.parse_args(argv).run_dir))
+    run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir))
     result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
     print(f"{result.test}: {result.samples} answers\n{result.text}{run.path / result.test}")
     json_output.tell({"test": result.test, "samples": result.samples, "passed": result.passed})

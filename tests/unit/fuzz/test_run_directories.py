@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from disagg.errors import ConfigError
 from mpillm.commands import compare, report, rerun, runs
 from mpillm.loadgen.logs import read_answers
-from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.pages import Wellformed
 from tests.helpers.run_directories import comparable_run, log_entry
@@ -212,7 +212,7 @@ def test_rerun(folder: Path, files: dict[str, bytes]) -> None:
     found=[({"config.json": (whole() / "config.json").read_bytes().replace(b'["llama2-70b"]', b"[]")},)],
 )
 def test_runs_to_submit(folder: Path, files: dict[str, bytes]) -> None:
-    run = RunDirectory.read(laid(folder, files))
+    run = JudgedRun.read(laid(folder, files))
     assert run.scenario is not None and run.is_accuracy is not None
     run.workload  # noqa: B018 - or an error
 

@@ -12,8 +12,8 @@ from disagg.errors import ConfigError
 from mpillm.experiments.compared_runs import ComparedRun
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.page.page import write_page
-from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_files import RunFiles
+from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.run_directories import make_run, write
 
 
@@ -92,7 +92,7 @@ def test_failures_that_are_none(tmp_path: Path) -> None:
         run = RunFiles.read(path)
         assert run.stopped_by == "" and run.failed_ranks == set()
         assert "What went wrong" in write_page(path).read_text() or failures != [{"rank": [], "cause": None}]
-        for read in (RunDirectory.read, ComparedRun.read):
+        for read in (JudgedRun.read, ComparedRun.read):
             with pytest.raises(ConfigError, match=str(path)):
                 read(path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpillm.config.options import parse_run
-from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.package import command_of, truncated
 from mpillm.submission.rules import place
 from mpillm.submission.submitted_runs import Run
@@ -229,7 +229,7 @@ def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.Monke
     flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false"
     config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
     (maker.folder / "config.json").write_text(json.dumps(config.to_json()))
-    run = Run(RunDirectory(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
+    run = Run(JudgedRun(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
     monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
     head, _, options = command_of(run).partition(" run ")
     assert head == "python -m mpillm mpirun -n 3"
