@@ -135,7 +135,7 @@ size:
 	@$(PYTHON) -m tools.size
 
 docs: $(STAMP)
-	$(PY) -c 'from mpillm.config.options import options_page; print(options_page(), end="")' > docs/reference/options.md
+	$(PY) -m tools.options_page > docs/reference/options.md
 
 install: $(STAMP)
 

@@ -7,10 +7,11 @@ import sys
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from benchmarks.endpoints import load_test, served
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.fields.model import ModelFields
-from mpillm.runs.whole_runs import load_test, run_once, served
+from mpillm.runs.whole_runs import run_once
 
 
 class Options(Values):

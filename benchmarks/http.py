@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.endpoints import load_test, served
 from benchmarks.other_clients import Load, request_rates
 from disagg.errors import ConfigError, nearest
 from mpillm.bench.bench_endpoint import null_server
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.fields.model import ModelFields
-from mpillm.runs.whole_runs import load_test, run_once, served, served_in
+from mpillm.runs.whole_runs import run_once, served_in
 
 # Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
 _STREAMS = 100

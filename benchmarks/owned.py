@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.endpoints import load_test
 from disagg.errors import ConfigError
 from launch.command import find_program
 from launch.environment import clean_environment
@@ -20,7 +21,7 @@ from launch.held_port import HeldPort
 from mpillm.config.values import Values
 from mpillm.experiments.intervals import paired_test
 from mpillm.fields import Field, positive
-from mpillm.runs.whole_runs import load_test, served_in
+from mpillm.runs.whole_runs import served_in
 from mpillm.servers.kinds import kind_of
 
 _ALPHA = 0.05

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.children import Child, Children, tail
+from launch.children import Children, tail
 from launch.command import Command
 from launch.live_lines import LiveLines
 from launch.supervisor import MPIRUN_GRACE_S
@@ -143,16 +143,6 @@ def run_once(ranks: int, *options: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def served(ranks: int, *options: str) -> Iterator[str]:
-    """Run ``serve`` on `ranks` ranks with `options`, and yield its URL. Raises ConfigError if it failed."""
-    with (
-        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory,
-        served_in(Path(directory), ("-n", str(ranks)), options) as url,
-    ):
-        yield url
-
-
-@contextlib.contextmanager
 def served_in(
     folder: Path,
     mpirun: Sequence[str],
@@ -182,17 +172,6 @@ def served_in(
         yield ready[1]
 
 
-def load_test(url: str, *options: str) -> dict[str, Any]:
-    """``bench endpoint`` against `url`; what it writes. Raises ConfigError if a request failed."""
-    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
-        file = Path(directory) / "result.json"
-        words = [sys.executable, "-m", "mpillm", "bench", "endpoint", "--url", url, *options]
-        words += ["--result_filename", str(file)]
-        _ended(children, children.start("a load test", words, os.environ, Path(directory) / "output.txt"))
-        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return result
-
-
 def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
     """Return the cores that each rank used in the test, from telemetry.json; 0 if the test was too short."""
     found = []
@@ -215,11 +194,3 @@ def _mpirun(options: Sequence[str]) -> list[str]:
 
 def _children(adopts: bool = True) -> Children:
     return Children(MPIRUN_GRACE_S, pass_on=True, adopts=adopts)
-
-
-def _ended(children: Children, child: Child) -> None:
-    code = children.wait(child, _DEADLINE_S)
-    if code is None:
-        raise ConfigError(f"{child.name} did not end within {_DEADLINE_S:g} s")
-    if code:
-        raise ConfigError(f"{child.name} failed ({code}):\n{child.tail()}")

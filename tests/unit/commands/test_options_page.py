@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from mpillm.config.options import options_page
 from mpillm.fields import FIELDS
+from tools.options_page import options_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
 

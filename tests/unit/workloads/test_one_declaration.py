@@ -50,7 +50,7 @@ assert parse_run(["--benchmarks", "new", "--scenarios", "Interactive"]).benchmar
 assert parse_run(["--benchmarks", "new", "--gpu_batch_size", "new:96"]).max_batch_size == 96
 """,
     "help": """
-from mpillm.config.options import options_page
+from tools.options_page import options_page
 assert "new-7b, new-7b-interactive" in options_page()
 """,
     "configuration files": """

@@ -1,0 +1,34 @@
+"""``make docs``: docs/reference/options.md, made from the fields."""
+
+from __future__ import annotations
+
+from mpillm.fields import FIELDS
+
+
+def options_page() -> str:
+    """Return docs/reference/options.md: every option, from the fields."""
+    lines = [
+        "# Options",
+        "",
+        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`,"
+        " `--log-dir`; upper and lower case",
+        "are alike in words to choose from. The commands of one test take the same options: each uses those"
+        " of its stages.",
+        "A duration takes a unit: 90s, 10min, 1.5h, 600000ms; a bare number is seconds.",
+    ]
+    group = ""
+    for field in FIELDS:
+        if field.group != group:
+            group = field.group
+            lines += ["", f"## {group.capitalize()}", "", "| option | meaning | default |", "|---|---|---|"]
+        also = "".join(f", `--{alias}`" for alias in field.aliases)
+        meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace(
+            "|", "&#124;"
+        )
+        default = f"`{field.shown_default}`" if field.shown_default else ""
+        lines.append(f"| `--{field.name}`{also} | {meaning} | {default} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")
