@@ -16,9 +16,9 @@ MPICH := .venv/mpich
 TRITON := .venv/triton
 PEERS := .venv-peers
 STAMP := .venv/installed
-# Says every 15 s where pip is, and all that it said if it fails.
+# Says every 15 s how much there is and where pip is, and all that it said if it fails.
 ALOUD := sh -c 'log=.venv/pip.log; "$$@" > $$log 2>&1 & s=0; while kill -0 $$! 2> /dev/null; do sleep 1; s=$$((s + 1)); \
-    test $$((s % 15)) -ne 0 || echo "  $$s s: $$(tail -n 1 $$log | cut -c 1-64)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
+    test $$((s % 15)) -ne 0 || echo "  $$s s, $$(du -sm .venv | cut -f 1) MB: $$(grep -E "^ *(Build|Collect|Download|Install|Prepar)" $$log | tail -n 1 | cut -c 1-52)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
 PIP := $(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
 # Half of the tests' time is waiting: for deadlines, for processes to start and to end. So three at a time, of which one keeps the cores busy
@@ -173,7 +173,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "$(PYTHON) lacks the modules venv and ensurepip (on Debian: the package python3-venv). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@rm -rf .venv
-	@echo "Installing into .venv: 1 GB, one to three minutes, longer on a busy machine …"
+	@echo "Installing into .venv: 1.5 GB, one to three minutes, longer on a busy machine …"
 	@$(PYTHON) -m venv .venv
 	@# An editable package has no hash: first what it needs, with LOCKED=1 only files that locked.txt knows.
 	@# In compat mode it is a folder in Python's path: a folder named disagg or launch where a command is typed hides nothing.
