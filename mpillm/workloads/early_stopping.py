@@ -23,11 +23,11 @@ def queries_needed(percentile: float, late: int = 0) -> int | None:
     if percentile >= 1:
         return None
     low, high = late, late + 1  # `low` is too few
-    while _chance(high, late, percentile) >= _DOUBT:
+    while most_late(high, percentile) < late:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if _chance(middle, late, percentile) < _DOUBT:
+        if most_late(middle, percentile) >= late:
             high = middle
         else:
             low = middle
@@ -40,8 +40,8 @@ def most_late(queries: int, percentile: float) -> int:
     The inverse of `queries_needed`: a test that has more late ones already can't become VALID. In
     logarithms, for any number of queries.
     """
-    if percentile >= 1:
-        return -1
+    if not 0 < percentile < 1:
+        return queries if percentile <= 0 else -1
     term = queries * math.log(percentile)  # of exactly `late` late ones
     total, late = 0.0, -1
     odds = math.log1p(-percentile) - math.log(percentile)
@@ -52,10 +52,3 @@ def most_late(queries: int, percentile: float) -> int:
         late += 1
         term += math.log(max(1, queries - late)) - math.log(late + 1) + odds
     return late
-
-
-def _chance(queries: int, late: int, percentile: float) -> float:
-    """Return the probability of at most `late` late queries among `queries` (binomial distribution)."""
-    return sum(
-        math.comb(queries, n) * (1 - percentile) ** n * percentile ** (queries - n) for n in range(late + 1)
-    )
