@@ -14,8 +14,8 @@ from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.files import check_files, read_json, replace_folder
 from mpillm.nvidia.triton.peft_adapter import convert
-from mpillm.report.run_directory import RunDirectory
 from mpillm.report.run_files import RunFiles
+from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.run_directories import make_run
 
 
@@ -122,7 +122,7 @@ def test_a_pipe_or_a_device_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        *(load_tokenizer, RunFiles.read, RunDirectory.read),
+        *(load_tokenizer, RunFiles.read, JudgedRun.read),
         lambda folder: load_model_config(str(folder)),
         lambda folder: convert(folder, "float16"),
     ],
