@@ -34,6 +34,16 @@ class ExitCode(enum.IntEnum):
     INSTANCE_LOST = 5
 
 
+def missing_package(error: Exception) -> str:
+    """Return the package that an import did not find; "" for another error, or a part of mpillm.
+
+    Some packages tell of what they lack by a RuntimeError: tritonclient without its extra ``grpc`` does.
+    """
+    cause = error.__cause__ if isinstance(error, RuntimeError) else error
+    name = (cause.name or "") if isinstance(cause, ModuleNotFoundError) else ""
+    return "" if name.partition(".")[0] in ("mpillm", "disagg", "launch") else name
+
+
 @contextlib.contextmanager
 def needs_extra(who: str, extra: str) -> Iterator[None]:
     """Say which package is missing, and how to install it, if the block can't import one.
@@ -42,10 +52,10 @@ def needs_extra(who: str, extra: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "mpillm":
+    except (ModuleNotFoundError, RuntimeError) as error:
+        if not (package := missing_package(error)):
             raise
-        raise ConfigError(f"{who} needs the package '{error.name}': pip install 'mpillm[{extra}]'") from error
+        raise ConfigError(f"{who} needs the package '{package}': pip install 'mpillm[{extra}]'") from error
 
 
 class StageError(Exception):

@@ -10,6 +10,7 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
 from mpillm.core_names import EXTRAS, found_at, lacks
 from mpillm.cores.base import LLMCore
+from mpillm.errors import missing_package
 
 if TYPE_CHECKING:
     from mpillm.config.run_config import RunConfig
@@ -59,11 +60,11 @@ class BackendRegistry:
             raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
         try:
             core = found_at(path)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] in ("mpillm", "disagg", "launch"):
+        except (ModuleNotFoundError, RuntimeError) as error:
+            if not (package := missing_package(error)):
                 raise
             extra = f": pip install 'mpillm[{EXTRAS[name]}]'" if name in EXTRAS else ""
-            raise ConfigError(f"--core_type {name} needs the package '{error.name}'{extra}") from error
+            raise ConfigError(f"--core_type {name} needs the package '{package}'{extra}") from error
         except AttributeError as error:
             raise ConfigError(f"--core_type {name}: {error}") from error
         if adapter := getattr(core, "rank_core", None):  # a core of `mpillm.llmlib`
