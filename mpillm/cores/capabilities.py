@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpillm.comms.kv_socket import Cache
     from mpillm.comms.messages import Batch
     from mpillm.comms.mover import Mover, Peer
+    from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.telemetry.recorder import Recorder
 
 
@@ -73,6 +74,14 @@ class HandsOver(Protocol):
         `request`: a batch of one row with its prompt. Only a FINAL row follows; its first token is
         `first_token`.
         """
+
+
+@runtime_checkable
+class WorksInAnyThread(Protocol):
+    """Takes requests and gives answers in any thread, one at a time, as long as that is a server's client."""
+
+    def share(self, thread: ClientThread) -> None:
+        """Have the client on this thread, which has the run's endpoint. Called before `load`, if at all."""
 
 
 class OwnMemory(Protocol):

@@ -14,8 +14,8 @@ from functools import partial
 from aiohttp import web
 
 from disagg.errors import ConfigError
-from launch.event_loop import new_loop
 from mpillm.comms.messages import Batch
+from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connection, Connections, raise_limit
 from mpillm.endpoint.frontend import Mailbox
@@ -101,11 +101,9 @@ class HttpThread:
         self._server: asyncio.Server | None = None
         self._listening, self._drained = threading.Event(), threading.Event()
         self.error = ""
-        self._loop = new_loop()
-        self._loop.set_exception_handler(self._on_loop_error)
         mailbox.deliver = self._deliver
-        self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
-        self._thread.start()
+        self.thread = ClientThread("mpillm-http", self._on_end, self._on_loop_error)
+        self._loop = self.thread.loop
 
     def listen(self) -> None:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop)
@@ -122,30 +120,28 @@ class HttpThread:
         return self._drained.is_set()
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop)
-            self._thread.join(_STOP_S)
-        if self._thread.is_alive():
-            _log.warning("thread %s has not ended within %g s", self._thread.name, _STOP_S)
+        if self.thread.runs:
+            try:
+                self.thread.run(self._close(), _STOP_S)
+            except TimeoutError as error:
+                _log.warning("closing the connections: %s", error)
+            self.thread.stop()
         self._socket.close()
 
     def _deliver(self, batch: Batch) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers
-            self._loop.call_soon_threadsafe(self._take, batch)
+            self.thread.post(self._take, batch)
 
     # --- in the HTTP thread ---
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # noqa: BLE001 - the main thread ends the run with it
-            self._fail(error)
+    def _on_end(self) -> None:
+        if self.thread.error is not None:
+            self._fail(self.thread.error)
 
     def _take(self, batch: Batch) -> None:
         try:
             self._requests.take(batch)
-        except Exception as error:  # noqa: BLE001 - as in `_run`
+        except Exception as error:  # noqa: BLE001 - the main thread ends the run with it
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -161,7 +157,7 @@ class HttpThread:
         try:
             self._runner, self._server = await listen(self._service.app(), self._socket)
             self._listening.set()
-        except Exception as error:  # noqa: BLE001 - as in `_run`
+        except Exception as error:  # noqa: BLE001 - as in `_take`
             self._fail(error)
 
     async def _drain(self, seconds: float) -> None:
@@ -178,7 +174,7 @@ class HttpThread:
             self._requests.give_up_all()
             await self._until_none_is_open(time.monotonic() + _CANCEL_S)
             self._drained.set()
-        except Exception as error:  # noqa: BLE001 - as in `_run`
+        except Exception as error:  # noqa: BLE001 - as in `_take`
             self._fail(error)
 
     async def _until_none_is_open(self, end: float) -> None:
@@ -188,4 +184,3 @@ class HttpThread:
     async def _close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
-        self._loop.stop()

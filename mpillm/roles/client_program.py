@@ -60,6 +60,8 @@ class Bounds:
 class ClientProgram(Role):
     """Owns the client, beside the role of the run's own endpoint."""
 
+    owns = True
+
     def __init__(
         self,
         kind: HarnessKind,

@@ -17,6 +17,7 @@ class Role:
     """Has a method per phase, called once; then `poll` is called until `done(phase)`."""
 
     asks: ClassVar[bool] = False  # the leader answers it: its rank polls it first
+    owns: ClassVar[bool] = False  # processes, which are the main thread's alone
 
     def load(self) -> None: ...
     def health(self) -> None: ...

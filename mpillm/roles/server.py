@@ -140,6 +140,8 @@ def doing(name: str, said: str, server: OwnedServer) -> str:
 class ServerRole(Role):
     """Owns a server."""
 
+    owns = True
+
     def __init__(self, plan: ServerPlan, folder: Path, deadline_s: float, wake: Callable[[], None]) -> None:
         """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank."""
         self._plan = plan

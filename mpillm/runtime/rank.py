@@ -30,6 +30,7 @@ from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.config.run_config import RunConfig
+from mpillm.cores.capabilities import WorksInAnyThread
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, visible_gpus
 from mpillm.errors import Failure, Interrupted, RunError
@@ -104,6 +105,7 @@ class Rank:
         self._loop.pollers.append(self._control.poll)
         self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
+        self._errands: list[Callable[[], object]] = []  # of the test
         self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
         self._first_of_node = False  # once the plan is here
         self.log_dir = ""  # the run directory, once rank 0 has made it
@@ -180,6 +182,8 @@ class Rank:
         def work() -> None:
             # In other phases rank 0 says where a rank is stuck, a moment after its heartbeat has told.
             self._doorbell.may_rest = phase == "test"
+            # In other phases the main thread waits for what they would do.
+            self._loop.errands[:] = self._errands if phase == "test" else ()
             if phase == "test":
                 # Objects made at start-up live to the end: no collection during the test need visit them.
                 gc.freeze()
@@ -272,6 +276,7 @@ class Rank:
             route.outlives_others = setup.outlives_losses
         self._control.on_lost = partial(self._lost, route)
         session = self._rank0.session if self._rank0 else None
+        serves = self._serves or bool(self._config.harness)
         self._roles += make_roles(
             self._config,
             setup,
@@ -280,16 +285,18 @@ class Rank:
             partial(session.make_harness, loop=self._loop) if session else None,
             session.make_half if session else None,
             self._control.report,
-            self._loop.wake,
-            [*self._loop.pollers],
-            serves=self._serves or bool(self._config.harness),
+            self._loop,
+            session.http if session else None,
+            serves=serves,
         )
         # What asks comes first: the leader has its requests in the same turn.
         asks, rest = ([one.poll for one in self._roles if one.asks is it] for it in (True, False))
         self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
-        if route and session and ranks[self.rank].instance is None:  # a core belongs to the main thread
-            self._loop.errands += [*asks, route.dispatch_own, *rest]
+        in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
+        if route and (in_any or (session and ranks[self.rank].instance is None)):  # other cores: the main one
+            rest = [one.poll for one in self._roles if not (one.asks or one.owns)]
+            self._errands = [*asks, route.dispatch_own, *rest, route.dispatch_own]
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)

@@ -23,7 +23,7 @@ from mpillm.config.disagg_values import (
 )
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import HandsOver, OutlivesServer
+from mpillm.cores.capabilities import HandsOver, OutlivesServer, WorksInAnyThread
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
@@ -33,6 +33,8 @@ from mpillm.roles.role import Importer, Role
 from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:
+    from mpillm.comms.loop import EventLoop
+    from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.roles.prefix_pool import PrefixRouting
 
 
@@ -98,16 +100,16 @@ def make_roles(
     make_harness: Callable[[Transport, int], list[Role]] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     report: Callable[[Failure], None],
-    wake: Callable[[], None],
-    looks: Sequence[Callable[[], object]],
+    loop: EventLoop,
+    http: ClientThread | None,
     *,
     serves: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `wake`:
-    see `LLMCore`; `looks`: each raises what ends the run, if something does; `serves`: requests come from
-    HTTP clients, not from LoadGen.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `loop`:
+    this rank's, whose pollers so far raise what ends the run, if something does; `http`: the thread of this
+    rank's endpoint; `serves`: requests come from HTTP clients, not from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -121,14 +123,18 @@ def make_roles(
 
         plans = server_plans(config, plan, setup.server_gpus, setup.server_ports)
         mine = next(one for one in plans if one.rank == rank)
-        server = ServerRole(mine, Path(setup.log_dir), EARLIER * config.load_deadline, wake)
+        server = ServerRole(mine, Path(setup.log_dir), EARLIER * config.load_deadline, loop.wake)
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.in_section(plan.instances[me.instance].section).autoapply():
             core = core_class(replace(core_config, serves=serves), comms.instance)
-        core.wake = wake
-        core.meanwhile = partial(_all, [*looks, *([server.poll] if server is not None else [])])
+        core.wake = loop.wake
+        if serves and isinstance(core, WorksInAnyThread):
+            core.wake = loop.ask
+            if http is not None:
+                core.share(http)
+        core.meanwhile = partial(_all, [*loop.pollers, *([server.poll] if server is not None else [])])
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))

@@ -33,6 +33,7 @@ from mpillm.runtime.join import Planned
 from mpillm.version import __version__
 
 if TYPE_CHECKING:
+    from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.roles.harness import Totals
 
 S = TypeVar("S")
@@ -83,6 +84,11 @@ class RunSession(ABC):
     @abstractmethod
     def totals(self) -> Totals:
         """What was asked and answered."""
+
+    @property
+    def http(self) -> ClientThread | None:
+        """The thread of the run's endpoint, if it has one."""
+        return None
 
     @property
     def started(self) -> float:

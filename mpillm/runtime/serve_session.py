@@ -33,6 +33,7 @@ from mpillm.runtime.join import Planned
 from mpillm.runtime.run_session import RunSession, announced, opened
 
 if TYPE_CHECKING:
+    from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.roles.harness import Totals
 
 _log = logging.getLogger(__name__)
@@ -133,8 +134,12 @@ class ServeSession(RunSession):
         self._metrics.totals.started = self._frontend.started if self._frontend else 0.0
         return self._metrics.totals
 
+    @property
+    def http(self) -> ClientThread | None:
+        return self._endpoint.thread
+
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
-        self._mailbox.wake = loop.wake
+        self._mailbox.wake = loop.ask
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return [self._frontend]
 

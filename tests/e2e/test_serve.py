@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
+from mpillm.errors import ExitCode
 from tests.helpers.oracle import Oracle
 from tests.helpers.scripted_server import DONE as DONE_
 from tests.helpers.scripted_server import (
@@ -174,8 +175,12 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     assert ended.result["samples"] + ended.result["aborted"] == 16
 
 
-def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
-    """Clients do not wait for the end; a request that the server refuses fails alone."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -> None:
+    """Clients do not wait for the end; a request that the server refuses fails alone.
+
+    One rank has its client in the endpoint's own thread.
+    """
     goes_on = threading.Event()
 
     def answered(request: Request) -> Reply:
@@ -195,7 +200,7 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
     body = {"max_tokens": 4, "return_token_ids": True}
     with ScriptedServer(answered) as server:
         core = ("--core_type", "trtllm_endpoint", "--trtllm_server_urls", server.address)
-        command, host, port = serve(both, 2, *core)
+        command, host, port = serve(both, n, *core)
         stream = post(host, port, "/v1/completions", **body, prompt=[4], stream=True).getresponse()
         read = b""
         while sum(map(len, re.findall(rb'"token_ids": \[([^]]*)\]', read.replace(b", ", b"")))) < 3:
@@ -209,10 +214,30 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter) -> None:
         assert tokens_of(read + stream.read()) == [5, 6, 7, 8]
         whole = answer(host, port, "/v1/completions", **body, prompt=[4])
         assert whole["choices"][0]["token_ids"] == [4, 5, 6, 7]
+        goes_on.clear()
+        leaves = post(host, port, "/v1/completions", **body, prompt=[4], stream=True)
+        leaves.getresponse().read(20)
+        leaves.close()
+        wait_until(lambda: metric(host, port, "num_requests_running") == 0, "the server to be left")
+        goes_on.set()
         command.process.send_signal(signal.SIGTERM)
         ended = command.end(TIMEOUT_S).must(DONE)
-    assert (ended.result["samples"], ended.result["errors"]) == (2, 3)
+    assert (ended.result["samples"], ended.result["errors"], ended.result["aborted"]) == (2, 3, 1)
     assert ended.result["ttft_ms"]["p50"] > 0 and "not streamed" not in ended.out
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_another_server_that_is_gone_is_named(both: Starter, n: int) -> None:
+    def answered(request: Request) -> Reply:
+        return Reply([], "stop") if request.json["prompt"] == [9] else good(request)
+
+    with ScriptedServer(answered) as server:
+        core = ("--core_type", "trtllm_endpoint", "--trtllm_server_urls", server.address)
+        command, host, port = serve(both, n, *core, "--core_options", "retry_s:0.5")
+        waits = post(host, port, "/v1/completions", max_tokens=4, prompt=[9])
+        ended = command.end(TIMEOUT_S).must(ExitCode.TEST_FAILED)
+        waits.close()
+    assert f"{server.url}/v1/completions: Connection refused; retried" in " ".join(ended.err.split())
 
 
 @pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)

@@ -22,18 +22,28 @@ _LOOK_S = 0.25
 class ClientThread:
     """Runs coroutines and functions on its loop. `error`: an uncaught exception there, which is a bug."""
 
-    def __init__(self, name: str, failed: Callable[[], None] = lambda: None) -> None:
-        """`failed` is called on the thread when there is an `error`."""
+    def __init__(
+        self,
+        name: str,
+        failed: Callable[[], None] = lambda: None,
+        uncaught: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None,
+    ) -> None:
+        """`failed` is called on the thread when there is an `error`; `uncaught`: takes exceptions of
+        callbacks, which then are none."""
         self._failed = failed
+        self._users = 1
         self.error: BaseException | None = None
-        self._loop = new_loop()
-        self._loop.set_exception_handler(self._uncaught)
+        self.loop = new_loop()
+        self.loop.set_exception_handler(uncaught or self._uncaught)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        except BaseException as error:  # noqa: BLE001 - whoever looks at `error` raises it
+            self._uncaught(self.loop, {"exception": error})
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
@@ -46,7 +56,7 @@ class ClientThread:
 
         `meanwhile` is called again and again until then; what it raises ends the work, too.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         end = time.monotonic() + timeout_s
         try:
             while not future.done() and (left := end - time.monotonic()) > 0:
@@ -60,7 +70,20 @@ class ClientThread:
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call `function` on the loop, soon."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        if threading.get_ident() == self._thread.ident:
+            self.loop.call_soon(function, *arguments)
+        else:
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def shared(self) -> ClientThread:
+        """Return this thread for one more user: the last that stops it ends it."""
+        self._users += 1
+        return self
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
 
     def cpu_s(self) -> float:
         """Return the CPU time that the thread has used."""
@@ -68,10 +91,13 @@ class ClientThread:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def stop(self) -> None:
-        """End the loop and the thread."""
-        self.post(self._loop.stop)
+        """End the loop and the thread, unless others use it."""
+        self._users -= 1
+        if self._users:
+            return
+        self.post(self.loop.stop)
         self._thread.join(_END_S)
         if self._thread.is_alive():
             _log.warning("thread %s has not ended within %g s", self._thread.name, _END_S)
         else:
-            self._loop.close()
+            self.loop.close()

@@ -101,6 +101,7 @@ class EndpointCore(LLMCore):
         self._tokenizer: Tokenizer | None = None
         self._tokens = AnswerTokens(None)
         self._thread: ClientThread | None = None
+        self._shared: ClientThread | None = None
         self._reader: ServerReader | None = None  # of one client of each server
         self._answers = Answers()
         self._failed: EndpointError | None = None
@@ -131,6 +132,9 @@ class EndpointCore(LLMCore):
         return None if _folder(config) else StatedLimits()
 
     # --- life ---
+
+    def share(self, thread: ClientThread) -> None:
+        self._shared = thread
 
     def load(self) -> None:
         """Wait for the servers, if they are not the run's own."""
@@ -164,7 +168,7 @@ class EndpointCore(LLMCore):
         if self._reads:  # one client asks what context servers count, for all
             contexts = self._contexts if self.config.instance == 0 else ()
             self._reader = ServerReader(self._endpoints, contexts)
-        self._thread = ClientThread("mpillm-http", self.wake)
+        self._thread = self._shared.shared() if self._shared else ClientThread("mpillm-http", self.wake)
         self._warming: set[asyncio.Task[None]] = set()
         self._client = Client(
             self._endpoints,
@@ -454,9 +458,16 @@ class EndpointCore(LLMCore):
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        # Of those behind the first, the main thread, which takes all, knows already.
+        # Of those behind the first, whoever takes all knows already.
         if self._answers.add(id_, flags, tokens) == 1:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Have the answers taken, where this thread may do so itself once they are gathered."""
+        if not self.config.serves or self.has_work():
             self.wake()
+        elif self._answers:
+            asyncio.get_running_loop().call_later(_GATHER_S, self._hand_on)
 
 
 def _folder(config: CoreConfig) -> Path | None:

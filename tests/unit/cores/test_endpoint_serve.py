@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mpillm.comms.messages import Refusal, RequestFlag, ResponseFlag
-from mpillm.cores.capabilities import OutlivesServer
+from mpillm.cores.capabilities import OutlivesServer, WorksInAnyThread
+from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.data.tokenizer import load_tokenizer
 from tests.helpers.endpoint_cores import (
     CANCELLED,
@@ -234,3 +236,26 @@ def test_a_server_that_was_started_again_may_not_answer_otherwise() -> None:
         core.server_back(second.address)
         ended = {id_: (flags, tokens) for id_, flags, tokens in rows.until(2) if flags & FINAL}
         assert ended == {10: (FINAL | ERROR, []), 20: (FINAL, [77, 78, 79, 80])}
+
+
+def test_a_client_in_the_endpoint_s_thread() -> None:
+    """There requests are sent, and answers read, and it goes on without the client."""
+    thread, wakes = ClientThread("mpillm-endpoint"), set[int | None]()
+    with ScriptedServer() as server, core_of(server.address, serves=True) as core:
+        assert isinstance(core, WorksInAnyThread)
+        core.share(thread)
+        core.wake = lambda: wakes.add(threading.get_ident())
+        core.load()
+        core.run_health_check()
+        core.enqueue(requests())
+        Rows(core).until(4)
+        assert wakes == {thread.run(_ident(), 60)}
+        core.notify_stop()
+        wait_until(lambda: not server.has_clients(), "its connections to be closed")
+    assert thread.runs
+    thread.stop()
+    assert not thread.runs
+
+
+async def _ident() -> int:
+    return threading.get_ident()

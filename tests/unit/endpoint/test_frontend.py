@@ -96,7 +96,7 @@ def test_a_signal_lets_what_is_open_end_and_takes_nothing_more() -> None:
     with pytest.raises(ConnectionRefusedError):
         rank0.ask()
     rank0.role.stop()
-    assert not rank0.http._thread.is_alive() and not rank0.cancelled
+    assert not rank0.http.thread.runs and not rank0.cancelled
 
 
 def test_what_fails_while_requests_end_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
