@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpillm.config.options import parse_run
 from mpillm.errors import StageError
+from mpillm.experiments import rate_tests
 from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
-from mpillm.experiments.rate_tests import hopeless
+from mpillm.experiments.rate_tests import RateTests, hopeless
 from mpillm.loadgen.forecast import arrivals
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD
@@ -140,3 +144,28 @@ def test_a_queue_that_only_wanders_is_not_hopeless() -> None:
         rows = queue.records(0.97 * 80, seconds)
         assert hopeless(rows, {"ttft": 10_000}, 80 * 600, 0.97 * 80) == ""
     assert queue_slope(rows[:50]) is None
+
+
+def test_a_server_that_answers_in_bursts_has_no_huge_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 answers come at once every 20 s: 3.2 per second, not the 800 of one burst."""
+    now = 0.0
+    ends = np.concatenate([20.0 * (burst + 1) + np.linspace(0.0, 0.08, 64) for burst in range(9)])
+
+    def read(folder: Path) -> np.ndarray:
+        rows = np.zeros(int((ends <= now).sum()), RECORD)
+        rows["latency"] = ends[: len(rows)]
+        return rows
+
+    def run(folder: Path, mpirun: list[str], options: list[str], watch: Callable[[], str]) -> SimpleNamespace:
+        nonlocal now
+        while not (stopped := watch()):
+            now += 0.5
+        return SimpleNamespace(stopped=stopped)
+
+    monkeypatch.setattr(rate_tests, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rate_tests, "read_requests", read)
+    monkeypatch.setattr(rate_tests, "run_in", run)
+    tests = RateTests(tmp_path, ["-n", "2"], [], parse_run(["--scenarios=Server"]), probe_s=5.0)
+    assert 2 < tests.capacity() < 6 and now < 60
