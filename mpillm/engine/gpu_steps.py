@@ -31,6 +31,7 @@ from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.segments import grow_segments
 from mpillm.engine.staging import last_of_each, to_device
 from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.memory import most_copied
@@ -46,6 +47,7 @@ _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits 
 def use_gpu(device: str) -> Any:
     """Make `device` PyTorch's current device and return the kernels for it."""
     torch.cuda.set_device(torch.device(device))
+    grow_segments()
     compilations.watch_triton()
     return importlib.import_module("mpillm.engine.kernels.step_kernels")
 

@@ -1,0 +1,37 @@
+"""How PyTorch takes a GPU's memory: in segments that grow, so that loading leaves no fragments.
+
+A segment of a fixed size stays taken while a part of it is in use. Those of the largest matrices that
+loading packs and frees left 5 GiB beside 70B's weights that no step could use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def grow_segments() -> None:
+    """Let segments grow from now on, unless the environment says how PyTorch takes memory."""
+    _set(grow=True)
+
+
+@contextmanager
+def one_segment() -> Iterator[None]:
+    """Within it each allocation is a segment of its own, which CUDA IPC can export (not one that grows)."""
+    _set(grow=False)
+    try:
+        yield
+    finally:
+        _set(grow=True)
+
+
+def _set(*, grow: bool) -> None:
+    if not any(name in os.environ for name in _VARIABLES):
+        # The older name warns where there is the newer one.
+        of_torch = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (of_torch or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{grow}")
