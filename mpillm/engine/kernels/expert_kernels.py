@@ -394,7 +394,7 @@ def packed_product(
 
 @Kernel
 @triton.jit
-def _combine(out, y, weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(out, y, weights, places, width, PLACED: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -403,13 +403,19 @@ def _combine(out, y, weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
         weight = tl.load(weights + pair)
         # Nothing was computed for another rank's expert: the memory may hold NaN.
         there = tl.where(weight == 0, 0, width)
-        total += weight * tl.load(y + pair * width + column, mask=column < there, other=0.0).to(tl.float32)
+        at = pair
+        if PLACED:
+            at = tl.load(places + pair, mask=weight != 0, other=0).to(tl.int64)
+        total += weight * tl.load(y + at * width + column, mask=column < there, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def combine(y: Tensor, weights: Tensor) -> Tensor:
-    """As `ops.combine`."""
+def combine(y: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
+    """As `ops.combine`. `places` (int32): the row of y for each pair, if they are in another order."""
     (n, n_chosen), width = weights.shape, y.shape[1]
     out = y.new_empty(n, width)
-    _combine[(n, cdiv(width, 1024))](out, y, weights, width, CHOSEN=n_chosen, BLOCK=1024)
+    _combine[(n, cdiv(width, 1024))](
+        out, y, weights, weights if places is None else places, width,
+        PLACED=places is not None, CHOSEN=n_chosen, BLOCK=1024,
+    )  # fmt: skip
     return out

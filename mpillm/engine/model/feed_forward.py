@@ -100,11 +100,10 @@ class Mixture:
         """Compute; no adapter changes experts, and the result is never added to `residual`."""
         choice = self._chosen(x)
         if len(x) > self.one_by_one_above and not self.gate_up.is_packed:
-            down = self._one_by_one(x, choice)
+            combined = self._one_by_one(x, choice)
         else:
             hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
-            down = self.down(hidden, choice)
-        combined = self._ops.combine(down, choice.weights)
+            combined = self._ops.combine(self.down(hidden, choice), choice.weights)
         if self._shared is None:
             return combined
         shared = self._shared(x)
@@ -121,20 +120,29 @@ class Mixture:
         return self._ops.route(scores, self._n_chosen, self._experts, self._normed)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
-        """As `gate_up`, `gated` and `down` on a GPU, with dense products of one expert after the other."""
+        """As all of the above on a GPU, with dense products of one expert after the other.
+
+        What needs no choice on the host is launched before it waits, so that the GPU works meanwhile.
+        """
+        from mpillm.engine.kernels.expert_kernels import combine
         from mpillm.engine.kernels.fp8_kernels import quantize_rows
 
         numbers = quantize_rows(x) if self.gate_up.rounds else x
-        out, start = x.new_empty(len(choice.order), self.down.out_features), 0
-        for expert, end in enumerate(choice.ends.tolist()):
+        pairs = choice.order.long().clamp_(0, len(choice.order) - 1)  # undefined after the last end
+        numbers = _rows_of(numbers, pairs // self._n_chosen)
+        ends = choice.ends.tolist()
+        places = torch.empty_like(choice.order)  # of each pair, by experts
+        places[pairs[: ends[-1]]] = torch.arange(ends[-1], dtype=places.dtype, device=places.device)
+        out, start = x.new_empty(len(pairs), self.down.out_features), 0
+        for expert, end in enumerate(ends):
             if end > start:
-                pairs = choice.order[start:end].long()
-                gate_up = self.gate_up.of_expert(expert).unscaled(_rows_of(numbers, pairs // self._n_chosen))
+                gate_up = self.gate_up.of_expert(expert).unscaled(_part(numbers, start, end))
                 gate_up = self._biased(gate_up, self.gate_up.biases, expert)
                 hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
-                out[pairs] = self._biased(self.down.of_expert(expert)(hidden), self.down.biases, expert)
+                down = self.down.of_expert(expert)(hidden)
+                out[start:end] = self._biased(down, self.down.biases, expert)
             start = end
-        return out
+        return combine(out, choice.weights, places)
 
     def _biased(self, product: Any, biases: Tensor | None, expert: int) -> Any:
         return product if biases is None else self._ops.scaled(product).add_(biases[expert])
@@ -145,7 +153,13 @@ class Mixture:
 
 
 def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
-    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+    if isinstance(x, Rounded):
         numbers = x.numbers.view(torch.uint8)[rows].view(x.numbers.dtype)
         return Rounded(numbers, x.scales[rows], x.dtype)
     return x[rows]
+
+
+def _part(x: Tensor | Rounded, start: int, end: int) -> Any:
+    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+        return Rounded(x.numbers[start:end], x.scales[start:end].clone(), x.dtype)
+    return x[start:end]

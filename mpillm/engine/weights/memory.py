@@ -25,7 +25,9 @@ PADDED = 64  # rows of a sequence that are copied begin and end at multiples of 
 # 1,024 would take 9 GB.
 CHOSEN_AT_ONCE = 64
 BYTES_TO_CHOOSE = 72
-_GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
+# Bytes: CUDA's context, kernels, the libraries' own memory, and what PyTorch rounds up to.
+_GPU_OVERHEAD = 3 << 29
+_GRAPH_ROWS = 1024  # of a step with contexts whose layers are graphs, at most (see `gpu_steps`)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ def gpu_needs(
     inner = 3 * n_chosen * model.intermediate_size * config.ep_size
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     n_rows = decode_rows(config)
+    # Graphs keep the memory of their largest step; others have theirs beside it.
+    in_graphs = max(n_rows, min(config.max_num_tokens, _GRAPH_ROWS))
     step = (
-        width * per_row * max(config.max_num_tokens, config.max_batch_size)
+        width * per_row * (max(config.max_num_tokens, n_rows) + in_graphs)
         + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
         # Contexts that attention copies out of their blocks, a layer at a time.
         + width
