@@ -8,9 +8,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.cache.kv_cache import KVCache  # noqa: E402
-from mpillm.engine.gpu_steps import use_gpu  # noqa: E402
-from mpillm.engine.parallel.peer_memory import export  # noqa: E402
+from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.gpu_steps import use_gpu
+from mpillm.engine.parallel.peer_memory import export
 
 _MIB = 1 << 20
 
