@@ -56,12 +56,12 @@ def _gpus(cause: str) -> list[Line]:
 
 
 def _gpu_memory(cause: str) -> list[Line]:
-    """By what PyTorch says: the check before a run does not count fragments (docs/explain/engine.md)."""
+    """What a step takes is reckoned before a run (`engine.weights.memory`); others have taken some since."""
     advice = (
-        "give the KV cache less (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens) or, for fewer"
-        " fragments, start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (not for disaggregated runs)"
+        "end what else runs on the GPU (nvidia-smi), or give the KV cache less"
+        " (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens)"
     )
-    text = "weights and KV cache leave less than the rest needs, with what PyTorch holds in fragments"
+    text = "weights and KV cache leave less than the rest needs"
     return [Line("GPU memory", Status.FAILURE, text, advice)]
 
 

@@ -1,7 +1,7 @@
 """How PyTorch takes a GPU's memory: in segments that grow, so that loading leaves no fragments.
 
-A segment of a fixed size stays taken while a part of it is in use. Those of the largest matrices that
-loading packs and frees left 5 GiB beside 70B's weights that no step could use.
+A segment of a fixed size stays taken while a part of it is in use: those of matrices that loading packs and
+frees left 5 GiB beside 70B's weights that no step could use. CUDA IPC exports only segments of a fixed size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def grow_segments() -> None:
 
 
 @contextmanager
-def one_segment() -> Iterator[None]:
-    """Within it each allocation is a segment of its own, which CUDA IPC can export (not one that grows)."""
+def fixed_segments() -> Iterator[None]:
+    """Take memory in segments of a fixed size within this, for what other processes reach."""
     _set(grow=False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a GPU's memory is taken: weights in segments that grow, a KV cache in one that others can reach."""
+"""How a GPU's memory is taken: weights in segments that grow, a KV cache in one that others reach."""
 
 from __future__ import annotations
 
@@ -34,5 +34,4 @@ def test_a_kv_cache_can_be_exported() -> None:
     use_gpu("cuda:0")
     cache = KVCache(2, 64, 4, 32, 128, torch.bfloat16, "cuda")
     for pool in (cache.keys, cache.values):
-        exported = export(pool)
-        assert any(exported.handle) and 0 <= exported.offset < pool.nbytes
+        assert any(export(pool).handle)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpillm.engine.cache.puts import CacheThere, Put, put_table
 from mpillm.engine.fp8 import FP8, to_fp8, widen
-from mpillm.engine.segments import one_segment
+from mpillm.engine.segments import fixed_segments
 from mpillm.engine.staging import Staging, to_device
 
 NULL_BLOCK = 0  # never allocated: pads short rows of a block table
@@ -196,7 +196,7 @@ def widened(held: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on a CPU NumPy's, whose memory appears on first use (PyTorch writes all of it)."""
     if device.type != "cpu":
-        with one_segment():  # which other processes can reach (see `peer_memory`)
+        with fixed_segments():  # other processes reach it (see `peer_memory`)
             return torch.zeros(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

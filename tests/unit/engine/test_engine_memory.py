@@ -129,3 +129,31 @@ def test_a_tied_embedding_is_there_twice(node: Any) -> None:
         info.config, info.layout, "float32", "none"
     )
     assert len(info.layout.shapes(tied)) < len(info.layout.shapes(info.config))
+
+
+@pytest.mark.parametrize(
+    ("model", "max_num_tokens", "measured"),
+    [
+        ("llama2-70b", 2048, 2.22),
+        ("llama2-70b", 8192, 3.61),
+        ("llama3.1-8b", 16384, 3.35),
+        ("mixtral-8x7b", 16384, 4.29),
+    ],
+)
+def test_a_gpu_keeps_what_a_step_takes(model: str, max_num_tokens: int, measured: float) -> None:
+    """At least the GiB that an H200 had in use beside weights and KV cache after the largest steps."""
+    core = CoreConfig(
+        core_type="torch",
+        model_path=model,
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+        gpu_bytes=140 << 30,
+        max_batch_size=1024,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=2048,
+        enable_chunked_context=True,
+        kv_cache_fraction=1.0,
+    )
+    info = check_model(core)
+    per_token = info.config.kv_bytes_per_token("fp8", 1, 1)
+    assert (140 << 30) - info.n_bytes - info.kv_cache_tokens * per_token > measured * (1 << 30)

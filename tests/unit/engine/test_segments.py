@@ -19,7 +19,7 @@ def test_the_environment_comes_first(variable: str | None, monkeypatch: pytest.M
         monkeypatch.setenv(variable, "max_split_size_mb:64")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
     segments.grow_segments()
-    with pytest.raises(ZeroDivisionError), segments.one_segment():
+    with pytest.raises(ZeroDivisionError), segments.fixed_segments():
         print(1 / 0)
     modes = ["True", "False", "True"] if variable is None else []
     assert told == [f"expandable_segments:{mode}" for mode in modes]
