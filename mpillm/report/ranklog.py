@@ -48,13 +48,28 @@ def open_rank_log(directory: Path, rank: int) -> Path:
 
 def how_it_ended(log: Path) -> str:
     """Return which signal ended the rank of this log, and what speaks for it; "" if the log isn't here."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
+    text = _tail(log)
+    if text is None:
         return ""
     for name, signal in _FATAL.items():
         if f"Fatal Python error: {name}" in text:
             return f"{signal} ended it: its log has the stacks"
     return "its log says nothing of it, as after SIGKILL: by `kill -9`, or the kernel's OOM killer (dmesg)"
+
+
+def ended_by_a_loss(log: Path) -> bool:
+    """Return whether Open MPI crashed in the rank of this log as it heard that another one had ended.
+
+    5.0 does where it is making a communicator then, which has no queues yet that could be revoked.
+    """
+    text = _tail(log) or ""
+    return "Fatal Python error: Segmentation fault" in text and "ompi_comm_set_rank_failed" in text
+
+
+def _tail(log: Path) -> str | None:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return None

@@ -21,7 +21,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
-from mpillm.report.ranklog import how_it_ended, log_name
+from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, log_name
 from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
 from mpillm.runtime.join import Planned, plan_run
 from mpillm.runtime.run_session import RunSession
@@ -139,6 +139,15 @@ class Rank0:
             tell_directory(path)
         return self._record
 
+    def _that_came_first(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+        """Return the failures without those of ranks that Open MPI ended because of another's."""
+        record = self._record
+        if record is None or len(failures) == 1:
+            return failures
+        followed = {f.rank for f in failures if f.ended and f.rank is not None}
+        followed = {rank for rank in followed if ended_by_a_loss(record.path / log_name(rank))}
+        return tuple(f for f in failures if f.rank not in followed) or failures
+
     def _with_its_end(self, failure: Failure) -> Failure:
         """Return the failure of a rank whose process has ended with which signal did it, if that is known."""
         if not failure.ended or self._record is None or failure.rank is None:
@@ -154,7 +163,7 @@ class Rank0:
     def failed(self, failures: tuple[Failure, ...], code: int) -> None:
         """Write the result and print the message of a run that ends with exit code `code`."""
         phase, record = self.control.phase, self._record
-        failures = tuple(map(self._with_its_end, failures))
+        failures = tuple(map(self._with_its_end, self._that_came_first(failures)))
         more: list[str] = []
         if self.session is not None and (known := self.session.failed(self.control.last_reports)):
             more.append(known)

@@ -276,6 +276,23 @@ def test_a_failure_is_reported_and_written(tmp_path: Path) -> None:
     assert "phase 'load'" in error and "broken" in error and "rank_0002.log" in error
 
 
+def test_who_was_ended_by_another_ones_loss_is_not_named_beside_it(tmp_path: Path) -> None:
+    """Open MPI 5.0 crashes where it hears of a loss while it makes a communicator."""
+    run = Run(tmp_path / "run")
+    run.arrive("join", joined(run.config))
+    logs = tmp_path / "run" / "ranks"
+    logs.mkdir(exist_ok=True)
+    crash = "Fatal Python error: Segmentation fault\n[vm:7] [ 5] libmpi.so.40(ompi_comm_set_rank_failed+0x4c)"
+    (logs / "rank_0001.log").write_text(crash)
+    (logs / "rank_0002.log").write_text("rank 2, pid 8: run\n")
+    ended = tuple(Failure("the process has ended", rank, code=5, ended=True) for rank in (1, 2))
+    run.rank0.failed(ended, ExitCode.INSTANCE_LOST)
+    assert [failure["rank"] for failure in run.result()["failures"]] == [2]
+    assert "rank 1" not in run.err.getvalue()
+    run.rank0.failed(ended[:1], ExitCode.INSTANCE_LOST)
+    assert [failure["rank"] for failure in run.result()["failures"]] == [1], "who is there alone"
+
+
 def test_a_wrong_option_leaves_no_directory(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--scenarios", "Server")  # without a rate
     with pytest.raises(ConfigError, match="--server_target_qps"):
