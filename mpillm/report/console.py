@@ -99,9 +99,8 @@ class Console:
         """
         if not awaited or not self._is_due(elapsed_s):
             return
-        doing = {what: what.partition("\n")[0] for what in awaited}
         said = [
-            f"{disagg.rank_list(ranks, hosts)}{f': {doing[what]}' if what else ''}"
+            f"{disagg.rank_list(ranks, hosts)}: {what.splitlines()[0] if what else 'not done'}"
             for what, ranks in awaited.items()
         ]
         more = len(said) - _MOST_SAID

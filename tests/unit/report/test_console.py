@@ -100,13 +100,13 @@ def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPa
     console.waiting("warmup", 30.0, {})
     for seconds in (2.0, 3.0):
         console.waiting("drain", seconds, {"": [2, 3, 4]}, {1: "h1", 2: "h1", 3: "h2", 4: "h2"})
-    said = "ranks 2-4: waiting for http://a:1: connection refused; rank 1; and 2 more"
+    said = "ranks 2-4: waiting for http://a:1: connection refused; rank 1: not done; and 2 more"
     assert out.getvalue().splitlines() == [
         f"  load    after 3 s  {said}",
         f"  load    after 9 s  {said}",
         f"  load    after 27 s  {said}",
-        "  warmup  after 3 s  rank 1",
-        "  drain   after 3 s  rank 2 on h1 and host h2 (ranks 3-4)",
+        "  warmup  after 3 s  rank 1: not done",
+        "  drain   after 3 s  rank 2 on h1 and host h2 (ranks 3-4): not done",
     ]
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv(TTY, "1")
