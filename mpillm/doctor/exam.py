@@ -5,33 +5,31 @@ Nobody waits without a deadline: a rank that does not answer is a finding, and i
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from launch.siblings import describe_rank
+from mpillm.comms.messages import Message, object_message
 from mpillm.comms.start import node_name
+from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Transport
 from mpillm.doctor import disk, gpus, installed, launch_checks, limits, network
 from mpillm.doctor.findings import Line, Status, World, judge
 from mpillm.doctor.gpu_links import nccl_link
-from mpillm.doctor.links import Link, NoAnswer
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-import enum
-from typing import NamedTuple
-
-from mpillm.comms.messages import Message, object_message
-from mpillm.comms.tags import Tag
 from mpillm.doctor.gpus import GpuFacts
 from mpillm.doctor.installed import PackageFacts
 from mpillm.doctor.launch_checks import LaunchFacts
 from mpillm.doctor.limits import LimitFacts
+from mpillm.doctor.links import Link, NoAnswer
 from mpillm.doctor.network import HostFacts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class RankFacts(NamedTuple):

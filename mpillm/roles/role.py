@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +11,6 @@ if TYPE_CHECKING:
     from mpillm.cores.base import Metrics
     from mpillm.phases import Phase
     from mpillm.telemetry.recorder import Recorder
-import importlib
 
 
 class Role:

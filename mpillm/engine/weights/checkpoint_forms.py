@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from mpillm.engine.dtypes import STORED
+from mpillm.engine.model.tensor_shapes import tensor_shapes
+from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.entries import Entry
 from mpillm.engine.weights.int4 import Int4
 
@@ -12,17 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpillm.engine.model.model_config import ModelConfig
-import re
-from typing import TYPE_CHECKING
 
-from mpillm.engine.dtypes import STORED
-from mpillm.engine.model.tensor_shapes import tensor_shapes
-from mpillm.engine.parallel.layout import ALL
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mpillm.engine.model.model_config import ModelConfig
 from typing import TYPE_CHECKING
 
 from mpillm.engine.weights.entries import BLOCK, blocks_name, scale_name
