@@ -20,6 +20,9 @@ from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("
+_LEAST_TOLD_S = (
+    2.0  # of a test: instances tell what they compute twice a second, and each has a line a second
+)
 
 # Files by which a directory is known as a run's, and what each tells.
 _KNOWN_BY = {
@@ -66,11 +69,7 @@ class RunFiles:
             [rank for rank in ranks if isinstance(rank, dict)],
             # Written when all ranks have reported, with the figures of each instance's test.
             reader.read("machines.json", "the machines", dict) if result.get("compiled") is not None else {},
-            # A server, which has a URL, writes none, nor does a run that was killed early.
-            reader.rows(TIMELINE)
-            if (result.get("status") not in (None, "SERVED") and "url" not in result)
-            or (path / TIMELINE).exists()
-            else [],
+            reader.rows(TIMELINE) if _has_timeline(result) or (path / TIMELINE).exists() else [],
             reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
             read_detail(path),
         )
@@ -128,6 +127,16 @@ class RunFiles:
             index: Instance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
             for index, ranks in sorted(members.items())
         }
+
+
+def _has_timeline(result: Mapping[str, Any]) -> bool:
+    """Return whether a run has written one: not a server, which has a URL, nor one that was killed early.
+
+    Nor a test that was over before its instances had told anything.
+    """
+    test_s = result.get("test_s")
+    told = not isinstance(test_s, (int, float)) or test_s >= _LEAST_TOLD_S
+    return told and result.get("status") not in (None, "SERVED") and "url" not in result
 
 
 def stopped_by(result: Mapping[str, Any]) -> str:

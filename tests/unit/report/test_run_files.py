@@ -35,6 +35,18 @@ def test_a_whole_run_has_its_options_instances_and_verdict(tmp_path: Path) -> No
     assert [(one.role, one.ranks) for one in run.instances().values()] == [("ctx", [1, 2]), ("gen", [3, 4])]
 
 
+@pytest.mark.parametrize(
+    ("test_s", "missing"),
+    [(0.06, ()), (30.0, ("timeline.jsonl is missing: what instances computed over time",))],
+)
+def test_a_test_of_no_time_has_no_timeline(tmp_path: Path, test_s: float, missing: tuple[str, ...]) -> None:
+    path = make_run(tmp_path / "run", result={"loadgen_result": "VALID", "test_s": test_s})
+    write(path / "plan.json", {"ranks": []})
+    write(path / "telemetry.json", {"ranks": {}})
+    (path / "timeline.jsonl").unlink(missing_ok=True)
+    assert RunFiles.read(path).missing == missing
+
+
 def test_a_half_written_run_says_what_is_missing_and_keeps_the_rest(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
     (path / "plan.json").write_text('{"ranks": [')
