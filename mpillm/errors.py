@@ -73,6 +73,7 @@ class Failure:
     interrupted: bool = False  # by a signal
     ended: bool = False  # the rank's process has, without a message
     may_follow: bool = False  # from another rank's failure, which then says more
+    seen: bool = False  # its rank has seen the cause itself: no other failure says more
     report: Any = None  # a `DrainReport` of the rank, if a signal ends it in the test
     doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 

@@ -267,6 +267,8 @@ class Rank0Control:
             return 0 if ends_with_a_rank() else _SETTLE_S / 10
         if self.silent():  # the others of its host soon are, too
             return _SETTLE_S + beat_interval_s(len(self.ranks))
+        if any(failure.seen for failure in failures):
+            return 0
         return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
@@ -431,8 +433,8 @@ class Rank0Control:
     def _on_failed(self, source: int, failure: Failure) -> None:
         if source in self._lost or failure.rank in self._lost:
             return
-        if not self._failures:
-            self._settled_at = time.monotonic() + _SETTLE_S
+        if failure.seen or not self._failures:
+            self._settled_at = time.monotonic() + (0 if failure.seen else _SETTLE_S)
         rank = source if failure.rank is None else failure.rank
         if failure.report is not None:
             self.last_reports[source] = failure.report

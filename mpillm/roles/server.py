@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -283,7 +284,17 @@ class ServerRole(Role):
             self._is_ready, self._tries, self._started = False, 0, at
             self._start_again()
             return
-        raise self._failure(why)
+        raise self._failure(why, self._is_cause())
+
+    def _is_cause(self) -> bool:
+        """Return whether nothing else explains the server's end.
+
+        It is no part or half, which may end because another has, and nobody has asked it to end.
+        """
+        assert self._server is not None
+        plan, code = self._plan, self._server.code
+        alone = plan.part.n == 1 and not plan.role
+        return alone and (code is None or (code < 0 and code != -signal.SIGTERM))
 
     def _start_again(self) -> None:
         assert self._server is not None
@@ -292,11 +303,11 @@ class ServerRole(Role):
             port.let_go()
         self._start()
 
-    def _failure(self, what: str) -> RunError:
+    def _failure(self, what: str, seen: bool = False) -> RunError:
         assert self._server is not None
         cause = self._server.cause(self._plan.name, what, self._plan.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
         code = ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY
         # A part usually ends by itself because another part has ended.
         may_follow = self._plan.part.n > 1 and what == f"ended with exit code {self._server.code}"
-        return RunError(Failure(cause, self._plan.rank, code=code, may_follow=may_follow))
+        return RunError(Failure(cause, self._plan.rank, code=code, may_follow=may_follow, seen=seen))

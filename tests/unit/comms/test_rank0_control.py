@@ -70,6 +70,23 @@ def test_what_may_follow_from_another_failure_is_told_only_alone(monkeypatch: py
     assert cluster.control.settle((follows, cause)) == (cause,)
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_cause_that_was_seen_is_told_at_once(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others with the same cause were waited for, half a second on rank 0's arrival and again at its end."""
+    cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
+    cluster.arrive("join")
+    failure = Failure("a server's process was killed", 2, seen=seen)
+    cluster.tell(2, failure)
+    asked: list[float] = []
+    monkeypatch.setattr(cluster.control, "_without_who_waits", lambda told: asked.append(now()) or told)
+    start, now = cluster.clock.now, lambda: cluster.clock.now
+    with pytest.raises(RunError):
+        cluster.live(2.0, 0.05)
+    waited = asked[0] - start
+    assert waited < rank0_control._SETTLE_S if seen else waited >= rank0_control._SETTLE_S
+    assert cluster.control._time_to_settle((failure,)) == (0 if seen else rank0_control._SETTLE_S)
+
+
 @pytest.mark.parametrize("phase", PHASES[-2:])
 def test_only_a_rank_that_was_released_from_the_last_phase_may_end(phase: Phase) -> None:
     """After a loss no rank waits for rank 0 in MPI_Finalize: it may be gone before rank 0 looks again."""
