@@ -100,7 +100,7 @@ def _by_hand(server: str) -> Iterator[str]:
     port.let_go()
     program, *words = shlex.split(server.replace("{port}", str(port.number)))
     process = subprocess.Popen(
-        [find_program(program, "name it by its path"), *words],
+        [find_program(program, "name it by its path", typed=True), *words],
         env=clean_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -56,13 +56,14 @@ def wrapped(words: Iterable[str], width: int = 80, indent: str = "") -> str:
     return " \\\n".join(lines)
 
 
-def find_program(name: str, hint: str) -> str:
+def find_program(name: str, hint: str, typed: bool = False) -> str:
     """Return the path of a program beside this Python or in PATH.
 
-    Raises NotHere if there is none; `hint`: how to install it.
+    `typed`: it is one that the user names, so PATH comes first, as in a shell. Raises NotHere if there is
+    none; `hint`: how to install it.
     """
-    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))  # noqa: PTH120
-    if (found := shutil.which(name, path=path)) is None:
+    places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]  # noqa: PTH120
+    if (found := shutil.which(name, path=os.pathsep.join(reversed(places) if typed else places))) is None:
         raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
     return found
 

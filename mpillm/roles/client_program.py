@@ -34,7 +34,7 @@ def command_of(kind: HarnessKind, load: Load) -> Command:
     except ValueError as error:
         raise ConfigError(f"--harness: {kind.title} {error}", about=["harness"]) from None
     return Command(
-        (find_program(program, kind.install or "name it by its path"), *words),
+        (find_program(program, kind.install or "name it by its path", typed=True), *words),
         {**kind.environment, **_past_proxies(load.urls)},
     )
 

@@ -225,7 +225,7 @@ class ServerRole(Role):
             raise ConfigError(f"{plan.name}: {error}") from None
         if text := plan.kind.file_text(self._wanted):
             base.with_suffix(".yaml").write_text(text, encoding="utf-8")
-        program = find_program(command.argv[0], plan.kind.install or "name it by its path")
+        program = find_program(command.argv[0], plan.kind.install or "name it by its path", typed=True)
         if not plan.kind.binds_held_port:
             for port in self._ports:
                 port.let_go()

@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     if options.harness:
         if not options.model_path:
             raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
-        find_program(options.harness, kind_of(options.harness).install)
+        find_program(options.harness, kind_of(options.harness).install, typed=True)
     try:
         failed = _measure(options, curve, points, workload)
     except EndpointError as error:

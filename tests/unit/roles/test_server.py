@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from launch.command import Command
+from launch.command import Command, find_program
 from launch.owned_server import OwnedServer
 from mpillm.roles import server as role
 from mpillm.roles.server import ServerPlan, ServerRole, doing, last_said
@@ -75,3 +75,17 @@ def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:
         assert re.fullmatch(r"server 0 \(x\), silent 3\d s: Loads", doing("server 0 (x)", "Loads", server))
     finally:
         server.stop(0.0)
+
+
+def test_which_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell would: `transformers` beside this Python, a library's, took the place of the server's."""
+    for folder in ("beside", "path"):
+        (tmp_path / folder).mkdir()
+        (program := tmp_path / folder / "it").write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert find_program("it", "", typed=True) == str(tmp_path / "path" / "it")
+    assert find_program("it", "") == str(tmp_path / "beside" / "it"), "mpirun, say"
+    monkeypatch.setenv("PATH", "")
+    assert find_program("it", "", typed=True) == str(tmp_path / "beside" / "it")
