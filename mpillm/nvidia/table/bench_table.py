@@ -100,8 +100,8 @@ def _drawn(telemetry: Mapping[str, Any]) -> Drawn:
     return Drawn(*map(float, np.mean(found, axis=0))) if found else Drawn()
 
 
-# Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
-# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html.
+# Of each GPU. Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out,
+# for Llama 3.1 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html.
 # MLPerf Inference v5.1, Offline, closed, for each of eight H200s of 700 W, the best
 # (github.com/mlcommons/inference_results_v5.1), at the mean lengths of the data sets and of what was
 # generated: Llama 2 70B 222/292 (OpenOrca), Llama 3.1 8B 871/128 (CNN/DailyMail), Mixtral 427/146.
@@ -239,7 +239,8 @@ def _row(
             alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
     return (
         f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {ours:>15,.0f}"
-        f" {_shown(theirs):>8} {_shown(ours / theirs, 2):>6} {_shown(roof):>7} {_shown(ours / roof, 2):>5}"
+        f" {_shown(theirs):>8} {_shown(ours / n_gpus / theirs, 2):>6}"
+        f" {_shown(roof):>7} {_shown(ours / roof, 2):>5}"
         f" {_shown(drawn.peak_bytes / 2**30, 1):>6} {_shown(drawn.watts):>5} {_shown(drawn.sm_mhz):>6}"
         f" {_shown(1e3 * drawn.watts * n_gpus / ours, 1):>6} {_shown(1e3 * alone, 1):>6}"
         f"   {result['loadgen_result']}"
