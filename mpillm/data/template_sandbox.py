@@ -17,7 +17,8 @@ import jinja2.sandbox
 from jinja2 import nodes, runtime
 from jinja2.visitor import NodeTransformer
 
-_MOST = 1 << 31  # characters that are made
+_MOST = 1 << 26  # characters that are made, besides
+_OF_CHARACTER, _OF_MESSAGE = 64, 8  # characters; rounds, of 32 steps
 _STEP = 1024  # of them, for a step; a round counts as all of the template, which it may print
 # Filters and methods that may make the product of what they are given, or a width that is a number.
 _MULTIPLY = frozenset(
@@ -48,10 +49,12 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters.update({name: self._bounded(name, made) for name, made in self.filters.items()})
         self.filters.update({_LOOPED: self._looped, _COUNTED: self._counted})
 
-    def begin(self, template: str) -> None:
+    def begin(self, template: str, messages: Sequence[Mapping[str, Any]] = ()) -> None:
         """Give an allowance: to compile the template, or for a chat."""
-        self._left = _MOST
         self._round = _STEP + len(template)
+        n_characters = sum(len(str(message.get("content"))) for message in messages)
+        self._left = _MOST + n_characters * _OF_CHARACTER
+        self._left += len(messages) * _OF_MESSAGE * (self._round + 4 * _STEP)
 
     def call(self, context: Any, called: Any, *args: Any, **options: Any) -> Any:
         if isinstance(called, (runtime.Macro, runtime.LoopContext)):
@@ -174,7 +177,7 @@ def _size(value: Any, seen: dict[int, int] | None = None) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
-        return min(abs(value), _MOST + 1)
+        return min(abs(value), 1 << 40)
     if isinstance(value, range):
         return _STEP * len(value)
     if not isinstance(value, (list, tuple, Mapping)):
@@ -183,5 +186,5 @@ def _size(value: Any, seen: dict[int, int] | None = None) -> int:
     if id(value) not in seen:  # a list may have the same one many times, and so on
         seen[id(value)] = 0
         inner = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
-        seen[id(value)] = 1 + sum(1 + (_size(one, seen) if not isinstance(one, int) else 0) for one in inner)
+        seen[id(value)] = 8 + sum(8 + (0 if isinstance(one, int) else _size(one, seen)) for one in inner)
     return seen[id(value)]

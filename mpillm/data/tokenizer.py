@@ -294,7 +294,7 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
         raise ConfigError(f"the model's chat template does not parse: {one_line(str(error))}") from error
 
     def render(messages: Messages) -> str:
-        environment.begin(template)
+        environment.begin(template, messages)
         try:
             made = compiled.render(
                 messages=messages,
