@@ -161,7 +161,10 @@ def test_the_clients_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "bench endpoint needs one of --url URL and --null"),
         (["--null", "--url", "a:1"], "bench endpoint needs one of --url URL and --null"),
-        (["--url", "ftp://a"], "--url ftp://a is not host:port or a URL of http or https"),
+        (
+            ["--url", "ftp://a"],
+            "--url ftp://a is not host:port, or a URL of http or https without user and query",
+        ),
         (
             ["--null", "--goodput", "tfft:1"],
             r"--goodput tfft:1: .*no latency 'tfft' \(did you mean 'ttft'\?\)",
