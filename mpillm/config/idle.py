@@ -19,7 +19,7 @@ from mpillm.configurator.effect import ANY, Use
 from mpillm.configurator.found import Found, Level, Origin
 from mpillm.core_names import WITH_BACKENDS, with_backend
 from mpillm.fields import BY_NAME, FIELDS, SIZES
-from mpillm.fields.effects import DISAGG, PLAN, RUN, SERVE
+from mpillm.fields.effects import CLIENTS, DISAGG, PLAN, RUN, SERVE, STAGES
 from mpillm.fields.runtime_flags import KNOWN_FLAGS, names_of
 from mpillm.servers.kinds import kind_of
 
@@ -148,16 +148,28 @@ def of_engine(field: Field) -> bool:
 
 def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Why] | None:
     """Return what a use lacks, and how near it is; None: nothing."""
-    if use.commands and command in _OF and not set(_OF[command]).intersection(use.commands):
-        return 0, _Why(f"on {command} (it is for {' and '.join(use.commands)})", is_other_command=True)
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
-    if use.cores and core in WITH_BACKENDS and core not in use.cores:
+    lacks_core = bool(use.cores) and core in WITH_BACKENDS and core not in use.cores
+    if use.commands and command in _OF and not set(_OF[command]).intersection(use.commands):
+        of_servers = (
+            "; servers that it does not start have settings of their own"
+            if use.commands == STAGES and core in CLIENTS
+            else ""
+        )
+        said = f"on {command} (it is for {' and '.join(use.commands)}{of_servers})"
+        return 4 if use.cores and not lacks_core else 0, _Why(said, is_other_command=True)
+    if lacks_core:
         return 1, _Why(f"on the {core} core", "core_type")
     if use.scenarios and not set(use.scenarios).intersection(config.scenarios):
         said = ", ".join(config.scenarios)
         return 2, _Why(f"in scenario {said} (it is for {' and '.join(use.scenarios)})", "scenarios")
     if use.needs is not None:
         name, value = use.needs
+        if name not in BY_NAME:
+            met = config.trtllm_build_flags.get(name) == value
+            return (
+                None if met else (3, _Why(f"without {name} among trtllm_build_flags", "trtllm_build_flags"))
+            )
         there = getattr(config, name)
         if (not there) if value is ANY else there != value:
             wanted = "" if value is ANY else f" {BY_NAME[name].text(value)}"
@@ -172,8 +184,11 @@ def _is_stated(field: Field, found: Found) -> bool:
 def _judged(
     name: str, said: str, origin: Origin, why: _Why, measured: bool, config: RunConfig, command: str
 ) -> Iterator[Idle]:
-    if why.is_other_command and origin.level is Level.CONTEXT:
-        return  # a file is for several commands
+    core = with_backend(config.core_type, config.trtllm_runtime_flags)
+    if why.is_other_command and (
+        origin.level is Level.CONTEXT or (origin.level is Level.YAML and core in CLIENTS)
+    ):
+        return  # a file is for several commands; a YAML of servers is theirs
     is_chosen = origin.level <= Level.CONTEXT and config.origin(why.of or name).level > origin.level
     is_error = measured and why.of != "" and command in _OF and origin.level >= Level.CONTEXT
     yield Idle(name, said, why.text, is_error and not is_chosen)

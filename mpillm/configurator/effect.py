@@ -16,7 +16,7 @@ class Use:
     commands: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
-    needs: tuple[str, Any] | None = None  # another option, and the value that it must have
+    needs: tuple[str, Any] | None = None  # another option or build flag, and the value that it must have
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mpillm.configurator.parsers import (
     token_ids,
 )
 from mpillm.configurator.parsers import stop_words as words
-from mpillm.fields.effects import COMPUTING, SYNTHETIC, TEST, used_by
+from mpillm.fields.effects import COMPUTING, SYNTHETIC, TEST, of_engines
 
 
 class DataFields(Options, group="data", effect=SYNTHETIC):
@@ -62,7 +62,7 @@ class GenerationFields(Options, group="generation"):
         "beams of a search; with mpillm's own engine only requests to Triton may ask for more than 1",
         positive,
         default=1,
-        effect=used_by(*COMPUTING),
+        effect=of_engines(*COMPUTING),
     )
     temperature = option("0 is greedy", not_negative, default=0.0)
     top_k = option("sample from the k likeliest tokens; 0: from all", natural, default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.configurator import Field, Options, option
 from mpillm.configurator.effect import EVERYWHERE
 from mpillm.configurator.parsers import seconds
-from mpillm.fields.effects import MODELS, TIME, used_by
+from mpillm.fields.effects import MODELS, STAGES, TIME, used_by
 from mpillm.phases import PHASES, Phase
 
 
@@ -45,7 +45,7 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
         "longest time for one stage of generate-engines (a quantisation or a build), seconds",
         seconds,
         default=43200.0,
-        effect=used_by(*MODELS, measured=False),
+        effect=used_by(*MODELS, commands=STAGES, measured=False),
     )
 
 

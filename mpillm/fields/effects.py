@@ -12,6 +12,7 @@ from typing import Any
 
 from mpillm.configurator.effect import Effect, Use
 from mpillm.core_names import (
+    DEFAULT,
     DUMMY,
     EMBEDDED,
     TRITON,
@@ -23,12 +24,16 @@ from mpillm.core_names import (
 
 RUN, SERVE, PLAN, SUBMISSION = "run", "serve", "plan", "submission"
 BOTH = (RUN, SERVE)
+STAGES = ("generate-engines", "run-llm-server")
+"""Commands before these, which make what they run or talk to."""
 
 LIBRARY = (*TRTLLM_EXECUTOR, *TRTLLM_HLAPI)
 COMPUTING = (*EMBEDDED, *LIBRARY, *TRTLLM_DISAGG)
 """Cores that compute here, or whose servers read a YAML that is written here."""
 MODELS = (*COMPUTING, *TRTLLM_ENDPOINT, *TRITON)
 """All built-in cores with a model behind them."""
+CLIENTS = (*TRTLLM_DISAGG, *TRTLLM_ENDPOINT, *TRITON)
+"""Cores that are clients of servers, which `run-llm-server` or others start, unless a run does (--server)."""
 
 
 def used_by(
@@ -42,9 +47,29 @@ def used_by(
     return Effect((Use(tuple(commands), tuple(dict.fromkeys(cores)), tuple(scenarios), needs),), measured)
 
 
-COMPUTED = used_by(*COMPUTING, *DUMMY)
-DISAGG = used_by(*EMBEDDED, *TRTLLM_DISAGG, *DUMMY)
+def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
+    """As `used_by`, of an option that says how an engine runs: a client's engine is its server's, which has
+    the option from a stage before the run."""
+    here, behind = (tuple(c for c in cores if (c in CLIENTS) is is_client) for is_client in (False, True))
+    each = (BOTH, here), (STAGES, behind)
+    return Effect(tuple(Use(commands, of, needs=needs) for commands, of in each if of))
+
+
+COMPUTED = used_by(DEFAULT, *LIBRARY, *TRTLLM_DISAGG, *DUMMY)
+DISAGG = of_engines(*EMBEDDED, *TRTLLM_DISAGG, *DUMMY)
 """Of disaggregated serving."""
+SIZED = of_engines(*MODELS, *DUMMY)
+BUILT = Effect(
+    (
+        *SIZED.uses,
+        Use(
+            BOTH,
+            (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+            needs=("enable_attention_dp", True),
+        ),
+    )
+)
+"""Of an engine's size. By attention data parallelism a client knows how many requests its servers take."""
 TEST = used_by(commands=[RUN])
 """Of a test."""
 REPORTED = used_by(commands=[RUN], measured=False)
@@ -53,6 +78,6 @@ SERVED = used_by(commands=[SERVE], measured=False)
 SYNTHETIC = used_by(commands=[RUN], needs=("dataset", "synthetic"))
 SUBMITTED = used_by(commands=[SUBMISSION], measured=False)
 TIME = used_by(measured=False)
-TOOLS = used_by(*LIBRARY, *TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON, measured=False)
+TOOLS = used_by(*LIBRARY, *CLIENTS, commands=STAGES, measured=False)
 """Of where TensorRT-LLM's tools are, and their files."""
 SERVERS_OF_TRITON = used_by(*TRITON)

@@ -15,14 +15,17 @@ from mpillm.configurator.parsers import (
     shell_words,
     urls,
 )
-from mpillm.core_names import DUMMY, EMBEDDED, TRITON, TRTLLM_DISAGG, TRTLLM_ENDPOINT
-from mpillm.fields.effects import BOTH, SERVERS_OF_TRITON, used_by
+from mpillm.core_names import DEFAULT, DUMMY, TRITON, TRTLLM_ENDPOINT
+from mpillm.fields.effects import BOTH, CLIENTS, SERVERS_OF_TRITON, STAGES, used_by
 from mpillm.servers.kinds import KINDS
 
+_OF_A_TRITONSERVER = Effect(
+    (Use(BOTH, TRITON, needs=("server", "tritonserver")), Use(STAGES, TRITON)), measured=False
+)
+_OF_REPOSITORIES = used_by(*TRITON, commands=STAGES, measured=False)
 _OF_MADE_YAML = Effect(
     (
-        Use(BOTH, (*EMBEDDED, *DUMMY), needs=("mode", "disaggregated")),
-        Use(BOTH, TRTLLM_DISAGG),
+        Use(BOTH, (DEFAULT, *DUMMY), needs=("mode", "disaggregated")),
         Use(("generate-disagg-config", "run-llm-server")),
     ),
     measured=False,
@@ -71,7 +74,7 @@ class ServerFields(Options, group="server"):
         "address that started endpoints and tritonservers listen on; they ask for no key; 0.0.0.0 means all",
         choices=("127.0.0.1", "0.0.0.0"),
         default="127.0.0.1",
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, *TRITON, measured=False),
+        effect=used_by(*CLIENTS, commands=STAGES, measured=False),
     )
     server_port = option("port of a disaggregated leader", port, default=8000, effect=_OF_MADE_YAML)
     worker_start_port = option(
@@ -82,7 +85,7 @@ class ServerFields(Options, group="server"):
     )
     tritonserver = option(
         "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",
-        effect=used_by(*TRITON, measured=False),
+        effect=_OF_A_TRITONSERVER,
     )
 
 
@@ -94,7 +97,9 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
         "an older name of triton_num_clients_per_frontend: the larger of both counts", positive, default=1
     )
     triton_num_models_per_server = option(
-        "models per server [default: as many as the servers of this host need to use its GPUs]", positive
+        "models per server [default: as many as the servers of this host need to use its GPUs]",
+        positive,
+        effect=_OF_REPOSITORIES,
     )
     triton_num_frontends_per_model = option(
         "client ranks of each tritonserver that the run starts, as --clients_per_server",
@@ -120,12 +125,14 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
         "tritonserver processes per host"
         " [default: 1 for Offline; for other scenarios one for each model that its GPUs hold]",
         positive,
+        effect=used_by(*TRITON, commands=(*STAGES, "run-harness"), measured=False),
     )
     triton_orchestrator = option(
         "one tritonserver whose model starts the other ranks of its engine (MPI_Comm_spawn), instead of one"
         " for each rank; so it is for several such models in a repository",
         boolean,
         default=False,
+        effect=_OF_REPOSITORIES,
     )
     triton_skip_server_spawn = option(
         "the servers run already: start none", boolean, default=False, effect=used_by(*TRITON, measured=False)
@@ -136,12 +143,12 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
     triton_model_repo = option(
         "model repositories: this path, then _0, _1, … for each server",
         default="build/triton_model_repo",
-        effect=used_by(*TRITON, measured=False),
+        effect=_OF_A_TRITONSERVER,
     )
     triton_text_models = option(
         "write preprocessing, postprocessing, ensemble and tensorrt_llm_bls, too, and name the engine's model"
         " tensorrt_llm: for clients that send text",
         boolean,
         default=False,
-        effect=used_by(*TRITON, measured=False),
+        effect=_OF_REPOSITORIES,
     )

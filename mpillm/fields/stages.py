@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.configurator import Options, option
 from mpillm.configurator.parsers import batch_sizes, boolean, flag_dict, http_urls
 from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDPOINT
-from mpillm.fields.effects import MODELS, REPORTED, TOOLS, used_by
+from mpillm.fields.effects import BUILT, MODELS, REPORTED, STAGES, TOOLS, of_engines, used_by
 from mpillm.fields.general import workload_names
 
 
@@ -13,7 +13,7 @@ class CheckpointFields(Options, group="checkpoint"):
     """Stage 1: the checkpoint, quantised or as it was published."""
 
     llm_quantizer_outdir = option(
-        "folder of the quantised checkpoint", effect=used_by(*MODELS, measured=False)
+        "folder of the quantised checkpoint", effect=used_by(*MODELS, commands=STAGES, measured=False)
     )
     quantizer_lib_path_override = option(
         "the TensorRT-LLM source tree for quantisation only [default: trtllm_lib_path]", effect=TOOLS
@@ -24,7 +24,7 @@ class CheckpointFields(Options, group="checkpoint"):
         " the environment variable TRTLLM_CHECKPOINT_FLAGS overrides them",
         flag_dict,
         default={},
-        effect=used_by(*MODELS),
+        effect=of_engines(*MODELS),
     )
 
 
@@ -33,7 +33,7 @@ class BuildFields(Options, group="build"):
 
     engine_dir = option(
         "folder of the engine; the ranks of mpillm's own engine map their weights from it",
-        effect=used_by(*EMBEDDED, *RUNS_ENGINES),
+        effect=of_engines(*EMBEDDED, *RUNS_ENGINES),
     )
     gpu_batch_size = option(
         "largest batch of an instance, requests: a number, or workload:number,workload:number",
@@ -44,6 +44,7 @@ class BuildFields(Options, group="build"):
         " the environment variable TRTLLM_BUILD_FLAGS overrides them",
         flag_dict,
         default={},
+        effect=BUILT,
     )
 
 

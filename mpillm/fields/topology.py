@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.configurator import Options, option
 from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, positive
 from mpillm.core_names import BUILT_IN, DEFAULT, TRTLLM_HLAPI, WITH_BACKENDS, names
-from mpillm.fields.effects import COMPUTED, DISAGG, PLAN, used_by
+from mpillm.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, SIZED, used_by
 
 PROMPTS_ALONE = "isl_load_balancing"
 
@@ -42,9 +42,11 @@ class TopologyFields(Options, group="topology"):
     num_gen_servers = option("generation instances", positive, effect=DISAGG)
     gen_tp_size = option("tensor parallel size of a generation instance", positive, effect=DISAGG)
     gen_pp_size = option("pipeline parallel size of a generation instance", positive, effect=DISAGG)
-    tensor_parallelism = option("tensor parallel size of an executor", positive)
-    pipeline_parallelism = option("pipeline parallel size of an executor", positive)
-    moe_expert_parallelism = option("ranks of a TP group that the experts are spread over", positive)
+    tensor_parallelism = option("tensor parallel size of an executor", positive, effect=BUILT)
+    pipeline_parallelism = option("pipeline parallel size of an executor", positive, effect=SIZED)
+    moe_expert_parallelism = option(
+        "ranks of a TP group that the experts are spread over", positive, effect=SIZED
+    )
     control_ranks = option(
         "ranks that compute nothing: 1 (harness and leader together) or 2 (one for each)"
         " [default: 1, unless the instances fit only beside 2]",

@@ -29,6 +29,7 @@ from tests.helpers.support import (
     make_samples,
     wait_until,
 )
+from tests.helpers.traced_options import OF_A_CLIENT, lies, read_by
 from tests.random_server_faults import Round, play
 
 TIMEOUT_S = 180.0
@@ -274,3 +275,17 @@ def test_a_model_that_does_not_load(one: Starter) -> None:
     ended = start(one, free_ports(1)).end(TIMEOUT_S).must(NOT_READY)
     assert "tritonserver 0 ended with exit code 1 before it was ready" in ended.message
     assert "no such preset (did you mean 'tiny-llama'?)" in ended.message
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_what_the_client_is_said_to_use_is_read(one: Starter, command: str) -> None:
+    """See `test_options_read`."""
+    generate(one, scenario="Offline")
+    with serving(one) as ((port,), _):
+        of_core = (
+            "--core_type=triton_grpc",
+            f"--trtllm_runtime_flags={EMBEDDED}",
+            f"--triton_grpc_ports=localhost:{port}",
+        )
+        read = read_by(one, command, of_core, OF_A_CLIENT)
+    assert lies("triton_grpc python", command, read) == {}

@@ -59,7 +59,7 @@ def beside(field: Field) -> dict[str, str]:
     words = {
         use.needs[0]: fields.BY_NAME[use.needs[0]].text(use.needs[1])
         for use in field.effect.uses
-        if use.needs and use.needs[1] is not ANY
+        if use.needs and use.needs[1] is not ANY and use.needs[0] in fields.BY_NAME
     }
     for use in field.effect.uses:
         if use.needs in (("server", ANY), ("harness", ANY), ("server_role", ANY)):

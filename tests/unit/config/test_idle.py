@@ -55,7 +55,7 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
 SETS_THE_CORE = (
     *("harness_type", "use_triton"),
     *("server", "server_args", "server_memory_limit", "server_nodes", "clients_per_server"),
-    "triton_num_frontends_per_model",
+    *("triton_num_frontends_per_model", "triton_model_repo", "tritonserver"),
 )
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
@@ -81,15 +81,17 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
         "speculative_config",
     ):
         for core in ("trtllm_endpoint", "triton_grpc", "dummy"):
-            expected = "effect" if (name, core) == ("engine_dir", "triton_grpc") else "error"
+            expected = "line" if (name, core) == ("engine_dir", "triton_grpc") else "error"
             assert run[name][core] == expected, (name, core)
     assert run["trtllm_server_urls"]["torch"] == "error"
     alone = config_of(core_type="triton_grpc", triton_num_frontends_per_model="2")
     named_in_vain = [one for one in idle(alone, "run") if one.name == "triton_num_frontends_per_model"]
     assert [one.is_error for one in named_in_vain] == [False], "servers that others have started"
     assert made["server_target_qps"]["serve"]["torch"] == "line"
-    assert (run["build_deadline"]["dummy"], run["build_deadline"]["torch"]) == ("line", "effect")
-    assert (run["server_host"]["torch"], run["server_host"]["trtllm_endpoint"]) == ("line", "effect")
+    assert {*run["build_deadline"].values(), *run["server_host"].values()} == {"line"}, (
+        "of stages before a run"
+    )
+    assert made["server_host"]["generate-engines"]["trtllm_endpoint"] == "effect"
     assert {*run["kv_secret"].values()} == {"line"}, "halves of a server have it"
     assert (made["scenarios"]["serve"]["torch"], run["scenarios"]["torch"]) == ("line", "effect")
 
@@ -188,6 +190,48 @@ def test_ports_of_a_yaml_that_is_made_are_for_a_run_that_makes_one() -> None:
         "no effect without --mode disaggregated: --server_port 99, --worker_start_port 98"
     ]
     assert check_idle(on("dummy", *ports, "--mode", "disaggregated"), RUN) == []
+
+
+@pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
+def test_what_describes_a_server_that_a_run_does_not_start_is_told_of(
+    core: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the server's, from whoever started it: no error, as a stage before the run may have used it."""
+    sizes = (
+        ("ctx_tp_size", "gen_pp_size")
+        if core == "trtllm_disagg"
+        else ("tensor_parallelism", "pipeline_parallelism")
+    )
+    words = [*(f"--{size}=2" for size in sizes), "--max_num_tokens=64"]
+    words += ["--enable_kv_cache_reuse=true", "--trtllm_checkpoint_flags=qformat:fp8"]
+    (line,) = check_idle(on(core, *words), RUN)
+    assert line.startswith(
+        "no effect on run (it is for generate-engines and run-llm-server; servers that it does not start have"
+        " settings of their own): --"
+    )
+    for word in words[:3]:
+        assert word.replace("=", " ") in line
+    assert main(["plan", "--world_size=3", f"--core_type={core}", *words]) == 0
+    assert "settings of their own): --" in " ".join(capsys.readouterr().out.split())
+    ours = ["--server", "vllm", "--tensor_parallelism=2", "--max_num_tokens=64"]
+    assert check_idle(parse_run(ours), RUN) == []
+
+
+def test_what_tells_a_client_how_much_its_server_takes_has_its_effect() -> None:
+    flags = "--trtllm_build_flags=enable_attention_dp:true"
+    assert check_idle(on("trtllm_endpoint", flags, "--tensor_parallelism=2", "--max_batch_size=3"), RUN) == []
+    (line,) = check_idle(on("trtllm_endpoint", "--trtllm_build_flags=gemm_plugin:auto"), RUN)
+    assert "settings of their own): --trtllm_build_flags" in line
+
+
+def test_a_yaml_of_servers_is_theirs(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.yaml"
+    section = '{"urls": ["a:1"], "tensor_parallel_size": 1, "max_num_tokens": 5, "dtype": "float16"}'
+    file.write_text(
+        f'{{"perf_metrics_max_requests": 4, "context_servers": {section},'
+        f' "generation_servers": {section.replace("a:1", "a:2")}}}'
+    )
+    assert check_idle(on("trtllm_disagg", "--disagg_config", str(file)).with_yaml(), RUN) == []
 
 
 def test_a_core_of_your_own_may_use_every_option() -> None:
