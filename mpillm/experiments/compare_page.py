@@ -19,6 +19,7 @@ from mpillm.report.page.facts import limits_ms
 
 _HEADLINES = ("samples/s", "tokens/s", "TTFT p99", "TPOT p99", "latency p99")
 _POINTS = 150  # of each run's distribution
+_LEAST_MS = 1e-3  # drawn for 0, which a logarithmic scale lacks
 _TITLES = {"TTFT": "Time to first token", "TPOT": "Time per output token", "latency": "End to end"}
 
 
@@ -170,10 +171,11 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
         ):  # how long a sample waits is its place in the queue
             continue
         values = [1e3 * of(run.rows) for run in runs]
-        values = [np.sort(one[np.isfinite(one) & (one > 0)]) for one in values]
+        values = [np.sort(one[np.isfinite(one)]) for one in values]
         if not all(map(len, values)):
             continue
-        x = np.unique(np.concatenate([np.quantile(one, shares) for one in values]).round(4))
+        x = np.concatenate([np.quantile(one, shares) for one in values]).round(4)
+        x = np.unique(np.maximum(x, _LEAST_MS))
         chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")
         for i, (name, one) in enumerate(zip(names, values, strict=True)):
             share = 100 * np.searchsorted(one.round(4), x, side="right") / len(one)

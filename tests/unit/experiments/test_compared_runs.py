@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpillm.cli import main
+from mpillm.report.request_log import RECORD
 from tests.helpers.pages import (
     EVIL,
     check_made_of,
@@ -81,6 +83,23 @@ def test_the_page_shows_options_figures_and_distributions(
     (_, first, _), (_, second, _) = ((one["label"], one["y"], one["colour"]) for one in ttft["lines"])
     at = next(i for i, x in enumerate(ttft["x"]) if x > 140)
     assert first[at] > 95 and second[at] < 5, "within 140 ms nearly all of A, hardly any of B"
+
+
+def test_tokens_that_come_at_once_count_in_the_distribution(tmp_path: Path) -> None:
+    """A client whose server sends whole answers has a time per output token of 0, as the table says."""
+    names = [str(run(tmp_path / name, 0.1)) for name in "ab"]
+    rows = np.fromfile(tmp_path / "b" / "requests.bin", RECORD)
+    rows["latency"][: len(rows) * 3 // 5] = rows["ttft"][: len(rows) * 3 // 5]
+    rows.tofile(tmp_path / "b" / "requests.bin")
+    assert main(["compare", *names, "--log_dir", str(tmp_path)]) == 0
+    charts = {
+        one["name"]: one for one in json.loads(embedded((tmp_path / "compare.html").read_text()))["charts"]
+    }
+    chart = charts["cdf-tpot"]
+    assert chart["x"][0] > 0, "the scale is logarithmic"
+    (_, line) = chart["lines"]
+    assert line["label"].startswith("B: p50 0 µs, p90 10 ms") and 60 <= line["y"][0] < 61
+    assert "TPOT p50 ms 10 " in words(tmp_path / "compare.html")
 
 
 def test_runs_that_are_alike_seldom_differ(tmp_path: Path) -> None:

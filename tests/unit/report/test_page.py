@@ -292,6 +292,15 @@ def test_ctrl_c_is_said_and_no_failure(run: Path) -> None:
     assert "FAILED" not in said and "What went wrong" not in said
 
 
+def test_a_test_of_less_than_a_second_lacks_nothing(run: Path) -> None:
+    """Its instances tell what they compute once a second."""
+    (run / "timeline.jsonl").unlink()
+    assert "timeline.jsonl is missing" in words(write_page(run))
+    result = json.loads((run / "result.json").read_text())
+    write(run / "result.json", result | {"test_s": 0.5})
+    assert "timeline.jsonl is missing" not in words(write_page(run))
+
+
 def test_what_went_wrong_comes_first_and_links_the_log_of_the_rank(run: Path) -> None:
     (run / "ranks").mkdir(exist_ok=True)
     for rank in range(3):
