@@ -33,6 +33,11 @@ def check_together(config: RunConfig) -> None:
         )
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
+    if config.given("output_mean") and config.output_mean > config.max_output_len:
+        raise ConfigError(
+            f"{config.named('output_mean')} is more than {config.named('max_output_len')}, where every answer"
+            " ends"
+        )
     for name in ("trtllm_server_urls", "triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn"):
         if config.server and config.given(name):
             raise ConfigError(

@@ -55,7 +55,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if config.dataset == "synthetic":
         return Synthetic(
             config.input_mean,
-            config.output_mean,
+            min(config.output_mean, config.max_output_len),
             config.input_stdev,
             config.output_stdev,
             config.num_samples,

@@ -18,8 +18,10 @@ from mpillm.config.options import parse_run, parse_serve
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import Field
 from mpillm.core_names import WITH_BACKENDS
+from mpillm.data.dataset import Synthetic
 from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN
+from mpillm.runtime import choose_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.every_option import beside, named, text_of
 
@@ -182,6 +184,16 @@ def test_what_cannot_change_the_measurement_is_a_line_for_each_reason() -> None:
     ]
     assert check_idle(on("trtllm_endpoint", "--trtllm_runtime_flags", "workers_per_core:2"), RUN) == []
     assert check_idle(on("torch", "--beam_width", "1"), RUN) == []
+
+
+def test_answers_of_a_stated_length_are_not_cut_short_in_silence() -> None:
+    synthetic = (*DUMMY, "--dataset=synthetic")
+    with pytest.raises(ConfigError, match=r"--output_mean 500.0 is more than max_output_len 128 \(default\)"):
+        parse_run([*synthetic, "--output_mean=500"])
+    assert parse_run([*synthetic, "--output_mean=500", "--max_output_len=500"]).output_mean == 500
+    short = parse_run([*synthetic, "--max_output_len=4"])
+    spec = choose_samples._source(short, Path)
+    assert isinstance(spec, Synthetic) and spec.output_mean == 4
 
 
 def test_ports_of_a_yaml_that_is_made_are_for_a_run_that_makes_one() -> None:
