@@ -35,6 +35,9 @@ SIZES_OF_HALVES = {
 }
 """The options with the sizes of a server that the run starts, by its half of disaggregated serving."""
 
+OF_CLIENTS = ("max_concurrency", "trtllm_backend", "triton_backend")
+"""Runtime flags, beside options, that a client reads; the others are its server's."""
+
 _MOST_NAMED = 24  # flags that a message lists
 
 
@@ -113,7 +116,12 @@ def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]
             if field in FIELDS or not _is_stated(field, Found(field.check(value, key), origin)):
                 continue
             why, measured = why_idle(field, config, command), measured and field.effect.measured
-        elif known is None or key in known or not _is_stated(flags, Found(value, origin)):
+        elif not _is_stated(flags, Found(value, origin)):
+            continue
+        elif key in (known or ()) and core in CLIENTS and not config.server and key not in OF_CLIENTS:
+            lacks = _lacking(Use(STAGES, (core,)), config, command)
+            why = lacks[1] if lacks else None
+        elif known is None or key in known:
             continue
         else:
             has = f"; it has {', '.join(known)}" if known and len(known) <= _MOST_NAMED else ""

@@ -23,7 +23,7 @@ from mpillm.core_names import (
     brought,
     found_at,
 )
-from mpillm.fields.effects import used_by
+from mpillm.fields.effects import of_engines, used_by
 from mpillm.fields.model import ModelFields
 from mpillm.fields.topology import TopologyFields
 
@@ -36,7 +36,7 @@ RUNTIME_FLAGS: dict[str, Field] = {
         "false: batches run to their end",
         boolean,
         default=True,
-        effect=used_by(*EMBEDDED, *DUMMY, *TRTLLM_EXECUTOR, *TRITON),
+        effect=of_engines(*EMBEDDED, *DUMMY, *TRTLLM_EXECUTOR, *TRITON),
     ),
     "enable_batch_size_tuning": Field(
         "enable_batch_size_tuning",

@@ -229,6 +229,16 @@ def test_what_describes_a_server_that_a_run_does_not_start_is_told_of(
     assert check_idle(parse_run(ours), RUN) == []
 
 
+def test_flags_of_a_server_that_a_run_does_not_start_are_told_of() -> None:
+    flags = "--trtllm_runtime_flags=num_postprocess_workers:4,max_concurrency:8"
+    (line,) = check_idle(on("trtllm_endpoint", flags), RUN)
+    assert line.endswith("own): command line: trtllm_runtime_flags num_postprocess_workers 4")
+    triton = "--trtllm_runtime_flags=triton_backend:python,decoupled_mode:true,use_inflight_batching:false"
+    (line,) = check_idle(on("triton_grpc", triton), RUN)
+    assert "own): " in line and "decoupled_mode True" in line and "use_inflight_batching False" in line
+    assert check_idle(on("triton_grpc", triton), "run-llm-server") == []
+
+
 def test_what_tells_a_client_how_much_its_server_takes_has_its_effect() -> None:
     flags = "--trtllm_build_flags=enable_attention_dp:true"
     assert check_idle(on("trtllm_endpoint", flags, "--tensor_parallelism=2", "--max_batch_size=3"), RUN) == []
