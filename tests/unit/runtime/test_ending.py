@@ -162,6 +162,17 @@ def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) 
     assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
 
 
+def test_a_rank_that_ended_sooner_changes_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ULFM takes it for a lost one in MPI_Finalize."""
+    world = World(monkeypatch, 0)
+
+    def finalize() -> None:
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+    monkeypatch.setattr(ending.MPI, "Finalize", finalize)
+    assert world.ended(world.ending.fail, BROKEN)[-1] == "exit 3"
+
+
 def test_rank_0_aborts_when_a_rank_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
     world.stopped = None
