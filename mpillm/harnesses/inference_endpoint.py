@@ -127,7 +127,9 @@ def _read(load: Load) -> Measured:
 
 
 def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
-    return milliseconds({**found, **found["percentiles"]}, 1e-6, **_PERCENTILES)
+    """Return them in milliseconds; of an answer in one piece it may note the end before the first token."""
+    made = milliseconds({**found, **found["percentiles"]}, 1e-6, **_PERCENTILES)
+    return {name: max(figure, 0.0) for name, figure in made.items()}
 
 
 def _requests(load: Load) -> list[Request]:
@@ -153,7 +155,9 @@ def _requests(load: Load) -> list[Request]:
             sample = samples[one]
             tokens = _tokens(load, sample, event)
             found.append(
-                Request(issued[one], first.get(one, math.nan), at, sample, tokens, errors.get(one, ""))
+                Request(
+                    issued[one], min(first.get(one, math.nan), at), at, sample, tokens, errors.get(one, "")
+                )
             )
     return found
 

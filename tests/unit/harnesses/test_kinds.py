@@ -14,7 +14,7 @@ import yaml
 
 from disagg.errors import ConfigError
 from mpillm.harnesses import kind
-from mpillm.harnesses.kind import Load, Request, Sample, Seeds
+from mpillm.harnesses.kind import Load, Request, Sample, Seeds, checked
 from mpillm.harnesses.kinds import kind_of
 from mpillm.roles.client_program import command_of
 
@@ -216,6 +216,13 @@ def test_report_of_mlcommons_client(load: Load) -> None:
     summary |= {"complete": False, "state": "interrupted"}
     (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
     assert "interrupted" in kind_of("inference-endpoint").read(load).problems[0]
+    early = {"avg": -2.4e5, "percentiles": {"50.0": -2.4e5, "90.0": -2.2e5, "99.0": 1e5}}
+    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary | {"tpot": early}))
+    text = (folder / "events.jsonl").read_text().replace("1100000000", "1500200000")
+    (folder / "events.jsonl").write_text(text)
+    found = checked(kind_of("inference-endpoint").read(load), 2)
+    assert found.latencies["tpot_ms"] == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.1}
+    assert found.requests[0].tpot == 0.0, "it was told whole, and noted the end before the first token"
 
 
 def test_report_of_vllm(load: Load) -> None:
