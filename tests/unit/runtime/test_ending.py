@@ -169,7 +169,7 @@ def test_a_rank_that_ended_sooner_changes_nothing_any_more(monkeypatch: pytest.M
     def finalize() -> None:
         raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
-    monkeypatch.setattr(ending.MPI, "Finalize", finalize)
+    monkeypatch.setattr("mpillm.runtime.ending.MPI.Finalize", finalize)
     assert world.ended(world.ending.fail, BROKEN)[-1] == "exit 3"
 
 
