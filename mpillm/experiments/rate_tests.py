@@ -17,7 +17,7 @@ from mpillm.errors import StageError
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.report.arrivals import queue_slope
-from mpillm.report.doubts import late_answers
+from mpillm.report.doubts import late_answers, refused
 from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
 from mpillm.runs.whole_runs import EndedRun, run_in
@@ -207,7 +207,8 @@ class RateTests:
     def _judged(self, rate: float, full: bool, ended: EndedRun) -> Tried:
         result = ended.result
         valid = result["status"] == "VALID"
-        why = "; ".join([*result["loadgen_unsatisfied"], *result["loadgen_advice"]])
+        refusals = refused(result)
+        why = "; ".join([*refusals, *result["loadgen_unsatisfied"], *result["loadgen_advice"]])
         figures = {
             "samples_per_second": result["samples_per_second"],
             "tokens_per_second": result["tokens_per_second"],
@@ -224,6 +225,5 @@ class RateTests:
                 valid, why = False, late
             figures["good_requests_per_second"] = goodput["good_requests_per_second"]
         completed, folder = result["samples_per_second"], str(ended.folder)
-        return Tried(
-            rate, full, valid, "" if valid else why, completed, folder, figures, list(result["doubts"])
-        )
+        doubts = [doubt for doubt in result["doubts"] if doubt not in refusals]
+        return Tried(rate, full, valid, "" if valid else why, completed, folder, figures, doubts)

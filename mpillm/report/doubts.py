@@ -23,9 +23,10 @@ def doubts(
 ) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
-    A VALID test with any must not be shown as good. `others_serve`: other processes on the ranks' nodes may
-    be the servers that are measured, as the ranks are clients that have not started them. `reuse_wanted`:
-    --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's rules.
+    A VALID test with any must not be shown as good; one with any of `refused` is not VALID. `others_serve`:
+    other processes on the ranks' nodes may be the servers that are measured, as the ranks are clients that
+    have not started them. `reuse_wanted`: --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's
+    rules.
     """
     said = [*restarts(result)]
     if result.get("queue_grew"):
@@ -66,6 +67,12 @@ def server_checks(
     found["answer_lengths"] = _short_answers(result), asked
     checks = {name: text if text or known else None for name, (text, known) in found.items()}
     return checks if clients or any(checks.values()) else {}
+
+
+def refused(result: Mapping[str, Any]) -> list[str]:
+    """Return what servers' answers were checked for and did not hold: a test with any is not VALID."""
+    checks = result.get("server_checks")  # perhaps of a file that somebody wrote
+    return [str(found) for found in checks.values() if found] if isinstance(checks, Mapping) else []
 
 
 def _said_of(

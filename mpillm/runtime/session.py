@@ -21,7 +21,7 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console, Progress, progress_lines
-from mpillm.report.doubts import doubts, server_checks
+from mpillm.report.doubts import doubts, refused, server_checks
 from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
@@ -164,6 +164,8 @@ class Session(RunSession):
         }
         if checks := server_checks(result, **rules):
             result["server_checks"] = checks
+            if judged == "VALID" and refused(result):
+                result["status"] = "INVALID"
         others_serve = is_client and not self._config.server
         result["doubts"] = doubts(result, others_serve=others_serve, **rules)
         self.keep_reports(reports)
@@ -194,7 +196,7 @@ class Session(RunSession):
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = summary_rows(record.result, config, path_shown(record.path), facts)
         self._console.summary([*rows, ("page", page)])
-        invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
+        invalid = config.require_valid and record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
     def failed(self, reports: dict[int, DrainReport]) -> str:

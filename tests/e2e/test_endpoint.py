@@ -108,7 +108,7 @@ def test_our_own_server(one: Starter, tmp_path: Path) -> None:
 
 
 def test_a_server_that_takes_prompts_from_its_cache(one: Starter, tmp_path: Path) -> None:
-    """LoadGen calls the test VALID; the run says that it is doubtful, and of which option."""
+    """LoadGen calls the test VALID; the run does not, and says of which option it is."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     cached: list[Request] = []
 
@@ -122,10 +122,15 @@ def test_a_server_that_takes_prompts_from_its_cache(one: Starter, tmp_path: Path
 
     with ScriptedServer(completions, {"/metrics": metrics}) as server:
         options = ["--trtllm_server_urls", server.address, "--dataset_path", samples.path]
-        ended = one.run(2, *options, "--max_output_len", 6, core="trtllm_endpoint").must(DONE)
-    (doubt,) = ended.result["doubts"]
-    assert ended.result["status"] == "VALID" and "vLLM has --no-enable-prefix-caching" in doubt
-    assert "DOUBTFUL" in ended.out and doubt in " ".join(ended.out.split())
+        length = ("--max_output_len", 6)
+        ended = one.run(2, *options, *length, core="trtllm_endpoint").must(DONE)
+        (refusal,) = [found for found in ended.result["server_checks"].values() if found]
+        assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
+        assert "vLLM has --no-enable-prefix-caching" in refusal and refusal in ended.result["doubts"]
+        assert f"REFUSED not VALID: {refusal}" in " ".join(ended.out.split())
+        one.run(2, *options, *length, "--require_valid", core="trtllm_endpoint").must(TEST_FAILED)
+        meant = one.run(2, *options, *length, "--enable_kv_cache_reuse", core="trtllm_endpoint").must(DONE)
+        assert meant.result["status"] == "VALID" and "REFUSED" not in meant.out
 
 
 def test_a_server_that_dies_in_the_test(one: Starter, tmp_path: Path) -> None:

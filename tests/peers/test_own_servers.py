@@ -165,6 +165,7 @@ def test_a_prefix_cache_that_nobody_asked_for(model: Path, one: Starter, tmp_pat
     (doubt,) = [doubt for doubt in ended.result["doubts"] if "prefix cache" in doubt]
     say(f"with vLLM's prefix cache: LoadGen {ended.result['loadgen_result']}; {doubt}")
     assert "prompt tokens came from a server's prefix cache, which MLPerf forbids" in doubt
+    assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
 
 
 def test_a_server_that_none_of_us_wrote(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpillm.report.doubts import refused
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
@@ -29,6 +30,9 @@ _WORDS = {
 }
 
 
+_REFUSED = "LoadGen accepts this test, but the servers did not do what was asked of them."
+
+
 def head(facts: Facts) -> str:
     """Return the verdict, why, and what ran: of a run without an outcome, what it was asked for."""
     run = facts.run
@@ -41,7 +45,9 @@ def head(facts: Facts) -> str:
     result = run.result or asked
     status = "STOPPED" if (stopped := run.stopped_by) else str(result.get("status") or "")
     reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
-    reasons += [f"Doubtful: {text}." for text in facts.doubts]
+    refusals = refused(run.result)
+    reasons += [f"Refused: {text}." for text in refusals]
+    reasons += [f"Doubtful: {text}." for text in facts.doubts if text not in refusals]
     reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
     reasons += facts.verdict_notes()
@@ -65,12 +71,13 @@ def head(facts: Facts) -> str:
     said = " · ".join(escape(word) for word in words if word)
     why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
     shown = status if status in _WORDS else ""
+    told = _REFUSED if result.get("loadgen_result") == "VALID" and status == "INVALID" else _WORDS[shown]
     kind = "doubtful" if status in ("VALID", MEASURED) and facts.doubts else shown.lower() or "none"
     return (
         f'<header class="verdict {kind}">'
         f'<p class="badge">{escape(status or "no outcome")}</p>'
         f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{said}</p>"
-        f"<p><strong>{_WORDS[shown]}</strong></p>{why}</div></header>"
+        f"<p><strong>{told}</strong></p>{why}</div></header>"
     )
 
 

@@ -435,6 +435,24 @@ def test_a_valid_test_with_doubts_is_not_shown_as_good(tmp_path: Path, doubts: l
     assert "300 queries/s offered, 179 answered" in shown and "No latency limit was set" in shown
 
 
+def test_a_test_that_servers_spoilt_is_refused_though_loadgen_accepts_it(tmp_path: Path) -> None:
+    cached = "99 prompt tokens came from a server's prefix cache"
+    checks = {"no_cached_prompts": cached, "answer_lengths": "", "token_counts": None}
+    result = {
+        "status": "INVALID",
+        "loadgen_result": "VALID",
+        "server_checks": checks,
+        "doubts": [cached, "disturbed"],
+    }
+    shown = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
+    assert 'class="verdict invalid"' in shown and "LoadGen accepts this test, but" in shown
+    assert (
+        "Refused: 99 prompt tokens" in shown
+        and "Doubtful: 99" not in shown
+        and "Doubtful: disturbed" in shown
+    )
+
+
 TEXTS = ("result.json", "plan.json", "config.json", "telemetry.json", "ranks.json")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,10 +154,14 @@ def test_an_audit_config_that_cannot_be_read(tmp_path: Path) -> None:
         prepare_audit(None, str(tmp_path), tmp_path)
 
 
-def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(0, [5, EOS], [5])])
-    (run / "TEST06" / "accuracy").mkdir(parents=True)
-    (run / "TEST06" / "accuracy" / "mlperf_log_accuracy.json").symlink_to("/dev/full")
+    monkeypatch.setattr(shutil, "copyfile", full)
     assert cli.main(["compliance", str(run)]) == 2
     assert "can't be written: No space left on device" in capsys.readouterr().err
     assert not (run / "TEST06" / "verify_accuracy.txt").exists()
