@@ -263,9 +263,9 @@ class EndpointCore(LLMCore):
         assert self._thread is not None
         self._client.outlives_server = self.config.server_restarts
         self._may_fail_alone = self.config.serves
+        if self._reader is not None:
+            self._reader.start(self._ask)
         self._began(self._thread.cpu_s())
-        if self._reader is not None:  # beside the first requests, which must not wait for it
-            self._thread.post(self._reader.start)
 
     def flush(self) -> None:
         if self._reader is not None:

@@ -18,7 +18,7 @@ Read = Callable[[Endpoint], Awaitable[Reading]]
 
 
 class ServerReader:
-    """Belongs to the client's loop, but for `counted`, `is_over` and `metrics`."""
+    """Belongs to the client's loop, but for `start`, `counted`, `is_over` and `metrics`."""
 
     def __init__(
         self, servers: Sequence[Endpoint], contexts: Sequence[Endpoint] = (), read: Read = read_one
@@ -33,9 +33,14 @@ class ServerReader:
         self.is_over = False
         """The test is: what they have counted is worth waiting for."""
 
-    def start(self) -> None:
-        """Read them from now on, which is the start of the test."""
+    def start(self, run: Callable[[Coroutine[Any, Any, None], float], object]) -> None:
+        """Read them from now on, before the test; `run` waits for what they have counted, as in `counted`."""
+        run(self._start(), MOST_S + 60)
+
+    async def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._go_on())
+        while not self._before and not self._task.done():
+            await asyncio.sleep(0.01)
 
     def stop(self) -> None:
         if self._task is not None:
@@ -64,11 +69,7 @@ class ServerReader:
         return {f"server_{name}": by for name, by in counts.items()}
 
     async def _last(self) -> list[Reading]:
-        if self._task is None:  # no test has begun
-            return []
-        while not self._before and not self._task.done():  # a test shorter than the answer to the first
-            await asyncio.sleep(0.01)
-        return await self._all()
+        return [] if self._task is None else await self._all()  # no test has begun
 
     def metrics(self, mine: Metrics, *, asks_alone: bool) -> Metrics:
         """Return what they say, in place of `mine`, what the client knows.

@@ -192,9 +192,9 @@ class TritonGrpcCore(LLMCore):
         return short_requests(len(self._clients.open))
 
     def start_test(self) -> None:
-        self._began()
         if self._reader is not None:
-            self._clients.thread.post(self._reader.start)
+            self._reader.start(partial(self._clients.thread.run, meanwhile=self.meanwhile))
+        self._began()
 
     def statistics(self) -> dict[str, float]:
         """Return the numbers of clients, of channels under them, and of requests answered with an error.
