@@ -35,7 +35,7 @@ COMMANDS = {
     "generate-disagg-config": "write a disaggregation YAML from options",
     "run-llm-server": "start the servers that a core needs, and wait until they end",
     "run-harness": "run a test for each workload and scenario named",
-    "find-max-qps": "find the highest rate of Server or Interactive that LoadGen calls VALID",
+    "find-max-qps": "find the highest rate at which a Server or Interactive test is VALID",
     "compare": "compare runs: options, then figures with confidence intervals",
     "ab": "run two sets of options alternately, and say whether the difference is real",
     "sweep": "run a grid of options, resumable, with a Pareto curve",

@@ -24,7 +24,7 @@ STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ExitCode(enum.IntEnum):
-    """The exit code of a command. LoadGen's verdict INVALID is DONE without --require_valid."""
+    """The exit code of a command. A test that is INVALID is DONE without --require_valid."""
 
     DONE = 0
     STAGE_FAILED = 1  # a stage of the pipeline: a quantisation, a build

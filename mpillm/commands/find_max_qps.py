@@ -1,4 +1,4 @@
-"""``python -m mpillm find-max-qps``: the highest rate of Server or Interactive that LoadGen calls VALID."""
+"""``python -m mpillm find-max-qps``: the highest rate at which a Server or Interactive test is VALID."""
 
 from __future__ import annotations
 

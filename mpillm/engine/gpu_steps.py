@@ -34,11 +34,9 @@ from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.segments import grow_segments
 from mpillm.engine.staging import last_of_each, to_device
 from mpillm.engine.step import Span, Step
-from mpillm.engine.weights.memory import most_copied
+from mpillm.engine.weights.memory import MOST_GRAPH_ROWS, most_copied
 
-# Rows of a step with contexts whose layers are graphs; for more, an H200 takes longer than its host with
-# every model.
-_LEAST_LAYER_ROWS, _MOST_LAYER_ROWS = 16, 1024
+_LEAST_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
 # In which a host launches the products of one expert of a layer, and what a GPU computes: measured on H200s.
 _HOST_S, _FLOPS_PER_S = 0.3e-3, {"none": 0.6e15, "fp8": 1.2e15}
 _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
@@ -115,7 +113,7 @@ class GpuSteps:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
-            least = max(self._decode_rows, _MOST_LAYER_ROWS, rows_that_hide_launches(info))
+            least = max(self._decode_rows, MOST_GRAPH_ROWS, rows_that_hide_launches(info))
             part.model.read_choices_above(least)
             self._capture(ladder(self._decode_rows))
 
@@ -292,13 +290,13 @@ class GpuSteps:
 
     def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
-        sizes = [size for size in ladder(min(max_num_tokens, _MOST_LAYER_ROWS)) if size >= _LEAST_LAYER_ROWS]
+        sizes = [size for size in ladder(min(max_num_tokens, MOST_GRAPH_ROWS)) if size >= _LEAST_GRAPH_ROWS]
         if not sizes or not self._part.model.in_parts:
             return
         launched = []
         for _ in range(3):
             begun = time.perf_counter()
-            run(self._nobodys([1, min(2 * _LEAST_LAYER_ROWS, self._part.info.max_seq_len)]))
+            run(self._nobodys([1, min(2 * _LEAST_GRAPH_ROWS, self._part.info.max_seq_len)]))
             launched.append(1e3 * (time.perf_counter() - begun))
             torch.cuda.synchronize()
         layers = self._new_layers(sizes[-1])

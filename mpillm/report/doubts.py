@@ -1,4 +1,4 @@
-"""Why a test that LoadGen calls VALID may not mean what it seems to: what every reader of it must be told."""
+"""Why a test that LoadGen calls VALID is none, or may not mean what it seems to: readers must be told."""
 
 from __future__ import annotations
 

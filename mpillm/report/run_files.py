@@ -20,9 +20,8 @@ from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("
-_LEAST_TOLD_S = (
-    2.0  # of a test: instances tell what they compute twice a second, and each has a line a second
-)
+# Of a test: instances tell what they compute twice a second, and each has a line a second.
+_LEAST_TOLD_S = 2.0
 
 # Files by which a directory is known as a run's, and what each tells.
 _KNOWN_BY = {

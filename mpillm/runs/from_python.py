@@ -60,7 +60,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """VALID or INVALID by LoadGen, SERVED, or FAILED; "" if the run was killed before it could say."""
+        """As in result.json: VALID, INVALID, MEASURED, SERVED, FAILED; "" of a run that was killed before."""
         return str(self.result.get("status", ""))
 
     @property

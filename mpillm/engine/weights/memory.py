@@ -27,7 +27,9 @@ CHOSEN_AT_ONCE = 64
 BYTES_TO_CHOOSE = 72
 # Bytes: CUDA's context, kernels, the libraries' own memory, and what PyTorch rounds up to.
 _GPU_OVERHEAD = 3 << 29
-_GRAPH_ROWS = 1024  # of a step with contexts whose layers are graphs, at most (see `gpu_steps`)
+# Rows of a step with contexts whose layers are graphs, at most; for more, an H200 takes longer than its host
+# with every model.
+MOST_GRAPH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def gpu_needs(
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     n_rows = decode_rows(config)
     # Graphs keep the memory of their largest step; others have theirs beside it.
-    in_graphs = max(n_rows, min(config.max_num_tokens, _GRAPH_ROWS))
+    in_graphs = max(n_rows, min(config.max_num_tokens, MOST_GRAPH_ROWS))
     step = (
         width * per_row * (max(config.max_num_tokens, n_rows) + in_graphs)
         + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
