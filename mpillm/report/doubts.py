@@ -84,7 +84,12 @@ def _said_of(
 
 
 def _says(clients: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return any(name in client for client in clients)
+    """Return whether servers count it, and each was heard."""
+    return any(name in client for client in clients) and not any(map(_silent, clients))
+
+
+def _silent(client: Mapping[str, Any]) -> bool:
+    return bool(client.get("server_silent"))
 
 
 def cached_prompts(result: Mapping[str, Any]) -> str:
@@ -133,8 +138,9 @@ def _lacking_transfers(result: Mapping[str, Any]) -> str:
     """Return how many KV caches were to be handed over, and were not, in words; "" if none, or unknown."""
     clients = [client for client in result.get("per_instance", ()) if "server_transfers" in client]
     wanted = sum(client.get("handed_over", 0) for client in result.get("per_instance", ()))
-    # Of a server that was started again its last life is counted.
-    if not clients or any(restarts(result)) or (n := _counted(result, "transfers")) >= wanted:
+    # Of a server that was started again its last life is counted, of one that was not heard nothing.
+    unknown = not clients or any(restarts(result)) or any(map(_silent, result["per_instance"]))
+    if unknown or (n := _counted(result, "transfers")) >= wanted:
         return ""
     return (
         f"servers count {n:,.0f} transfers of KV caches for the {wanted:,} contexts that others had computed:"

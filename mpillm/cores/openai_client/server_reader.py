@@ -55,7 +55,7 @@ class ServerReader:
 
     def counted(self, run: Callable[[Coroutine[Any, Any, list[Reading]], float], Any]) -> dict[str, float]:
         """Return by how much their counts have grown in the test, as `server_…`; those of contexts as
-        `server_context_…`.
+        `server_context_…`. `server_silent`: how many said nothing, then or now.
 
         Once the test is over `run` waits for what they say then, so many seconds at most; before, it is what
         they said last.
@@ -66,6 +66,8 @@ class ServerReader:
         n = self._n
         contexts = grown(self._before[n:], after[n:])
         counts = grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
+        if silent := sum(Reading() in pair for pair in zip(self._before, after, strict=True)):
+            counts["silent"] = silent
         return {f"server_{name}": by for name, by in counts.items()}
 
     async def _last(self) -> list[Reading]:

@@ -89,6 +89,19 @@ def test_contexts_that_were_not_handed_over(counted: float, is_doubtful: bool) -
     assert doubts({"per_instance": unknown}, others_serve=True) == []
 
 
+def test_a_server_that_was_not_heard_is_no_lack_of_transfers() -> None:
+    """It may have made them; nor does what the others say hold for it."""
+    told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
+    other = {**told, "samples": 20, "handed_over": 20}
+    counted = {**other, "server_transfers": 20.0, "server_cached_tokens": 0.0}
+    silent = {**other, "server_silent": 1}
+    for second, holds in (silent, None), ({**other, "server_transfers": 20.0}, ""):
+        checks = server_checks({"per_instance": [counted, second]})
+        assert (checks["contexts_arrived"], checks["no_cached_prompts"]) == (holds, holds)
+    found = server_checks({"per_instance": [{**counted, "server_cached_tokens": 7.0}, silent]})
+    assert found["no_cached_prompts"], "what one has said is enough"
+
+
 def test_context_servers_count_too() -> None:
     client = {"server_cached_tokens": 0.0, "server_context_cached_tokens": 16.0}
     (told,) = doubts({"per_instance": [client]}, others_serve=True)
@@ -144,7 +157,7 @@ def test_a_server_that_says_nothing_of_its_cache() -> None:
         core.enqueue(requests())
         Rows(core).until(4)
         core.flush()
-        assert "server_cached_tokens" not in core.statistics()
+        assert "server_cached_tokens" not in core.statistics() and core.statistics()["server_silent"] == 1
 
 
 def test_a_server_that_counts_other_tokens() -> None:
