@@ -130,19 +130,13 @@ class HttpThread:
 
     def _deliver(self, batch: Batch) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers
-            self.thread.post(self._take, batch)
+            self.thread.post(self._requests.take, batch)
 
     # --- in the HTTP thread ---
 
     def _on_end(self) -> None:
         if self.thread.error is not None:
             self._fail(self.thread.error)
-
-    def _take(self, batch: Batch) -> None:
-        try:
-            self._requests.take(batch)
-        except Exception as error:  # noqa: BLE001 - the main thread ends the run with it
-            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         _log.error("the HTTP thread", exc_info=error)
@@ -157,7 +151,7 @@ class HttpThread:
         try:
             self._runner, self._server = await listen(self._service.app(), self._socket)
             self._listening.set()
-        except Exception as error:  # noqa: BLE001 - as in `_take`
+        except Exception as error:  # noqa: BLE001 - the main thread ends the run with it
             self._fail(error)
 
     async def _drain(self, seconds: float) -> None:
@@ -174,7 +168,7 @@ class HttpThread:
             self._requests.give_up_all()
             await self._until_none_is_open(time.monotonic() + _CANCEL_S)
             self._drained.set()
-        except Exception as error:  # noqa: BLE001 - as in `_take`
+        except Exception as error:  # noqa: BLE001 - as in `_start`
             self._fail(error)
 
     async def _until_none_is_open(self, end: float) -> None:

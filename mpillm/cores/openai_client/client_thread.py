@@ -29,7 +29,7 @@ class ClientThread:
         uncaught: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None,
     ) -> None:
         """`failed` is called on the thread when there is an `error`; `uncaught`: takes exceptions of
-        callbacks, which then are none."""
+        connections' callbacks, which then are none."""
         self._failed = failed
         self._users = 1
         self.error: BaseException | None = None
@@ -69,11 +69,17 @@ class ClientThread:
         raise TimeoutError(f"not done within {timeout_s:g} s")
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call `function` on the loop, soon."""
+        """Call `function` on the loop, soon. What it raises is the thread's `error`."""
         if threading.get_ident() == self._thread.ident:
-            self.loop.call_soon(function, *arguments)
+            self.loop.call_soon(self._do, function, *arguments)
         else:
-            self.loop.call_soon_threadsafe(function, *arguments)
+            self.loop.call_soon_threadsafe(self._do, function, *arguments)
+
+    def _do(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._uncaught(self.loop, {"exception": error})
 
     def shared(self) -> ClientThread:
         """Return this thread for one more user: the last that stops it ends it."""

@@ -10,6 +10,7 @@ import pytest
 
 from mpillm.comms.messages import Refusal, RequestFlag, ResponseFlag
 from mpillm.cores.capabilities import OutlivesServer, WorksInAnyThread
+from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.data.tokenizer import load_tokenizer
 from tests.helpers.endpoint_cores import (
@@ -255,6 +256,23 @@ def test_a_client_in_the_endpoint_s_thread() -> None:
     assert thread.runs
     thread.stop()
     assert not thread.runs
+
+
+def test_an_error_of_our_own_in_the_endpoint_s_thread_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although that thread goes on after what its connections raise."""
+    thread = ClientThread("mpillm-endpoint", uncaught=lambda *_: None)
+    with ScriptedServer() as server, core_of(server.address, serves=True) as core:
+        assert isinstance(core, WorksInAnyThread)
+        core.share(thread)
+        core.load()
+        core.run_health_check()
+        monkeypatch.setattr(Client, "submit", lambda *_: 1 // 0)
+        core.enqueue(requests())
+        wait_until(core.has_work, "the error to be seen")
+        with pytest.raises(RuntimeError, match="the HTTP client failed") as raised:
+            core.poll_responses()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    thread.stop()
 
 
 async def _ident() -> int:
