@@ -18,7 +18,7 @@ from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
 from tests.helpers.make_checkpoint import make_checkpoint
 from tests.helpers.owned import guards, words_of
-from tests.helpers.peer_programs import forking_vllm, on_cpus, tiny_llama
+from tests.helpers.peer_programs import forking_vllm, tiny_llama
 from tests.helpers.support import DONE, Command, Starter, descendants, make_samples, wait_until
 from tests.peers.conftest import TIMEOUT_S, Program, Says
 from tests.peers.test_servers import offline, server
@@ -41,12 +41,13 @@ TRANSFORMERS: tuple[object, ...] = (
 
 
 @pytest.fixture(autouse=True)
-def in_path(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have vllm in PATH, and its settings for CPUs in the environment."""
+def in_path(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Have vllm in PATH, and its settings for CPUs in the environment; return these."""
     program("vllm")
-    for name, value in on_cpus().items():
+    settings = forking_vllm(tmp_path / "bin")
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return settings
 
 
 def options(model: Path, data: Path) -> tuple[object, ...]:
@@ -96,13 +97,14 @@ def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Start
     say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
-def over_hosts(one: Starter, n_hosts: int, n: int, data: Sequence[object], say: Says) -> None:
+def over_hosts(
+    one: Starter, n_hosts: int, n: int, data: Sequence[object], exports: dict[str, str], say: Says
+) -> None:
     """Run a server with a part of every layer on each host; gloo carries their sums."""
     ours = offline(one, "ours", "torch", *data)
     words = ("run", *data, *VLLM, "--tensor_parallelism", n_hosts, "--server_nodes", n_hosts)
     with or_skip(hosts(n_hosts)) as made:
         on = OnHosts(made, one)
-        exports = {**on_cpus(), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         where = ",".join(f"h{host}:{2 if host == 1 else 1}" for host in range(1, 1 + n_hosts))
         command = on.start(where, *words, "--min_duration", 0, "--save_outputs", exports=exports)
         ended = command.end(TIMEOUT_S).must(DONE)
@@ -115,18 +117,18 @@ def over_hosts(one: Starter, n_hosts: int, n: int, data: Sequence[object], say: 
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
 
 
-def test_tensor_parallel_over_two_hosts(one: Starter, say: Says) -> None:
+def test_tensor_parallel_over_two_hosts(one: Starter, in_path: dict[str, str], say: Says) -> None:
     """The real model has three heads of keys and values, which two can't share."""
     model = make_checkpoint(one.folder / "even", hidden_size=256, heads=4, kv_heads=2)
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     data = make_samples(one.folder / "samples.jsonl", range(9, 49))
-    over_hosts(one, 2, 40, options(model, data.path), say)
+    over_hosts(one, 2, 40, options(model, data.path), in_path, say)
 
 
 def test_tensor_parallel_over_three_hosts(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, in_path: dict[str, str], say: Says
 ) -> None:
-    over_hosts(one, 3, 40, options(model, prompts(40)), say)
+    over_hosts(one, 3, 40, options(model, prompts(40)), in_path, say)
 
 
 def test_a_server_that_is_started_again(
@@ -193,10 +195,8 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
     data = make_samples(one.folder / "samples.jsonl", range(9, 41))
     model = tiny_llama(one.folder / "tiny")
     words = ("--dataset_path", data.path, "--model_path", model, "--min_duration", 0, "--max_output_len", 8)
-    folders, env = [one.folder / f"run{index}" for index in range(2)], forking_vllm(one.folder / "bin")
-    runs = [
-        one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder, env=env) for folder in folders
-    ]
+    folders = [one.folder / f"run{index}" for index in range(2)]
+    runs = [one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder) for folder in folders]
     results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
     ports = [re.findall(r"--port (\d+)", (folder / "server_0.log").read_text()) for folder in folders]
     say(f"two runs of vLLM at once: ports {ports}")
@@ -206,20 +206,20 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
-def test_under_slurm(kind: str, model: Path, program: Program, one: Starter, say: Says) -> None:
+def test_under_slurm(
+    kind: str, model: Path, program: Program, one: Starter, in_path: dict[str, str], say: Says
+) -> None:
     """srun on two nodes, each with a vLLM; or one with `transformers serve`, beside one with rank 0."""
     program(kind)
     data = make_samples(one.folder / "samples.jsonl", range(9, 41))
     words = ("--dataset_path", data.path, "--min_duration", 0, "--max_output_len", 8)
     if kind == "vllm":
         ranks, own = 3, (*TINY, "--model_path", tiny_llama(one.folder / "tiny"))
-        env = forking_vllm(one.folder / "bin")
     else:
         ranks, own = 2, (*TRANSFORMERS, "--core_options", f"model:{model}", "--model_path", model)
-        env = on_cpus()
     with or_skip(slurm(2)) as cluster:
         under, folder = UnderSlurm(cluster, one), one.folder / "run"
-        command = under.start(["-n", ranks, "-N", 2], "run", *words, *own, "--log_dir", folder, env=env)
+        command = under.start(["-n", ranks, "-N", 2], "run", *words, *own, "--log_dir", folder, env=in_path)
         ended = command.end(TIMEOUT_S).must(DONE)
     owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
     samples = [client["samples"] for client in ended.result["per_instance"]]
