@@ -76,14 +76,14 @@ def sweep() -> None:
 
 
 def left_over() -> dict[str, int]:
-    """Return the sizes in bytes, by name, of this user's segments that no process in sight has."""
+    """Return the bytes that they occupy, by name, of this user's segments that no process in sight has."""
     found: dict[Segment, int] = {}
     with contextlib.suppress(OSError):
         for path in _SHM.iterdir():
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 if _is_own(path.name, status):
-                    found[Segment(path.name, status.st_ino)] = status.st_size
+                    found[Segment(path.name, status.st_ino)] = 512 * status.st_blocks  # it is sparse
     if not found:
         return {}
     for folder in Path("/proc").iterdir():
