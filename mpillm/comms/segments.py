@@ -2,6 +2,10 @@
 
 Open MPI's segments have 16 MiB, one for each rank, MPICH's 2 MB or more for a node; who removes them is gone.
 Only the ranks' own records say which are ours: other programs of this user have such segments, too.
+
+Open MPI's lie in a folder of each rank's own. It names them after 16 bits of a hash of mpirun's process id,
+and opens what is there: of two runs of a user on a host, one pair in 65,536 would write into each other's
+queues.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import atexit
 import contextlib
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +27,7 @@ _NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
 
 
 class Segment(NamedTuple):
-    """A file in /dev/shm; its number tells it from a later one of the same name."""
+    """A file below /dev/shm; its number tells it from a later one of the same name."""
 
     name: str
     number: int
@@ -33,24 +38,52 @@ def _folder() -> Path:
     return _SHM / f".mpillm-{os.getuid()}"
 
 
+def _own_folder(pid: int, started: str) -> Path:
+    """Return where a rank's segments of Open MPI lie; a later process of its number has another."""
+    return _folder() / f"{pid}-{started}"
+
+
+def apart() -> dict[str, str]:
+    """Make this rank's own folder; return the variables by which Open MPI, as it starts, takes it."""
+    if not _record(set()):
+        return {}
+    folder = _own_folder(os.getpid(), _started(os.getpid()))
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return {}
+    return {f"OMPI_MCA_btl_{way}_backing_directory": str(folder) for way in ("sm", "vader")}
+
+
 def note() -> None:
-    """Record which segments this rank has, once MPI has started; forget them when Python ends."""
+    """Record which segments this rank has, once MPI has started."""
+    if own := _mapped("self"):
+        _record(own)
+
+
+def _record(own: set[Segment]) -> bool:
+    """Write this rank's record, until Python ends; return whether it is there."""
     here, started = visible_pids(), _started(os.getpid())
-    own = _mapped("self")
-    if not own or not here or not started:
-        return
+    if not here or not started:
+        return False
     folder = _folder()
     text = "\n".join([here, started, *(f"{one.number} {one.name}" for one in sorted(own))])
-    with contextlib.suppress(OSError):  # no room is left: then they stay, should the rank be killed
+    try:  # if no room is left, they stay, should the rank be killed
         folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_own_folder(folder):
-            (folder / f"{os.getpid()}").write_text(f"{text}\n", encoding="utf-8")
-            atexit.register(forget)
+        if not _is_own_folder(folder):
+            return False
+        (folder / f"{os.getpid()}").write_text(f"{text}\n", encoding="utf-8")
+    except OSError:
+        return False
+    atexit.register(forget)
+    return True
 
 
 def forget() -> None:
-    """Delete this rank's record: MPI has removed its segments, or is about to."""
+    """Delete this rank's record: MPI has removed its segments. If it has not, the next start does."""
     with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
+            _own_folder(os.getpid(), _started(os.getpid())).rmdir()
         (_folder() / f"{os.getpid()}").unlink(missing_ok=True)
 
 
@@ -60,7 +93,7 @@ def sweep() -> None:
     if not _is_own_folder(folder):
         return
     here = visible_pids()
-    living, ended = set[Segment](), dict[Path, set[Segment]]()
+    living, ended = set[Segment](), dict[Path, tuple[str, set[Segment]]]()
     for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             where, started, *lines = path.read_text(encoding="utf-8").splitlines()
@@ -68,10 +101,11 @@ def sweep() -> None:
             if where != here or _started(int(path.name)) == started:  # another container's may be alive
                 living |= segments
             else:
-                ended[path] = segments
-    for path, segments in ended.items():
+                ended[path] = started, segments
+    for path, (started, segments) in ended.items():
         for segment in segments - living:
             _remove(segment)
+        shutil.rmtree(_own_folder(int(path.name), started), ignore_errors=True)
         path.unlink(missing_ok=True)
 
 
@@ -79,11 +113,11 @@ def left_over() -> dict[str, int]:
     """Return the bytes that they occupy, by name, of this user's segments that no process in sight has."""
     found: dict[Segment, int] = {}
     with contextlib.suppress(OSError):
-        for path in _SHM.iterdir():
+        for path in (*_SHM.iterdir(), *_folder().glob("*/*")):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 if _is_own(path.name, status):
-                    found[Segment(path.name, status.st_ino)] = 512 * status.st_blocks  # it is sparse
+                    found[Segment(_name(path), status.st_ino)] = 512 * status.st_blocks  # it is sparse
     if not found:
         return {}
     for folder in Path("/proc").iterdir():
@@ -96,10 +130,14 @@ def left_over() -> dict[str, int]:
 def _mapped(pid: int | str) -> set[Segment]:
     """Return the segments that a process has."""
     return {
-        Segment(path.name, number)
+        Segment(_name(path), number)
         for path, number in mapped(pid, _SHM).items()
         if _NAMES.fullmatch(path.name)
     }
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(_SHM))
 
 
 def _remove(segment: Segment) -> None:

@@ -142,11 +142,13 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
     if not MPI.Is_initialized():
         check_world(library, None, command)
         _drop_foreign_variables(library)
+        segments.sweep()
         settings = _networks(spawns) | _surviving_losses(library) | _own_files(library)
+        if library.startswith("Open MPI"):
+            settings |= segments.apart()
         with _set(settings, for_children=spawns), warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
-            segments.sweep()
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)

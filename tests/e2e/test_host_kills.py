@@ -150,8 +150,8 @@ def test_the_next_start_sweeps_what_killed_ranks_left(
     command.end(WITHIN_S)
 
     def left() -> dict[str, set[str]]:
-        made = three_hosts
-        return {host: {*made.run(host, "ls", "/dev/shm").split()} - {"tmp"} for host in made.names}
+        find = ("find", "/dev/shm", "-type", "f", "-name", "*_s*m*_*", "-printf", "%f\\n")
+        return {host: {*three_hosts.run(host, *find).split()} for host in three_hosts.names}
 
     assert any(re.match("mpich_shm|sm_segment", name) for names in left().values() for name in names)
     on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy").end(WITHIN_S).must(DONE)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import support
-from tests.helpers.clusters import OnHosts, or_skip, python_on
+from tests.helpers.clusters import ROOT_MAY, OnHosts, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, ROOT, Command, Starter, wait_until
 from tools.hosts import Hosts, hosts
 
@@ -139,3 +139,23 @@ def test_a_firewall_under_plain_mpirun(one: Starter) -> None:
         r" \d+-\d+ .*`python -m mpillm mpirun` tells more",
         ended.message,
     ), ended
+
+
+def test_two_runs_whose_mpirun_has_one_process_id(one: Starter) -> None:
+    """Open MPI names its shared memory after it: the second would write into what the first one reads."""
+    words = [Path(one.python).parent / "mpirun", "-n", 2, "--bind-to", "none", one.python, "-m", "mpillm"]
+    words += ["run", "--core_type", "dummy", "--scenarios", "Server", "--server_target_qps", 50]
+    words += ["--min_query_count", 400, "--min_duration", 8]
+
+    def start(name: str) -> Command:
+        (one.folder / name).mkdir()
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # the shell is 1, mpirun 2
+        line = [*apart, "sh", "-c", '"$@"; exit $?', "sh", *words, "--log_dir", one.folder / name / "run"]
+        return one.command(list(map(str, line)), env={**ROOT_MAY, "TMPDIR": str(one.folder / name)})
+
+    first = start("first")
+    wait_until(lambda: "\n  ready " in first.out or first.process.poll() is not None, "its test", WITHIN_S)
+    both = [start("second"), first]
+    for command in both:
+        ended = command.end(WITHIN_S).must(DONE)
+        assert re.search(r"drain .* (\d+) of \1 samples answered", ended.out), ended

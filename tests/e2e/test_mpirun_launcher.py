@@ -121,7 +121,7 @@ class Job:
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         pids = [int(file.read_text()) for file in files]
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-        self.segments = set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment)\S+", maps))
+        self.segments = set(re.findall(r"/dev/shm/\S*(?:mpich_shm_|sm_segment)\S+", maps))
         return pids
 
     def end(self) -> tuple[int, str]:

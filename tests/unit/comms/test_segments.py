@@ -19,9 +19,10 @@ import mmap, sys
 from pathlib import Path
 from mpillm.comms import segments
 segments._SHM = Path(sys.argv[1])
+own = segments.apart()["OMPI_MCA_btl_sm_backing_directory"] if "apart" in sys.argv else ""
 maps = []
 for name in sys.argv[2:]:
-    path = Path(sys.argv[1], name)
+    path = Path(own if name == "apart" else sys.argv[1], name.replace("apart", "sm_segment.h1.0.b1200001.0"))
     if not path.exists():
         path.write_bytes(bytes(4096))
     with path.open("r+b") as file:
@@ -131,3 +132,33 @@ def test_a_folder_that_others_can_write_to_is_not_read(shm: Path, start: Start) 
     segments._folder().chmod(0o777)
     segments.sweep()
     assert left(shm) == [MPICH]
+
+
+def test_runs_of_one_name_are_kept_apart(shm: Path, start: Start) -> None:
+    """Open MPI would open the same file; a killed rank's folder goes, a living one's stays."""
+    first, second = start("apart"), start("apart")
+    own = segments._own_folder(first.pid, segments._started(first.pid))
+    other = segments._own_folder(second.pid, segments._started(second.pid))
+    assert [*own.iterdir()] == [own / OPEN_MPI[0]] and [*other.iterdir()] == [other / OPEN_MPI[0]]
+    assert own.stat().st_mode & 0o777 == 0o700
+    end(first)
+    assert segments.left_over() == {str((own / OPEN_MPI[0]).relative_to(shm)): 4096}
+    segments.sweep()
+    assert not own.exists() and other.exists()
+    second.communicate("\n")
+    assert other.exists(), "MPI had not removed its segment yet"
+    segments.sweep()
+    assert [*segments._folder().iterdir()] == []
+
+
+def test_a_rank_whose_segment_is_gone_leaves_no_folder(shm: Path) -> None:
+    folder = Path(segments.apart()["OMPI_MCA_btl_sm_backing_directory"])
+    assert folder.is_dir()
+    segments.forget()
+    assert [*segments._folder().iterdir()] == []
+
+
+def test_without_a_place_of_its_own_a_rank_starts_as_ever(shm: Path) -> None:
+    segments._folder().mkdir()
+    segments._folder().chmod(0o777)
+    assert segments.apart() == {}
