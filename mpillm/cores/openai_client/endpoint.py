@@ -177,7 +177,7 @@ class Endpoint:
             connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
             await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
         except (asyncio.TimeoutError, TimeoutError):
-            raise HttpError(f"no answer to {method} {path} within {timeout_s:g} s") from None
+            raise HttpError(f"no answer to {method} {path} within {round(timeout_s, 2):g} s") from None
         finally:
             self._used.discard(connection)
             connection.close()

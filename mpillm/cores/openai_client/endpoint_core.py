@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 1e-3
 _MOST_LOGGED = 100  # requests that have failed alone: anyone may send more
 _BROKEN = Refusal(502, "the server behind this one did not answer; the log of its rank says why")
+_LONGER = "--health_deadline"
 _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
@@ -210,7 +211,7 @@ class EndpointCore(LLMCore):
                 endpoint.model = await find_model(
                     endpoint, self._options.model, self.config.model_path, limit
                 )
-                await choose_dialect(endpoint, self._tokenizer is not None, limit)
+                await choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
                 break
             except EndpointError as error:  # it may be gone again: then `server_lost` comes
                 if time.monotonic() > end:
@@ -231,7 +232,8 @@ class EndpointCore(LLMCore):
         for endpoint in endpoints:
             model = find_model(endpoint, self._options.model, self.config.model_path, limit)
             endpoint.model = self._ask(model, limit + 60)
-            self._ask(choose_dialect(endpoint, self._tokenizer is not None, limit), limit + 60)
+            dialect = choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
+            self._ask(dialect, limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
                 raise RunError(
                     Failure(

@@ -130,10 +130,11 @@ async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, An
     return made if isinstance(made, dict) else {}
 
 
-async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float) -> None:
+async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float, longer: str = "") -> None:
     """Ask for one token in each dialect, and set the endpoint's to the first that it answers. EndpointError.
 
-    `has_tokenizer`: there is a tokenizer here, to convert between text and tokens.
+    `has_tokenizer`: there is a tokenizer here, to convert between text and tokens; `longer`: the option that
+    gives the server more time.
     """
     end, where = time.monotonic() + timeout_s, f"{endpoint.url}{COMPLETIONS}"
     refusals: list[str] = []
@@ -145,7 +146,8 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
                 left = max(0.0, end - time.monotonic())
                 status, headers, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
             except HttpError as error:
-                raise EndpointError(f"{where}: {error}") from None
+                option = f" ({longer})" if longer and time.monotonic() >= end else ""
+                raise EndpointError(f"{where}: {error}{option}") from None
             if status not in (429, 503) or end - time.monotonic() < 1:
                 break
             await asyncio.sleep(1)

@@ -90,6 +90,17 @@ def test_a_server_that_answers_nothing_before_the_test() -> None:
         core.load()
 
 
+def test_a_server_whose_first_token_takes_too_long() -> None:
+    """As vLLM's may, which compiles for it; half of the phase is for the token."""
+    words = r"/v1/completions: no answer to POST /v1/completions within 0\.\d+ s \(--health_deadline\)$"
+    with (
+        ScriptedServer(lambda _: Reply([], "hang")) as server,
+        pytest.raises(RunError, match=f"^{server.url}{words}"),
+        started(server, "--health_deadline=2"),
+    ):
+        pass
+
+
 def test_a_server_that_refuses_everything() -> None:
     no = refuses("prompt", status="422 Unprocessable Entity")
     words = (
