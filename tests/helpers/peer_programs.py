@@ -21,7 +21,9 @@ def on_cpus() -> dict[str, str]:
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),  # not in a test's own TMPDIR: g++ takes a minute
+        # What its compiler makes is kept, not in a test's own TMPDIR: g++ takes a minute.
+        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
     }
 
 

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.peers
 
 LENGTH = 32
 END = 2  # of its answers
-TINY: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--load_format", "dummy")
-VLLM: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--max_seq_len", 1024)
+EAGER: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--health_deadline", 600)
+TINY: tuple[object, ...] = (*EAGER, "--load_format", "dummy")
+VLLM: tuple[object, ...] = (*EAGER, "--max_seq_len", 1024)
 
 TRANSFORMERS: tuple[object, ...] = (
     "--server",
