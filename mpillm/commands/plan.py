@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.config.disagg_yaml import PORTS, context_servers, disagg_config, server_ranks
+from mpillm.config.disagg_yaml import PORTS, context_servers, disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.layers import stack
 from mpillm.config.options import parse
@@ -21,12 +21,20 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.fields.effects import PLAN
 from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.number_of_ranks import ranks_of
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
 _SHOWN = command_fields(
     *("workload", "topology", "own servers", "plan", "model"),
-    also=("tritonserver", *PORTS, *MODEL_AND_LIMITS, "engine_dir"),
+    also=(
+        "tritonserver",
+        "triton_num_servers",
+        "trtllm_server_urls",
+        *PORTS,
+        *MODEL_AND_LIMITS,
+        "engine_dir",
+    ),
 )
 
 
@@ -61,21 +69,14 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         raise ConfigError(config.explain(error)) from None
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
-    world_size = config.world_size or (
-        len(nodes)
-        if nodes
-        else disagg.ranks_for(server_ranks(config) or config.yaml.n_workers, config.control_ranks)
-        if config.yaml
-        else None
-    )
+    world_size = config.world_size or (len(nodes) if nodes else ranks_of(config) if config.yaml else None)
     if world_size is None:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     core = BackendRegistry.declared(config.core_type)
-    clients = core.is_client and (bool(config.server) or config.yaml is None)
     made = disagg.plan(
-        disagg_config(config, world_size, clients),
+        disagg_config(config, world_size, core.is_client),
         world_size,
         nodes,
         config.clients_of_a_server,
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         from mpillm.runtime import own_servers  # few plans have any
 
         notes += own_servers.server_lines(made, own_servers.server_plans(config, made, {}))
-    if not clients:
+    if not core.is_client:
         notes += share_lines(core_configs(config, made, [one.leader for one in made.instances], {}))
     notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}

@@ -18,7 +18,7 @@ from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.files import write_json
 from mpillm.runs.whole_runs import EndedRun
-from mpillm.runtime.in_turn import ranks_of
+from mpillm.runtime.number_of_ranks import ranks_of
 
 GROUP = "runs"
 

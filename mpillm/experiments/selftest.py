@@ -28,7 +28,7 @@ from mpillm.doctor.findings import Status
 from mpillm.doctor.steps import Judge, Step, must_be_named, result_of
 from mpillm.errors import ExitCode
 from mpillm.files import read_object
-from mpillm.runtime.in_turn import ranks_of
+from mpillm.runtime.number_of_ranks import ranks_of
 from mpillm.servers.kinds import kind_of
 
 GOOD = "All cases that can be tried here have come out as they should."

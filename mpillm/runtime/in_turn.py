@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import disagg
 from launch.children import Children
 from launch.command import Command
 from launch.places import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
-from mpillm.config.disagg_yaml import generated, server_ranks
 from mpillm.config.idle import idle
 from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.columns import table
-from mpillm.cores.registry import BackendRegistry
-from mpillm.devices import visible_gpus
 from mpillm.fields.effects import RUN
+from mpillm.runtime.number_of_ranks import ranks_of
 
 # Options that this module sets for each test.
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
@@ -75,27 +72,6 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
     ]
     start = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks_of(config))]
     return Test(name, Command((*start, "run", *words, f"--log_dir={log_dir}")), log_dir)
-
-
-def ranks_of(config: RunConfig) -> int:
-    """Return --world_size, or the ranks of the instances that the options or the YAML name, with control
-    ranks. An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown.
-    Of clients there is one for each of --trtllm_server_urls, or one."""
-    if config.world_size:
-        return int(config.world_size)
-    if (n_ranks := server_ranks(config)) is not None:
-        return disagg.ranks_for(n_ranks, config.control_ranks)
-    if config.server:
-        n_servers = config.triton_num_servers or 1
-        return disagg.ranks_for(config.clients_of_a_server * n_servers, config.control_ranks)
-    if BackendRegistry.get(config.core_type).is_client:
-        return disagg.ranks_for(len(config.trtllm_server_urls or ()) or 1, config.control_ranks)
-    if config.yaml is not None:
-        return disagg.ranks_for(config.yaml.n_workers, config.control_ranks)
-    workers = generated(config, None).n_workers
-    if config.mode == "aggregated":
-        workers *= max(1, len(visible_gpus() or ()) // workers)
-    return disagg.ranks_for(workers, config.control_ranks)
 
 
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:

@@ -59,6 +59,21 @@ def test_a_plan_gives_gpus_to_cores_that_use_them(
     assert devices(*words) == [None, None, None]
 
 
+@pytest.mark.parametrize("n_contexts", [0, 1])
+def test_a_plan_of_a_client_is_its_run(
+    n_contexts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A YAML's instances are the servers', which a client does not start: its ranks are its own."""
+    file = tmp_path / "disagg.yaml"
+    sections = f"context_servers: {{num_instances: {n_contexts}}}\ngeneration_servers: {{num_instances: 2}}\n"
+    file.write_text(sections)
+    client = ["plan", "--core_type", "trtllm_disagg", "--disagg_config", str(file)]
+    assert cli.main(client) == 0
+    assert "2 ranks on 1 node: 1 control, 1 worker; 1 executor instance" in capsys.readouterr().out
+    assert cli.main([*client, "--world_size", "5"]) == 0
+    assert "5 ranks on 1 node: 1 control, 4 workers; 4 executor instances" in capsys.readouterr().out
+
+
 def test_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown option -n (did you mean '--world_size'?)" in said(capsys, "plan", "-n", "4")
 

@@ -20,7 +20,7 @@ from mpillm.config.together import check_together
 from mpillm.devices import Gpu, as_visible
 from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN
-from mpillm.runtime.in_turn import ranks_of
+from mpillm.runtime.number_of_ranks import ranks_of
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
 from mpillm.runtime.yaml_effects import check_yaml
 
