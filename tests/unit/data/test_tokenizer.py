@@ -219,6 +219,7 @@ def test_equals_transformers() -> None:
 
 
 GROWS = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+LONG = "{% set n = namespace(x='a' * 9999999, z='a' * 9999998 + 'a', y=[]) %}"
 BOMBS = {
     "rounds": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "rounds of a generator": "{% for i in range(99999)|map('string') %}"
@@ -226,7 +227,7 @@ BOMBS = {
     "calls": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a product": "{{ 'a' * 10000000000 }}",
     "a list's product": "{{ [0] * 10000000000 }}",
-    "a power": "{{ 10 ** 10 ** 9 }}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
     "a width": "{{ 'a'|center(10000000000) }}",
     "a method's width": "{{ 'a'.ljust(10000000000) }}",
     "a format": "{{ '%9999999999d' % 1 }}",
@@ -238,6 +239,14 @@ BOMBS = {
     "joined": GROWS % ("'a'", "[n.x, n.x]|join"),
     "replaced": GROWS % ("'aa'", "n.x.replace('a', n.x)"),
     "lists of lists": GROWS % ("['a']", "[n.x, n.x]"),
+    "lists added": GROWS % ("['a']", "n.x + n.x"),
+    "lists of long texts": LONG + "{% for i in range(99999) %}{% set n.y = n.y + [n.x] %}{% endfor %}",
+    "compared": LONG + "{% for i in range(99999) %}{{ n.x == n.x ~ '' }}{% endfor %}",
+    "compared by a test": LONG + "{% for i in range(99999) %}{{ n.x is eq n.z }}{% endfor %}",
+    "cut": LONG + "{% for i in range(99999) %}{% set n.y = n.x[1:] %}{% endfor %}",
+    "searched": LONG + "{% for i in range(99999) %}{{ 'b' in n.x }}{% endfor %}",
+    "a list searched": LONG
+    + "{% set n.y = n.x.split('aa') %}{% for i in range(99999) %}{{ n.y.count('b') }}{% endfor %}",
     "what is printed": "{% set x %}{% for i in range(99999) %}{{ 'y' * 99999 }}{% endfor %}{% endset %}",
     "the template itself": "{% set x %}{% for i in range(99999) %}"
     + "y" * 99999
@@ -266,6 +275,28 @@ def test_long_chats_are_no_bombs(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode_chat([{"role": "user", "content": "ab"}] * 4_000)
     assert tokenizer.encode_chat([{"role": "user", "content": "ab" * 200_000}])
+
+
+HONEST = {
+    "counts what is left": "{% for m in messages[::-1] %}{{ messages|length - loop.index0 }}{% endfor %}",
+    "looks back": "{% for m in messages %}{% set n = namespace(role='') %}{% for i in range(loop.index0) %}"
+    "{% set e = messages[loop.index0] %}{% if e.role != 'tool' %}{% set n.role = e.role %}{% endif %}"
+    "{% endfor %}{{ n.role }}{% endfor %}" + " " * 10_000,
+    "collects": "{% set n = namespace(all=[]) %}{% for m in messages %}{% set n.all = n.all + [m.content] %}"
+    "{% endfor %}{{ n.all|join(', ') }}",
+    "looks at each character": "{% for m in messages %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}{{ raise_exception('an image') }}{% endif %}{% endfor %}{% endfor %}x",
+    "tells the time": "{{ 1700000000 }}{% if messages|length < 1700000000 %}x{% endif %}",
+}
+"""What templates of well-known models do."""
+
+
+@pytest.mark.parametrize("template", HONEST.values(), ids=HONEST)
+def test_a_chat_of_hundreds_of_messages_is_no_bomb(folder: Path, template: str) -> None:
+    """Their sums grew with the square of the messages: chats of 500 turns were refused."""
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "ab " * 300} for i in range(400)]
+    assert load_tokenizer(folder).encode_chat(messages)
 
 
 def test_an_error_of_a_template_is_named(folder: Path) -> None:
