@@ -40,6 +40,11 @@ def check_files(folder: Path) -> None:
                     raise ConfigError(f"{path}: neither a file nor a folder")
 
 
+def opened(path: str, flags: int) -> int:
+    """Open a file to write as `open` does (its `opener`), but follow no link and wait for no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file of at most 256 MiB. Raises ConfigError naming the file, and the line of a mistake."""
     try:
@@ -149,7 +154,7 @@ def write_text(path: Path, text: str, *, waits: bool = True) -> None:
     """
     temporary = path.with_name(path.name + ".part")
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=opened) as file:
             file.write(text)
             file.flush()
             if waits:

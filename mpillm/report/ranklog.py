@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from launch.environment import without_secrets
 from launch.logs import log_to
+from mpillm.files import opened
 
 _TAIL_BYTES = 1 << 16
 # Python's names of the signals that end a process and that it can tell of.
@@ -33,7 +35,9 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     """
     path = directory / log_name(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    file = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace", opener=opened)  # noqa: SIM115
+    if directory.stat().st_uid not in (0, os.fstat(file.fileno()).st_uid):
+        raise PermissionError(errno.EPERM, "another user's folder", str(directory))
     words, _ = without_secrets(sys.argv)
     print(f"rank {rank}, pid {os.getpid()}: {' '.join(words)}", file=file, flush=True)
     if rank != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,6 +131,8 @@ def take_directory(config: RunConfig, name: str) -> Path:
             raise ConfigError(
                 f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder"
             )
+        if path.is_dir() and (whose := _of_another_user(path)):
+            raise ConfigError(f"--log_dir {path}: {whose}; name a folder of your own")
         path.mkdir(parents=True, exist_ok=True)
         lock(path)
         if not config.force:
@@ -137,6 +140,22 @@ def take_directory(config: RunConfig, name: str) -> Path:
     except OSError as error:
         raise unwritable(config, path, error) from error
     return path.absolute()
+
+
+def _of_another_user(folder: Path) -> str:
+    """Return what of a folder belongs to another user, but root, who could lead what is written elsewhere.
+
+    By a link, also after this look. Raises OSError if nothing can be written there.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        ours = (0, os.fstat(file.fileno()).st_uid)  # what a file system calls this process's user
+    if (owner := folder.stat().st_uid) not in ours:
+        return f"user {owner} owns it"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (owner := entry.stat(follow_symlinks=False).st_uid) not in ours:
+                return f"user {owner} owns {entry.name} in it"
+    return ""
 
 
 def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:

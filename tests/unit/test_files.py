@@ -12,7 +12,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config
-from mpillm.files import check_files, read_json, replace_folder
+from mpillm.files import check_files, read_json, replace_folder, write_text
 from mpillm.nvidia.triton.peft_adapter import convert
 from mpillm.report.run_files import RunFiles
 from mpillm.submission.judged_run import JudgedRun
@@ -134,3 +134,17 @@ def test_readers_of_folders_open_no_device(tmp_path: Path, read: Callable[[Path]
         (run / name).symlink_to("/dev/null")
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         read(run)
+
+
+def test_what_is_written_whole_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
+    """A directory of another user may have one where the first part is written."""
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / "page.html.part").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=r"page\.html\.part"):
+        write_text(tmp_path / "page.html", "theirs")
+    assert (tmp_path / "other").read_text() == "mine"
+    os.mkfifo(tmp_path / "result.json.part")
+    with pytest.raises(OSError, match=r"result\.json\.part"):
+        write_text(tmp_path / "result.json", "{}")
+    write_text(tmp_path / "page.html", "again")
+    assert (tmp_path / "page.html").read_text() == "again"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mpillm.report.ranklog import log_name, open_rank_log
 
 CODE = """
 import sys
@@ -21,3 +25,22 @@ def test_the_command_line_without_a_key(tmp_path: Path, key: list[str]) -> None:
     words = [sys.executable, "-c", CODE, str(tmp_path), "--port", "0", *key, "--host", "here"]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.rstrip().endswith("--port 0 --host here") and "sesame" not in said
+
+
+@pytest.mark.parametrize("planted", ["a link", "a pipe", "a folder of another user"])
+def test_a_log_is_not_led_elsewhere(tmp_path: Path, planted: str) -> None:
+    """On a host that does not share rank 0's folder, one of this name may be another user's."""
+    log = tmp_path / "run" / log_name(1)
+    log.parent.mkdir(parents=True)
+    if planted == "a link":
+        log.symlink_to(tmp_path / "other")
+    elif planted == "a pipe":
+        os.mkfifo(log)
+    elif os.geteuid() == 0:
+        os.chown(tmp_path / "run", 1002, 1002)
+    else:
+        pytest.skip("only root can make another user's folder")
+    with pytest.raises(OSError) as failed:
+        open_rank_log(tmp_path / "run", 1)
+    assert failed.value.errno in (errno.ELOOP, errno.ENXIO, errno.EPERM) and failed.value.filename
+    assert not (tmp_path / "other").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ from mpillm.submission.compliance_tests import FILES
 TAKE = """
 import sys; from pathlib import Path; from mpillm.report.run_directory import lock
 lock(Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()
+"""
+
+TAKE_AS = """
+import os, sys
+from mpillm.config.options import parse_run
+from mpillm.report.run_directory import take_directory
+for path in sys.argv[2:]:
+    try:
+        take_directory(parse_run(['--core_type', 'dummy', '--force', '--log_dir', path]), 'x')
+        said = 'taken'
+    except Exception as error:
+        said = error
+    os.setuid(int(sys.argv[1]))  # when all is imported
+print(said)
 """
 
 
@@ -51,6 +66,35 @@ def test_the_results_of_a_test_are_replaced_on_demand_only(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"tested: it holds the results of a test"):
         run_in(tmp_path / "tested", ("-n", "2"), ())
     assert taken("again", "--force") == tmp_path / "again"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+@pytest.mark.parametrize("user", [0, 1001])
+def test_what_another_user_could_have_led_elsewhere_is_not_written(user: int) -> None:
+    """Its owner may put a link there, to any file of who runs, while the run goes on."""
+    with tempfile.TemporaryDirectory() as made:
+        top = Path(made)
+        top.chmod(0o777)
+        for name in ("first", "mine", "roots", "theirs", "planted"):
+            (top / name).mkdir()
+            (top / name).chmod(0o777)
+        os.chown(top / "mine", user, user)
+        os.chown(top / "theirs", 1002, 1002)
+        os.chown(top / "planted", user, user)
+        (top / "planted" / DETAIL).symlink_to("/etc/passwd")
+        os.chown(top / "planted" / DETAIL, 1002, 1002, follow_symlinks=False)
+
+        def taken(name: str) -> str:
+            words = [sys.executable, "-c", TAKE_AS, str(user), str(top / "first"), str(top / name)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert not done.stderr
+            return done.stdout.strip()
+
+        assert taken("new") == taken("mine") == taken("roots") == "taken"
+        assert taken("theirs") == f"--log_dir {top}/theirs: user 1002 owns it; name a folder of your own"
+        assert taken("planted") == (
+            f"--log_dir {top}/planted: user 1002 owns {DETAIL} in it; name a folder of your own"
+        )
 
 
 def test_runs_of_one_second(tmp_path: Path) -> None:
