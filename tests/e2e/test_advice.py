@@ -86,7 +86,7 @@ class Elsewhere:
     why: str
 
 
-NO_GPU = Typed(code=USAGE, says=r"--device cuda: (there is no NVIDIA GPU|\d ranks, 0 GPUs)")
+NO_GPU = Typed(code=USAGE, says=r"there is no NVIDIA GPU|--device cuda: \d ranks, 0 GPUs")
 WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
@@ -428,7 +428,7 @@ def test_typed(shell: Shell, advice: Advice) -> None:
         import torch
 
         if torch.cuda.is_available():
-            pytest.skip("there is a GPU: python -m mpillm bench has tests of its own there")
+            pytest.skip("there is a GPU: tests/gpu and test_gpu_layouts are for it")
     ended = shell.type(*how.before, *advice.setting, f"{advice.text} {how.more}").must(how.code)
     assert re.search(how.says, ended.out + ended.err), ended
 
