@@ -31,6 +31,7 @@ _MULTIPLY = frozenset(
 _WIDTH = re.compile(r"\d{5}|%[^a-zA-Z]*\*")  # in a text that says how to format others
 _FORMAT = ("format", "format_map")
 _AT_ONCE = ("count", "d", "default", "first", "last", "length")  # filters, however much a value holds
+_EACH = ("map", "reject", "rejectattr", "select", "selectattr")  # filters that call others, or tests
 _COMPARE = (
     "!=",
     "<",
@@ -115,6 +116,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @functools.wraps(made)
         def bounded(*args: Any, **options: Any) -> Any:
             self._operate(name, (*args[first:], *options.values()))
+            if name in _EACH:
+                args = (*args[:first], self._looped(args[first], _STEP), *args[first + 1 :])
             return made(*args, **options)
 
         return bounded

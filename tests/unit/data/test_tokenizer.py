@@ -245,6 +245,7 @@ BOMBS = {
     "compared by a test": LONG + "{% for i in range(99999) %}{{ n.x is eq n.z }}{% endfor %}",
     "cut": LONG + "{% for i in range(99999) %}{% set n.y = n.x[1:] %}{% endfor %}",
     "searched": LONG + "{% for i in range(99999) %}{{ 'b' in n.x }}{% endfor %}",
+    "each of many": LONG + "{{ n.x|select('defined')|list|length }}",
     "a list searched": LONG
     + "{% set n.y = n.x.split('aa') %}{% for i in range(99999) %}{{ n.y.count('b') }}{% endfor %}",
     "what is printed": "{% set x %}{% for i in range(99999) %}{{ 'y' * 99999 }}{% endfor %}{% endset %}",
