@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -138,6 +139,7 @@ class FileTokenizer:
         with panics_named(f"{file} is not a tokenizer that {library} can read"):
             _check_merges(file.read_bytes())
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            _check_growth(self._tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._render = render
@@ -156,7 +158,8 @@ class FileTokenizer:
             list(prompts) if self._render is None else [self._render(_chat_of(prompt)) for prompt in prompts]
         )
         # A chat template writes the special tokens itself; without one the post-processor adds them.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
+        with panics_named(_FAILS):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, messages: Messages) -> list[int]:
@@ -165,15 +168,47 @@ class FileTokenizer:
         return self.encode_plain(self._render(messages))
 
     def encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return self._encode(text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with panics_named(_FAILS):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special)
+        with panics_named("the model's tokenizer fails on these tokens"):
+            return self._tokenizer.decode(
+                [int(token) for token in tokens], skip_special_tokens=not keep_special
+            )
+
+
+_FAILS = "the model's tokenizer fails on this text"  # as where a regular expression looks back too far
+_MOST_GROWTH = 1024
+_INNER = ("normalizers", "decoders", "processors")
+
+
+def _check_growth(tokenizer: Any) -> None:
+    """Raise ValueError if a part of a tokenizer could make a text more than 1,024 times as long."""
+    for part in (tokenizer.normalizer, tokenizer.decoder, tokenizer.post_processor):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MOST_GROWTH:
+            raise ValueError(f"its {type(part).__name__} makes a text {growth:g} times as long")
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    made = math.prod(_growth(one) for name in _INNER for one in part.get(name) or ())
+    if part["type"] == "Replace":
+        text = part["pattern"].get("String")  # a regular expression may match before each character
+        made *= max(1.0, len(part["content"]) / len(text)) if text else 1.0 + len(part["content"])
+    elif part["type"] == "Prepend":
+        made *= max(1, len(part["prepend"]))
+    elif part["type"] == "TemplateProcessing":
+        tokens = part["special_tokens"]
+        names = [piece.get("SpecialToken", {}).get("id") for piece in part["single"]]
+        made *= max(1, sum(len(tokens[name]["ids"]) if name in tokens else 1 for name in names))
+    return float(made)
 
 
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')

@@ -278,6 +278,53 @@ def test_long_chats_are_no_bombs(folder: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "ab" * 200_000}])
 
 
+def _replaces(text: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+DOUBLES = [_replaces("a", "aa")] * 40
+TALL = {"special_tokens": {"a": {"id": "a", "ids": [0] * 999, "tokens": ["a"] * 999}}, "pair": []}
+GROWING = {
+    "doubled": {"normalizer": {"type": "Sequence", "normalizers": DOUBLES}},
+    "between all": {"normalizer": {"type": "Sequence", "normalizers": [_replaces("", "a" * 40)] * 2}},
+    "before all": {"normalizer": {"type": "Prepend", "prepend": "a" * 9999}},
+    "decoded": {"decoder": {"type": "Sequence", "decoders": DOUBLES}},
+    "repeated": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 0}}]
+            * 999,
+            **TALL,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
+def test_a_tokenizer_makes_no_text_thousands_of_times_as_long(folder: Path, parts: dict[str, Any]) -> None:
+    """Forty replacements of a file from anywhere asked for all memory."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+    with pytest.raises(ConfigError, match=r"not a tokenizer that .* makes a text .* times as long"):
+        load_tokenizer(folder)
+
+
+def test_a_text_on_which_a_tokenizer_fails_is_refused(folder: Path) -> None:
+    """Llama 3's regular expression looks back over all of 11 million blanks: Rust's panic is no Exception."""
+    file = folder / "tokenizer.json"
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": r"\s*[\r\n]+|\s+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": split}))
+    tokenizer = load_tokenizer(folder)
+    for encode in (tokenizer.encode_plain, tokenizer.encode_text, tokenizer.encode):
+        with pytest.raises(ConfigError, match=r"fails on this text: .*retry-limit"):
+            encode(" " * 11_000_000 + "x")
+
+
 HONEST = {
     "counts what is left": "{% for m in messages[::-1] %}{{ messages|length - loop.index0 }}{% endfor %}",
     "looks back": "{% for m in messages %}{% set n = namespace(role='') %}{% for i in range(loop.index0) %}"
