@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 _LEAST_S = 1e-6
 _RATIO = 1.002  # between bin edges: a percentile is within 0.1 % of the true one
 _BINS = int(np.ceil(np.log(1e6 / _LEAST_S) / np.log(_RATIO)))
-_TOGETHER = 256  # calls of `add` that are counted at once: NumPy takes 20 µs, however few there are
+# What is counted at once: NumPy takes 20 µs, however few there are.
+_CALLS = 256  # of `add`
+_DURATIONS = 4096
 
 
 class Histogram:
@@ -18,18 +20,20 @@ class Histogram:
         self._counts = np.zeros(_BINS, np.int64)
         self._sum = 0.0
         self._added: list[NDArray[np.float64]] = []  # not counted yet
+        self._n_added = 0  # durations of these
         self._ones: list[float] = []  # as well
 
     def add(self, seconds: NDArray[np.float64]) -> None:
         """Count durations, shape [n]; the array is kept."""
         self._added.append(seconds)
-        if len(self._added) >= _TOGETHER:
+        self._n_added += len(seconds)
+        if len(self._added) >= _CALLS or self._n_added >= _DURATIONS:
             self._count()
 
     def add_one(self, seconds: float) -> None:
         """Count a duration."""
         self._ones.append(seconds)
-        if len(self._ones) >= _TOGETHER:
+        if len(self._ones) >= _CALLS:
             self._count()
 
     def _count(self) -> None:
@@ -37,6 +41,7 @@ class Histogram:
         if not len(seconds):
             return
         self._added.clear()
+        self._n_added = 0
         self._ones.clear()
         bins = np.log(np.maximum(seconds, _LEAST_S) / _LEAST_S) / np.log(_RATIO)
         self._counts += np.bincount(np.clip(bins.astype(np.int64), 0, _BINS - 1), minlength=_BINS)

@@ -26,7 +26,9 @@ RECORD = np.dtype(
 
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
-_TOGETHER = 256  # calls of `add` that are written at once: making records takes NumPy 20 µs, however few
+# What is written at once: making records takes NumPy 20 µs, however few.
+_CALLS = 256  # of `add`
+_ROWS = 4096  # 170 kB
 
 
 class RequestLog:
@@ -37,6 +39,7 @@ class RequestLog:
         self._path = folder / REQUESTS
         self._file: BinaryIO | None = None
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
+        self._n_added = 0  # their rows
         self._ones: list[tuple[float, float, float, int, int, bool]] = []  # rows that came after them
 
     def add(
@@ -55,7 +58,8 @@ class RequestLog:
         """
         self._take_ones()
         self._added.append((issued, first, ended - issued, index, tokens, error))
-        if len(self._added) >= _TOGETHER:
+        self._n_added += len(index)
+        if len(self._added) >= _CALLS or self._n_added >= _ROWS:
             self._write()
 
     def add_one(
@@ -63,7 +67,7 @@ class RequestLog:
     ) -> None:
         """As `add`, of one answer."""
         self._ones.append((issued, first, ended - issued, index, tokens, error))
-        if len(self._ones) >= _TOGETHER:
+        if len(self._ones) >= _CALLS:
             self._write()
 
     def _take_ones(self) -> None:
@@ -77,6 +81,7 @@ class RequestLog:
             return
         issued, first, latency, index, tokens, error = map(np.concatenate, zip(*self._added, strict=True))
         self._added.clear()
+        self._n_added = 0
         rows = np.empty(len(issued), RECORD)
         rows["issued"], rows["ttft"], rows["latency"] = issued, first - issued, latency
         rows["index"], rows["tokens"], rows["error"] = index, tokens, error

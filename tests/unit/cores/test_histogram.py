@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,3 +49,14 @@ def test_the_memory_is_constant() -> None:
     before = histogram._counts.nbytes
     histogram.add(np.random.default_rng(0).exponential(1, 100_000))
     assert histogram._counts.nbytes == before < 1 << 18
+
+
+def test_it_keeps_little_however_many_come_together() -> None:
+    histogram = Histogram()
+    tracemalloc.start()
+    for _ in range(300):
+        histogram.add(np.full(1024, 0.01))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20, f"{most} bytes"
+    assert histogram.summary_ms() is not None

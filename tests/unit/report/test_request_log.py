@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,20 @@ def test_single_answers_come_between_others(tmp_path: Path) -> None:
     assert rows["latency"].tolist() == [2.0, 3.0, 3.0, 5.0]
     assert rows["index"].tolist() == [4, 0, 1, 5] and rows["tokens"].tolist() == [2, 7, 7, 0]
     assert rows["error"].tolist() == [0, 0, 1, 1] and np.isnan(rows["ttft"]).tolist() == [False] * 3 + [True]
+
+
+def test_it_keeps_little_however_many_answers_come_together(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    n = 1024
+    tracemalloc.start()
+    for i in range(300):
+        columns = np.full(n, i + 0.5), np.full(n, i + 0.6), i + 0.7, np.arange(n), np.arange(n)
+        log.add(*columns, np.zeros(n, np.bool_))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    log.close()
+    assert most < 1 << 20, f"{most} bytes"
+    assert len(read_requests(tmp_path)) == 300 * n
 
 
 def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
