@@ -9,8 +9,6 @@ import socket
 import sys
 import time
 
-import aiohttp
-
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from disagg.world_plan import check_pairs
@@ -24,7 +22,7 @@ from mpillm.endpoint.admission import guard_of
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.errors import ExitCode
 from mpillm.nvidia.leader.leader_service import LeaderService
-from mpillm.nvidia.leader.workers import Pool, Worker, wait_ready, watch
+from mpillm.nvidia.leader.workers import Pool, Worker, new_session, wait_ready, watch
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 
 _log = logging.getLogger("mpillm")
@@ -77,8 +75,7 @@ class _Lead:
         config, loop = self._config, asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._note, number)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        async with new_session() as session:
             waiting = asyncio.ensure_future(
                 wait_ready(session, self._workers, config.load_deadline, lambda text: _say(f"  {text}"))
             )

@@ -124,6 +124,13 @@ class Pool:
         return time.monotonic() - max(worker.gone_at for worker in self.workers)
 
 
+def new_session() -> aiohttp.ClientSession:
+    """Return what servers are asked by: on as many connections as it takes, and without their cookies."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+    )
+
+
 async def wait_ready(
     session: aiohttp.ClientSession, workers: Sequence[Worker], deadline_s: float, tell: Callable[[str], None]
 ) -> list[Worker]:

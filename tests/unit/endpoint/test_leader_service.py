@@ -18,7 +18,7 @@ from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.nvidia.leader import ask
 from mpillm.nvidia.leader.leader_service import LeaderService
-from mpillm.nvidia.leader.workers import Pool, Worker, wait_ready
+from mpillm.nvidia.leader.workers import Pool, Worker, new_session, wait_ready
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
 from tests.helpers.endless_server import ENDLESS
@@ -103,7 +103,7 @@ async def led(
                 Pool(kind, mine := [w for w in workers if w.kind == kind], router([*range(len(mine))]))
                 for kind in ("context", "generation")
             )
-            async with ClientSession() as session:
+            async with new_session() as session:
                 assert await wait_ready(session, workers, 60.0, lambda text: None) == []
                 service = LeaderService(
                     first, second, session, silence_s=silence_s, guard=guard, max_retries=max_retries
@@ -346,6 +346,20 @@ def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> N
     asyncio.run(run())
 
 
+def test_a_servers_cookies_are_not_kept() -> None:
+    """They would have filled the leader's memory, and each further request."""
+
+    async def run() -> None:
+        with ScriptedServer(others={"/health": says(plain({}, Set_Cookie="a=b"))}) as server:
+            at = f"http://localhost:{server.address.rpartition(':')[2]}/health"
+            async with new_session() as session:
+                for _ in range(2):
+                    await (await session.get(at)).read()
+        assert len(server.requests) == 2 and not any("cookie" in one.headers for one in server.requests)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -455,7 +469,7 @@ def test_servers_that_are_not_ready_in_time_are_known() -> None:
     async def run() -> None:
         with ScriptedServer(others={"/health": says(plain({}, "503 Service Unavailable"))}) as server:
             late = Worker(Instance(3, "context", "context_servers", server.address, range(1)))
-            async with ClientSession() as session:
+            async with new_session() as session:
                 assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
             assert late.gone == "its health check says 503"
 
