@@ -40,6 +40,14 @@ Tokens = Sequence[int] | NDArray[np.int32]
 Messages = Sequence[Mapping[str, Any]]  # of a chat, as OpenAI's API has them
 Render = Callable[[Messages], str]
 
+# Characters of a text that become tokens at once where it may have too many, each of some 400 bytes until all
+# are there. A piece's end may break one token into as many as it has characters.
+_PIECE, _LONGEST = 1 << 16, 256
+
+
+class TooLongError(ConfigError):
+    """A text has more tokens than it may."""
+
 
 class Tokenizer(Protocol):
     """What the program needs from a tokenizer."""
@@ -58,14 +66,18 @@ class Tokenizer(Protocol):
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """Do as `encode` for many prompts, on all cores."""
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
         """Return the model's input for a chat.
 
-        Raises ConfigError if there is no chat template, or none for these messages.
+        Raises ConfigError if there is no chat template, or none for these messages; TooLongError as
+        `encode_text`.
         """
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the model's input for a text that is no chat, with the special tokens that frame any."""
+    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        """Return the model's input for a text that is no chat, with the special tokens that frame any.
+
+        Raises TooLongError if a long text has far more than `most` tokens, before it takes the memory of all.
+        """
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of the text itself: no chat template, no special tokens."""
@@ -106,14 +118,17 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
         """It has no special tokens: the messages' texts, a line each."""
-        return list("\n".join(str(message["content"]) for message in messages).encode())
+        return self.encode_text("\n".join(str(message["content"]) for message in messages), most)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        if _may_be_too_long(text, most):
+            raise TooLongError(f"more than {most} tokens")
         return list(text.encode())
 
-    encode_plain = encode_text
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode_text(text)
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         """Decode bytes.
@@ -162,16 +177,28 @@ class FileTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
         if self._render is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
-        return self.encode_plain(self._render(messages))
+        text = self._render(messages)
+        self._check_length(text, most)
+        return self.encode_plain(text)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        self._check_length(text, most)
         return self._encode(text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
+
+    def _check_length(self, text: str, most: int | None) -> None:
+        if not _may_be_too_long(text, most):
+            return
+        n = 0
+        for at in range(0, len(text), _PIECE):
+            n += len(self._encode(text[at : at + _PIECE], add_special_tokens=False)) - _LONGEST
+            if n > (most or 0):
+                raise TooLongError(f"more than {most} tokens")
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with panics_named(_FAILS):
@@ -183,6 +210,10 @@ class FileTokenizer:
             return self._tokenizer.decode(
                 [int(token) for token in tokens], skip_special_tokens=not keep_special
             )
+
+
+def _may_be_too_long(text: str, most: int | None) -> bool:
+    return most is not None and len(text) > max(_PIECE, 2 * most)
 
 
 _FAILS = "the model's tokenizer fails on this text"  # as where a regular expression looks back too far

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.data.dataset import Limits
-from mpillm.data.tokenizer import Messages, Tokenizer
+from mpillm.data.tokenizer import Messages, Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
 from mpillm.files import excerpt
@@ -213,19 +213,24 @@ def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
 
     Raises ApiError if that does not fit the model.
     """
-    limits = served.limits
+    limits, most = served.limits, served.max_model_len
     made: list[tuple[NDArray[np.int32], int]] = []
     param = "messages" if asked.chat else "prompt"
     is_text = not asked.prompts or any(isinstance(prompt, str) for prompt in asked.prompts)
     try:
         if asked.chat and not asked.prompts:
-            prompts = [served.tokenizer.encode_chat(asked.messages)]
+            prompts = [served.tokenizer.encode_chat(asked.messages, most)]
         else:
-            prompts = [served.tokenizer.encode_text(p) if isinstance(p, str) else p for p in asked.prompts]
+            prompts = [
+                served.tokenizer.encode_text(p, most) if isinstance(p, str) else p for p in asked.prompts
+            ]
+    except TooLongError as error:
+        message = f"the model's context is {most} tokens; {param}: {error}"
+        raise ApiError(400, message, param, "context_length_exceeded") from None
     except ConfigError as error:
         raise ApiError(400, str(error), param) from None
     for prompt in prompts:
-        n, most = len(prompt), served.max_model_len
+        n = len(prompt)
         if not n:
             raise ApiError(400, f"{param} is empty: it has no tokens", param)
         room = most - n
@@ -235,9 +240,9 @@ def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
             message = f"the model's context is {most} tokens; {both}"
             raise ApiError(400, message, param, "context_length_exceeded")
         if limits.max_prompt_len is not None and n > limits.max_prompt_len:
-            most = limits.max_prompt_len
             message = (
-                f"{param}: {n} tokens; at most {most} without chunked context (--enable_chunked_context)"
+                f"{param}: {n} tokens; at most {limits.max_prompt_len} without chunked context"
+                " (--enable_chunked_context)"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
         if is_text and max(prompt) >= served.vocab_size:

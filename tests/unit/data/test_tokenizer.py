@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, TooLongError, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -323,6 +323,20 @@ def test_a_text_on_which_a_tokenizer_fails_is_refused(folder: Path) -> None:
     for encode in (tokenizer.encode_plain, tokenizer.encode_text, tokenizer.encode):
         with pytest.raises(ConfigError, match=r"fails on this text: .*retry-limit"):
             encode(" " * 11_000_000 + "x")
+
+
+@pytest.mark.parametrize("kind", ["file", "bytes"])
+def test_a_text_of_far_too_many_tokens_takes_little_memory(folder: Path, kind: str) -> None:
+    """A token takes some 400 bytes while a text is read: 15 MB of a stranger's took gigabytes."""
+    tokenizer = load_tokenizer(folder if kind == "file" else None)
+    text = "a1!" * 5_000_000
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TooLongError, match="more than 20000 tokens"):
+        tokenizer.encode_text(text, 20_000)
+    assert getrusage(RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # KiB
+    longest = text[:100_000]
+    assert tokenizer.encode_text(longest, 100_000) == tokenizer.encode_text(longest)
+    assert len(tokenizer.encode_text(longest, 1_000_000)) > 60_000
 
 
 HONEST = {
