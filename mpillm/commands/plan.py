@@ -11,7 +11,7 @@ from mpillm.config.disagg_yaml import PORTS, context_servers, disagg_config
 from mpillm.config.idle import check_idle
 from mpillm.config.layers import stack
 from mpillm.config.options import parse
-from mpillm.config.together import check_mode
+from mpillm.config.together import check_options
 from mpillm.config.way_of_a_value import told, way_of
 from mpillm.configurator import Field, json_output
 from mpillm.configurator.columns import prose
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         json_output.tell(way)
         print(json.dumps(way, indent=2) if config[format_field] == "json" else told(way))
         return ExitCode.DONE
-    check_mode(config)
+    check_options(config)
     try:
         notes = [*check_idle(config, PLAN), *check_yaml(config)]
     except ConfigError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm import fields
 from mpillm.config.idle import SIZES_OF_HALVES
 from mpillm.fields import BY_NAME
 from mpillm.harnesses.kinds import kind_of as harness_kind
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_together(config: RunConfig) -> None:
-    """Raise ConfigError for options that exclude each other. `idle` has those without effect."""
+    """Raise ConfigError for options of a run that exclude each other. `idle` has those without effect."""
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
             raise ConfigError(
@@ -26,13 +27,24 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
         )
+    check_options(config)
+
+
+def check_options(config: RunConfig) -> None:
+    """Raise ConfigError for options that exclude each other in a run, and so in its plan."""
     if config.min_duration is not None and config.min_duration >= config.test_deadline:
         raise ConfigError(
             f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
             " end the test first"
         )
-    if config.min_output_len > config.max_output_len:
-        raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
+    for least, most in (
+        (fields.min_duration, fields.max_duration),
+        (fields.min_query_count, fields.max_query_count),
+        (fields.min_output_len, fields.max_output_len),
+    ):
+        low, high = config[least], config[most]
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{config.named(least.name)} is more than {config.named(most.name)}")
     if config.given("output_mean") and config.output_mean > config.max_output_len:
         raise ConfigError(
             f"{config.named('output_mean')} is more than {config.named('max_output_len')}, where every answer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_S = 1e-6
+_LEAST_S = 1e-9
 _RATIO = 1.002  # between bin edges: a percentile is within 0.1 % of the true one
 _BINS = int(np.ceil(np.log(1e6 / _LEAST_S) / np.log(_RATIO)))
 # What is counted at once: NumPy takes 20 µs, however few there are.
@@ -14,7 +14,7 @@ _DURATIONS = 4096
 
 
 class Histogram:
-    """Durations in seconds, in bins of equal ratio from a microsecond to a million seconds."""
+    """Durations in seconds, in bins of equal ratio from a nanosecond to a million seconds."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_BINS, np.int64)

@@ -106,7 +106,8 @@ def _across(chart: Chart, xs: list[float]) -> Axis:
     known = [at for _, at in [*chart.marks, *filter(None, [chart.limit])]]
     low, high = min([low, *known]), max([high, *known])
     if chart.is_cdf:  # the whole width for what was measured
-        low, high = max(low, 1e-6) * (1 - _ROOM), high * (1 + _ROOM)
+        low = max(low, 1e-6)  # tokens that come at once have a time of 0
+        low, high = low * (1 - _ROOM), max(low, high) * (1 + _ROOM)
         return Axis(low, high, log_ticks(low, high), log=True)
     if chart.names is not None:  # room for the points at the ends
         low, high = around(low, high)

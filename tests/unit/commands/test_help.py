@@ -49,8 +49,9 @@ EXEMPT = {
         field.name for field in FIELDS if field.group in ("data", "test", "output", "server", "other harness")
     }
     | {"dry_run", "world_size"},
-    # read of the CoreConfig whose memory is looked at
-    "plan": {"beam_width", "end_ids", "on_instance_loss", "stop_words"},
+    # read of the CoreConfig whose memory is looked at, and of the run that a plan is for, to be refused
+    "plan": {"beam_width", "end_ids", "max_output_len", "on_instance_loss", "stop_words", "test_deadline"}
+    | {field.name for field in FIELDS if field.group in ("data", "test", "output", "other harness")},
     # It asks a core whether it has `engine_stages`, and does not call them.
     "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import disagg
 from disagg.errors import ConfigError
+from mpillm.cli import main
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run, run_name
 from mpillm.cores.registry import check_core
@@ -71,6 +73,22 @@ def test_a_test_must_end_before_its_deadline() -> None:
     ):
         parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "1h"])
     assert parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "3h"])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--min_duration 10 --max_duration 5s", "--min_duration 10.0 is more than --max_duration 5.0"),
+        ("--min_query_count 9 --max_query_count 8", "--min_query_count 9 is more than --max_query_count 8"),
+        ("--min_output_len 9 --max_output_len 8", "--min_output_len 9 is more than --max_output_len 8"),
+    ],
+)
+def test_a_least_is_at_most_the_most(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server = [*DUMMY, "--scenarios", "Server", "--server_target_qps", "5", *words.split()]
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        parse_run(server)
+    assert main(["plan", "--world_size", "3", *server]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_the_digest_tells_configurations_apart(tmp_path: Path) -> None:

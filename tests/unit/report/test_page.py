@@ -334,6 +334,14 @@ def test_a_distribution_marks_percentiles_on_an_axis_that_uses_the_width() -> No
     assert all(part in text for part in (">40 ms<", ">80 ms<", "p50 60 ms", ">at most, log scale<"))
 
 
+@pytest.mark.parametrize("times", [[0.0], [0.0, 0.0], [0.0, 12.0]])
+def test_a_distribution_of_tokens_that_came_at_once_is_drawn(times: list[float]) -> None:
+    shares = [100.0 * (i + 1) / len(times) for i in range(len(times))]
+    cdf = Chart("cdf-tpot", "Per token", "% of samples", times, [("", shares, 0)], "ms")
+    cdf.marks = [("p50 0 µs", 0.0)]
+    assert "p50 0 µs" in svg.lines(cdf)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "found"),
     [
