@@ -172,8 +172,8 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
             continue
         values = [1e3 * of(run.rows) for run in runs]
         values = [np.sort(one[np.isfinite(one)]) for one in values]
-        if not all(map(len, values)):
-            continue
+        if not all(map(len, values)) or not max(one[-1] for one in values):
+            continue  # of tokens that all come at once there is nothing to draw
         x = np.concatenate([np.quantile(one, shares) for one in values]).round(4)
         x = np.unique(np.maximum(x, _LEAST_MS))
         chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")

@@ -52,7 +52,8 @@ def sweep_page(
     if not charts:
         curve = (
             '<section class="missing"><h2>No Pareto curve</h2><p>No point has a time per output token:'
-            " answers of one token have none, nor have cores that tell only whole answers.</p></section>"
+            " answers of one token have none, nor have cores that tell only whole answers, and tokens that"
+            " come at once have 0.</p></section>"
         )
     same = section("Options of all points", ("option", "value"), list((fixed or {}).items()))
     return document(

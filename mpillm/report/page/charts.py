@@ -146,7 +146,7 @@ def distributions(facts: Facts) -> list[Chart]:
         ("latency", "End to end"),
     ):
         cdf = found.get(key) or {}
-        if cdf.get("ms"):
+        if max(cdf.get("ms") or [0]) > 0:  # of tokens that all come at once there is nothing to draw
             shares = [100 * share for share in cdf["share"]]
             limit = limits.get(key)
             x = cdf["ms"]

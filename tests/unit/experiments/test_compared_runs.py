@@ -102,6 +102,18 @@ def test_tokens_that_come_at_once_count_in_the_distribution(tmp_path: Path) -> N
     assert "TPOT p50 ms 10 " in words(tmp_path / "compare.html")
 
 
+def test_tokens_that_all_come_at_once_have_no_chart(tmp_path: Path) -> None:
+    """It was empty: a scale of powers has no 0."""
+    for name in "ab":
+        run(tmp_path / name, 0.1)
+        rows = np.fromfile(tmp_path / name / "requests.bin", RECORD)
+        rows["latency"] = rows["ttft"]
+        rows.tofile(tmp_path / name / "requests.bin")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--log_dir", str(tmp_path)]) == 0
+    charts = json.loads(embedded((tmp_path / "compare.html").read_text()))["charts"]
+    assert [one["name"] for one in charts] == ["cdf-ttft", "cdf-latency"]
+
+
 def test_runs_that_are_alike_seldom_differ(tmp_path: Path) -> None:
     differ = total = 0
     first = str(run(tmp_path / "first", 0.1))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mpillm.cli import main
+from mpillm.report.numbers import short
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
 from mpillm.report.page.facts import Facts
@@ -336,7 +337,7 @@ def test_a_distribution_marks_percentiles_on_an_axis_that_uses_the_width() -> No
 
 @pytest.mark.parametrize("times", [[0.0], [0.0, 0.0], [0.0, 12.0]])
 def test_a_distribution_of_tokens_that_came_at_once_is_drawn(times: list[float]) -> None:
-    shares = [100.0 * (i + 1) / len(times) for i in range(len(times))]
+    shares: list[float | None] = [100.0 * (i + 1) / len(times) for i in range(len(times))]
     cdf = Chart("cdf-tpot", "Per token", "% of samples", times, [("", shares, 0)], "ms")
     cdf.marks = [("p50 0 µs", 0.0)]
     assert "p50 0 µs" in svg.lines(cdf)
@@ -381,6 +382,29 @@ def test_a_run_killed_with_rank_0_shows_what_it_had_written(run: Path) -> None:
     # The longest of the two first tokens, and the time of 8 tokens in 4 s.
     assert charts["cdf-ttft"]["x"][-1] == pytest.approx(1000)
     assert charts["cdf-tpot"]["x"][-1] == pytest.approx(500)
+
+
+def test_tokens_that_all_come_at_once_have_no_chart(run: Path) -> None:
+    telemetry = json.loads((run / "telemetry.json").read_text())
+    telemetry["cdf"]["tpot"] = {"ms": [0.0, 0.0], "share": [0.5, 1.0]}
+    write(run / "telemetry.json", telemetry)
+    said = words(write_page(run))
+    assert "Time to first token %" in said and "Time per output token %" not in said
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.05, "0.05"),
+        (345, "345"),
+        (12_000, "12k"),
+        (999_949, "999.9k"),
+        (999_951, "1M"),
+        (12_345_678, "12.35M"),
+    ],
+)
+def test_numbers_of_few_characters(number: float, text: str) -> None:
+    assert short(number) == text
 
 
 def test_the_plan_marks_the_rank_that_failed(run: Path) -> None:
