@@ -279,6 +279,16 @@ def test_a_file_may_hold_more_than_a_core_of_the_command_line_uses(tmp_path: Pat
     assert len(check_idle(parse_run(words), RUN)) == 1, "the flags of TensorRT-LLM are for whatever core"
 
 
+def test_a_file_with_the_values_of_another_scenario_is_told_of(tmp_path: Path) -> None:
+    """Submitters copy files between scenarios, and NVIDIA's harness takes them."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("scenario: SingleStream\ncore_type: dummy\nserver_target_qps: 9\n")
+    (line,) = check_idle(parse_run(["--config_file", str(file)]), RUN)
+    assert line == f"no effect in scenario SingleStream (it is for Server): server_target_qps 9.0 ({file}:3)"
+    with pytest.raises(ConfigError, match=r"server_target_qps 8\.0 has no effect in scenario SingleStream"):
+        parse_run(["--config_file", str(file), "--server_target_qps", "8"])
+
+
 def test_a_yaml_of_others_is_told_of(tmp_path: Path) -> None:
     file = tmp_path / "disagg.yaml"
     file.write_text('{"executors": {"speculative_config": {"decoding_type": "NGram"}, "max_batch_size": 3}}')
