@@ -259,11 +259,11 @@ class OwnedServer:
         for process in (self._over, *self._processes.values()):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = _stat(process.pid)
-                ticks += int(fields[11]) + int(fields[12])
                 process.resident = int(fields[21]) * _PAGE
                 process.was_large |= process.resident >= _LARGE
-                if process is not self._over:  # a server may give itself another one
-                    process.name = _name(process.pid) or process.name
+                if process is not self._over:
+                    ticks += int(fields[11]) + int(fields[12])
+                    process.name = _name(process.pid) or process.name  # it may give itself another one
                 if fields[0] not in ("T", "t"):
                     process.stopped_at = None
                 elif process.stopped_at is None:

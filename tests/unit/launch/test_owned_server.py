@@ -47,6 +47,28 @@ def test_its_guard_is_what_has_ended(tmp_path: Path, number: int) -> None:
     assert why == f"its guard (pid {server._guard.pid}) has ended"
 
 
+def test_what_its_guard_computes_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that hangs would seem to do something."""
+    real_stat, looks = owned_server._stat, set()
+
+    def stat(pid: int) -> list[str]:
+        fields = real_stat(pid)
+        if pid == server._guard.pid:
+            fields[11] = "100000"
+        looks.add(pid)
+        return fields
+
+    server = OwnedServer(Command(("sleep", "60")), tmp_path / "server.log")
+    try:
+        monkeypatch.setattr(owned_server, "_stat", stat)
+        wait_until(lambda: looks >= {server._guard.pid, *server.pids} and server.pids, "a look at both")
+        looks.clear()  # at the second look, the first has been summed
+        wait_until(lambda: looks, "the next look")
+        assert server.cpu_s < 100
+    finally:
+        server.stop(1.0)
+
+
 def test_a_server_that_writes_where_it_was(tmp_path: Path) -> None:
     """As tritonserver, which starts a program for each line of its stack: none of those is the cause."""
     server = OwnedServer(Command((sys.executable, "-c", TRACES)), tmp_path / "server.log")
