@@ -23,7 +23,8 @@ class Outputs:
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._path = path
-        self._file = path.open("w", encoding="utf-8") if path else None
+        # A line at a time, for whoever looks at it while the test goes on, and for a run that is killed.
+        self._file = path.open("w", buffering=1, encoding="utf-8") if path else None
         self._shown: dict[int, NDArray[np.int32]] = {}
 
     def add(self, index: int, tokens: NDArray[np.int32]) -> None:

@@ -13,7 +13,7 @@ from tests.helpers.screen import screen
 from tests.helpers.support import Command, Ended, Starter, wait_until
 
 DUMMY = ("-n", 3, "--core_type", "dummy", "--max_output_len", 2)
-SHORT = ("--min_duration", 2, "--server_target_qps", 20, "--goodput", "ttft:500", "tpot:50")
+SHORT = ("--min_duration", 2, "--server_target_qps", 200, "--goodput", "ttft:500", "tpot:50")
 
 
 def fits(ended: Ended, code: int = 0, prose: bool = True) -> list[str]:

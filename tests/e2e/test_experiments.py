@@ -61,21 +61,21 @@ def test_the_highest_rate_of_a_known_system(one: Starter, tmp_path: Path) -> Non
 def test_a_search_that_is_interrupted_tells_the_best_rate_and_goes_on(one: Starter, tmp_path: Path) -> None:
     """The tests that have ended are not repeated, and no other search goes on there."""
     words = (
-        *("find-max-qps", *DUMMY, "--server_target_qps", 40, "--goodput", "ttft:500"),
+        *("find-max-qps", *DUMMY, "--server_target_qps", 100, "--goodput", "ttft:2000"),
         *("--min_duration", 30, "--probe_duration", 1, "--log_dir", tmp_path / "search"),
     )
     command = typed(one, *words)
     wait_until(lambda: command.out.count(" VALID") >= 2, "two tests", 240)
     command.process.send_signal(signal.SIGINT)
     ended = command.end().must(130)
-    best = r"best so far 80 per second, by a short test only: \S*short-80"
+    best = r"best so far 200 per second, by a short test only: \S*short-200"
     assert re.search(best, ended.flowing), repr(ended)
     assert ended.out.splitlines()[-1] == "to go on: the same command with --log_dir search", repr(ended)
 
     again = typed(one, *words)
     wait_until(lambda: again.out.count(" VALID") >= 3, "a third test", 240)
     again.kill()
-    assert re.findall(r"(\S+)/s .*from before", again.out)[:2] == ["40", "80"], again.out
+    assert re.findall(r"(\S+)/s .*from before", again.out)[:2] == ["100", "200"], again.out
     other = typed(one, *words, "--tolerance", 0.1, "--max_output_len", 2).end().must(2)
     assert "a search with other options began there" in other.err
 

@@ -22,6 +22,8 @@ _COMMAND = re.compile(
     r"(python3? -m (mpillm|benchmarks) [a-z]|mpirun -n \S+ (python3? -m (mpillm|benchmarks)|make)"
     r" |srun |make [a-z]|\$R )"
 )
+# What a file with such a command has: each process of pytest-xdist reads the sources before its first test.
+_HINT = re.compile(r"-m |make [a-z]|srun |\$R ")
 _ASSIGNMENT = re.compile(r"(export )?[A-Z_]+=\"")
 
 
@@ -58,7 +60,7 @@ def of_pages() -> Iterator[Advice]:
 def of_sources() -> Iterator[Advice]:
     """Yield the commands in the sources' strings: examples of --help on lines of their own, commands in
     messages between backticks."""
-    for where, text in strings():
+    for where, text in _strings(_HINT):
         for line in text.splitlines():
             if line.startswith("  ") and _COMMAND.match(line.strip()):
                 yield Advice(where, re.sub(r"\s+#\s.*", "", line.strip()))
@@ -74,11 +76,14 @@ def strings() -> tuple[tuple[str, str], ...]:
     return tuple(_strings())
 
 
-def _strings() -> Iterator[tuple[str, str]]:
+def _strings(hint: re.Pattern[str] = re.compile("")) -> Iterator[tuple[str, str]]:
+    """Yield the strings of the files that have `hint`."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            where = str(path.relative_to(ROOT))
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            where, source = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+            if not hint.search(source):
+                continue
+            tree = ast.parse(source)
             nodes = list(ast.walk(tree))
             apart = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
             for node in nodes:

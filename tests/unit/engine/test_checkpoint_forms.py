@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
 
 from mpillm.engine.parallel.layout import Layout  # noqa: E402
 from mpillm.engine.weights.build_engine import build  # noqa: E402
@@ -135,6 +134,9 @@ def test_families_that_are_published_in_blocks(tmp_path: Path, family: str) -> N
 
 
 def test_blocks_are_multiplied_as_in_transformers() -> None:
+    # Only here: it imports much of PyTorch, in each process of pytest-xdist.
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     numbers = torch.randn(256, 384).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)
     reference: Any = Fp8Dequantize

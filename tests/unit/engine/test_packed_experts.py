@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from mpillm.engine.weights.build_engine import build  # noqa: E402
 from mpillm.engine.weights.mxfp4 import MAGNITUDES, rounded, widened  # noqa: E402
@@ -34,6 +33,9 @@ _EXPERTS = "model.layers.1.mlp.experts"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_has_the_bits_of_transformers(dtype: Any) -> None:
     """All bytes with all exponents, as far as the type has them."""
+    # Only here: it imports much of PyTorch, in each process of pytest-xdist.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     exponents = torch.arange(8, 250, dtype=torch.uint8).view(1, -1, 1).expand(1, -1, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 242, 16, 16)
     wanted = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
