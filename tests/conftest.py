@@ -44,9 +44,13 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache"
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, one process has all of the busy ones, and one each of the other files."""
+    """With `--dist loadgroup`, one process has all of the busy ones, and one each of the other files.
+
+    That process begins with them: they take so long that the others would wait for it at the end.
+    """
     for item in items:
         if item.path.stem in BUSY:
             item.add_marker(pytest.mark.xdist_group("busy"))
         elif item.path.stem in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.path.stem not in BUSY)

@@ -111,12 +111,16 @@ def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: s
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(
     ("phase", "before", "holds"),
-    [("health", "load", "--pause_s"), ("warmup", "health", "--pause_s"), ("drain", "test", "--metrics_s")],
+    [
+        ("health", "load", ("--pause_s", 10)),
+        ("warmup", "health", ("--pause_s", 10, "--at_once", 1)),
+        ("drain", "test", ("--metrics_s", 10)),
+    ],
 )
 def test_a_process_that_is_killed_or_stopped_before_or_after_the_test(
-    one: Starter, phase: str, before: str, holds: str, number: int
+    one: Starter, phase: str, before: str, holds: tuple[object, ...], number: int
 ) -> None:
-    command, _ = start(one, 2, *server("--worker", holds, 10))
+    command, _ = start(one, 2, *server("--worker", *holds))
     is_over = re.compile(rf"^  {before} +[\d.]+ s", re.MULTILINE)
     wait_until(lambda: is_over.search(command.out) or command.process.poll() is not None, phase)
     (victim,) = processes(command, b"time.sleep(600)")

@@ -144,7 +144,7 @@ def test_the_console(one: Starter) -> None:
 
 def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
     """The bar is drawn while the test goes on, not when it is over."""
-    options = ["--scenarios", "Server", "--server_target_qps", 50, "--min_duration", 3, "--max_output_len", 4]
+    options = ["--scenarios=Server", "--server_target_qps=150", "--min_duration=3", "--max_output_len=4"]
     command = both.start(3, *options, terminal=True)
     command.wait_phase("test")
     wait_until(lambda: "samples  " in command.out or "drain" in command.out, "the bar")

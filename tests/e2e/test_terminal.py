@@ -116,7 +116,7 @@ def test_a_killed_rank_0(both: Starter) -> None:
 
 def test_a_good_end(both: Starter) -> None:
     """The bar is gone, and every phase has its line."""
-    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 3]
+    options = ["--scenarios", "Server", "--server_target_qps", 150, "--min_duration", 3]
     ended = both.start(3, *options, terminal=True, one_terminal=True).end().must(DONE)
     assert re.search(BAR, ended.out)
     lines = screen(ended.out, 200)

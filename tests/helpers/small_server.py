@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--model", default="")
     parser.add_argument("--pause_s", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--at_once", type=int, default=0, help="so many answers, the first, without a pause")
     parser.add_argument("--token_s", type=float, default=0.0, help="between the pieces of a stream")
     parser.add_argument("--ready_after_s", type=float, default=0.0)
     parser.add_argument("--says", default="", help="a line of its log, once it has started")
@@ -57,13 +59,15 @@ def main() -> None:
 
     compiler = f"import time; x = b'x' * ({_MEGABYTES} << 20); time.sleep(1)"
     compiling = threading.Lock()
+    asked = itertools.count()
 
     def answer(request: Request) -> Reply:
         with compiling:
             if options.compiles:
                 options.compiles = False
                 subprocess.run([sys.executable, "-c", compiler], check=True)
-        time.sleep(options.pause_s)
+        if next(asked) >= options.at_once:
+            time.sleep(options.pause_s)
         if options.gives_up and worker.returncode is not None:
             threading.Timer(1.0, os._exit, [0]).start()
             return plain(
