@@ -21,9 +21,9 @@ ALOUD := sh -c 'log=.venv/pip.log; "$$@" > $$log 2>&1 & s=0; while kill -0 $$! 2
     test $$((s % 15)) -ne 0 || echo "  $$s s, $$(du -sm .venv | cut -f 1) MB: $$(grep -E "^ *(Build|Collect|Download|Install|Prepar)" $$log | tail -n 1 | cut -c 1-52)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
 PIP := $(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
-# Half of the tests' time is waiting: for deadlines, for processes to start and to end. So three at a time, of which one keeps the cores busy
+# Half of the tests' time is waiting: for deadlines, for processes to start and to end. So four at a time, of which one keeps the cores busy
 # (tests/conftest.py).
-PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 # Where compiled modules may not be kept (some containers set this), each rank would compile 300 of them at its start: 0.2 s.
 export PYTHONDONTWRITEBYTECODE :=

@@ -19,7 +19,16 @@ from typing import Any
 import pytest
 
 from tests.helpers.make_folder import make_folder
-from tests.helpers.support import DONE, NOT_READY, USAGE, Command, Starter, free_ports, wait_until
+from tests.helpers.support import (
+    DONE,
+    NOT_READY,
+    SLOW_WITH_MPICH,
+    USAGE,
+    Command,
+    Starter,
+    free_ports,
+    wait_until,
+)
 
 TIMEOUT_S = 120.0
 MODEL = ("--model_path", "tiny-llama", "--max_seq_len", 512)
@@ -65,7 +74,7 @@ class TestFourCommands:
     """The commands are those of the reference's documentation but for paths, the model and the core that
     serves."""
 
-    @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True)
+    @SLOW_WITH_MPICH
     def test_a_test_through_them(self, both: Starter) -> None:
         make_folder(both.folder)
         (both.folder / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {both.python} "$@"\n')

@@ -22,6 +22,7 @@ from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
     NOT_READY,
+    SLOW_WITH_MPICH,
     USAGE,
     Command,
     Starter,
@@ -91,6 +92,7 @@ def test_a_server_that_waits_for_its_clients_at_its_end(one: Starter, clients: i
     assert "its clients are gone" in (ended.log_dir / "server_0.log").read_text()
 
 
+@SLOW_WITH_MPICH
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 @pytest.mark.parametrize("whose", ["server", "worker"])
 def test_a_process_that_is_killed_or_stopped_in_the_test(both: Starter, whose: str, number: int) -> None:

@@ -35,7 +35,7 @@ def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow), 5, 8])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)), 5, 8])
 def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, ranks: int, mode: str) -> None:
     """LoadGen's accuracy log of an Offline test is complete, with harness and leader on one rank and on two
     (of 5)."""

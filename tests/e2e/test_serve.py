@@ -29,7 +29,7 @@ from tests.helpers.scripted_server import (
     good,
     plain,
 )
-from tests.helpers.support import DONE, Command, Starter, wait_until
+from tests.helpers.support import DONE, SLOW_WITH_MPICH, Command, Starter, wait_until
 
 TIMEOUT_S = 240.0
 
@@ -175,6 +175,7 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     assert ended.result["samples"] + ended.result["aborted"] == 16
 
 
+@SLOW_WITH_MPICH
 @pytest.mark.parametrize("n", [1, 2])
 def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -> None:
     """Clients do not wait for the end; a request that the server refuses fails alone.
@@ -226,6 +227,7 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
     assert ended.result["ttft_ms"]["p50"] > 0 and "not streamed" not in ended.out
 
 
+@SLOW_WITH_MPICH
 @pytest.mark.parametrize("n", [1, 2])
 def test_another_server_that_is_gone_is_named(both: Starter, n: int) -> None:
     def answered(request: Request) -> Reply:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = {"openmpi": sys.executable, "mpich": os.environ.get("MPILLM_MPICH_PYTHON", "")}
@@ -32,6 +33,11 @@ PYTHONS = {"openmpi": sys.executable, "mpich": os.environ.get("MPILLM_MPICH_PYTH
 VOCAB_SIZE = 32000  # the dummy core's
 CHUNKED = ["--enable_chunked_context", "true"]  # for prompts that are longer than a step
 DONE, USAGE, NOT_READY, TEST_FAILED, INSTANCE_LOST = 0, 2, 3, 4, 5  # the design's exit codes
+
+# For what the MPI has little part in: `make test` takes Open MPI alone.
+SLOW_WITH_MPICH = pytest.mark.parametrize(
+    "mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True
+)
 
 # Of a run around these tests, and of the make that runs them: another make would print where it enters and
 # leaves.
@@ -237,7 +243,7 @@ class Command:
 
     def wait_rank(self, rank: int) -> int:
         """Wait for a rank to run the program; return its process id."""
-        return int(wait_until(lambda: self.rank_pid(rank), f"rank {rank}"))
+        return int(wait_until(lambda: self.rank_pid(rank), f"rank {rank}", every_s=0.05))  # a look is dear
 
     def wait_phase(self, phase: str, seconds: float = 60.0) -> None:
         """Wait until this phase goes on: in the test LoadGen's log is there, elsewhere the console shows the
