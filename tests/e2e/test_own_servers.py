@@ -157,15 +157,17 @@ def test_a_server_that_is_killed_while_it_streams_to_two_ranks(one: Starter) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "within", "said"),
     [
-        (("--says", "torch.OutOfMemoryError: CUDA out of memory", "--nonsense"), "too little memory"),
-        (("--nonsense",), "ended with exit code 2"),
-        (("--ready_after_s", 600), "was not ready within"),
+        (("--says", "torch.OutOfMemoryError: CUDA out of memory", "--nonsense"), 60, "too little memory"),
+        (("--nonsense",), 60, "ended with exit code 2"),
+        (("--ready_after_s", 600), 2, "was not ready within"),
     ],
 )
-def test_a_server_that_does_not_become_ready(one: Starter, options: tuple[object, ...], said: str) -> None:
-    command, _ = start(one, 3, *server(*options), "--load_deadline", 8)
+def test_a_server_that_does_not_become_ready(
+    one: Starter, options: tuple[object, ...], within: float, said: str
+) -> None:
+    command, _ = start(one, 3, *server(*options), "--load_deadline", within)
     ended = command.end(60).must(NOT_READY)
     assert said in ended.message and "the end of" in ended.message, repr(ended)
 

@@ -49,7 +49,8 @@ def test_its_guard_is_what_has_ended(tmp_path: Path, number: int) -> None:
 
 def test_what_its_guard_computes_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that hangs would seem to do something."""
-    real_stat, looks = owned_server._stat, set()
+    real_stat = owned_server._stat
+    looks: set[int] = set()
 
     def stat(pid: int) -> list[str]:
         fields = real_stat(pid)
