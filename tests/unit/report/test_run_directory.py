@@ -31,11 +31,10 @@ from mpillm.report.run_directory import take_directory
 for path in sys.argv[2:]:
     try:
         take_directory(parse_run(['--core_type', 'dummy', '--force', '--log_dir', path]), 'x')
-        said = 'taken'
+        print('taken')
     except Exception as error:
-        said = error
+        print(error)
     os.setuid(int(sys.argv[1]))  # when all is imported
-print(said)
 """
 
 
@@ -84,17 +83,15 @@ def test_what_another_user_could_have_led_elsewhere_is_not_written(user: int) ->
         (top / "planted" / DETAIL).symlink_to("/etc/passwd")
         os.chown(top / "planted" / DETAIL, 1002, 1002, follow_symlinks=False)
 
-        def taken(name: str) -> str:
-            words = [sys.executable, "-c", TAKE_AS, str(user), str(top / "first"), str(top / name)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-            assert not done.stderr
-            return done.stdout.strip()
-
-        assert taken("new") == taken("mine") == taken("roots") == "taken"
-        assert taken("theirs") == f"--log_dir {top}/theirs: user 1002 owns it; name a folder of your own"
-        assert taken("planted") == (
-            f"--log_dir {top}/planted: user 1002 owns {DETAIL} in it; name a folder of your own"
-        )
+        paths = [str(top / name) for name in ("first", "new", "mine", "roots", "theirs", "planted")]
+        words = [sys.executable, "-c", TAKE_AS, str(user), *paths]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines() == [
+            *["taken"] * 4,
+            f"--log_dir {top}/theirs: user 1002 owns it; name a folder of your own",
+            f"--log_dir {top}/planted: user 1002 owns {DETAIL} in it; name a folder of your own",
+        ]
+        assert not done.stderr
 
 
 def test_runs_of_one_second(tmp_path: Path) -> None:
