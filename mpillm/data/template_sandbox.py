@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -53,6 +54,12 @@ _COMPARE = (
 _LOOPED, _COUNTED, _SLICED = "mpillm looped", "mpillm counted", "mpillm sliced"
 
 
+class _Allowance(threading.local):
+    """Characters that are left, of the chat that a thread renders."""
+
+    left = 0
+
+
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Raises TemplateError where a template takes too much."""
 
@@ -60,8 +67,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=self._counted, **options)
-        # Threads share it: what is renewed for another chat in the middle is still an end.
-        self._left = self._round = 0
+        self._mine = _Allowance()
+        self._round = 0
         self.globals.pop("lipsum")
 
     def bound(self) -> None:
@@ -75,8 +82,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Give an allowance: to compile the template, or for a chat."""
         self._round = _STEP + len(template)
         n_characters = sum(len(str(message.get("content"))) for message in messages)
-        self._left = _MOST + n_characters * _OF_CHARACTER
-        self._left += len(messages) * _OF_MESSAGE * (self._round + 16 * _STEP)
+        self._mine.left = _MOST + n_characters * _OF_CHARACTER
+        self._mine.left += len(messages) * _OF_MESSAGE * (self._round + 16 * _STEP)
 
     def call(self, context: Any, called: Any, *args: Any, **options: Any) -> Any:
         if isinstance(called, (runtime.Macro, runtime.LoopContext)):
@@ -93,9 +100,9 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if type(left) is str and type(right) is str:  # nearly always
-                self._left -= len(left) + len(right)
+                self._mine.left -= len(left) + len(right)
                 left += right
-                return left if self._left >= 0 else self._spend(0)
+                return left if self._mine.left >= 0 else self._spend(0)
             self._spend(_flat(left) + _size(right))  # which becomes part of a list
         elif isinstance(left, int) and isinstance(right, int):
             self._spend(left.bit_length() * (abs(right) if operator == "**" else right.bit_length()))
@@ -135,10 +142,10 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _counted(self, value: Any) -> Any:
         if type(value) is str:
-            self._left -= len(value)
+            self._mine.left -= len(value)
         else:
-            self._left -= value.bit_length() if isinstance(value, int) else _size(value)
-        return value if self._left >= 0 else self._spend(0)
+            self._mine.left -= value.bit_length() if isinstance(value, int) else _size(value)
+        return value if self._mine.left >= 0 else self._spend(0)
 
     def _sliced(self, value: Any) -> Any:
         self._spend(_flat(value))
@@ -162,8 +169,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._spend(n)
 
     def _spend(self, n: int) -> None:
-        self._left -= n
-        if self._left < 0:
+        self._mine.left -= n
+        if self._mine.left < 0:
             raise jinja2.TemplateError("it takes too long, or too much memory")
 
 

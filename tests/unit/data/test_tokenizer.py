@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -359,6 +360,19 @@ def test_a_chat_of_hundreds_of_messages_is_no_bomb(folder: Path, template: str) 
     (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": ("user", "assistant")[i % 2], "content": "ab " * 300} for i in range(400)]
     assert load_tokenizer(folder).encode_chat(messages)
+
+
+def test_each_thread_has_an_allowance_of_its_own() -> None:
+    """A short chat in another one cut that of a long chat, which was refused."""
+    from mpillm.data.template_sandbox import TemplateSandbox  # which needs jinja2
+
+    sandbox = TemplateSandbox()
+    sandbox.bound()
+    template = sandbox.from_string("{% for i in range(n) %}{{ text }}{% endfor %}")
+    sandbox.begin("", [{"content": "a" * 1_000_000}])
+    with ThreadPoolExecutor(1) as other:
+        other.submit(sandbox.begin, "").result()
+    assert len(template.render(n=100, text="a" * 1_000_000)) == 100_000_000
 
 
 def test_an_error_of_a_template_is_named(folder: Path) -> None:
