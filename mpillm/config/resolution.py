@@ -286,6 +286,14 @@ def _names(fields: Mapping[str, Field]) -> tuple[str, ...]:
     return tuple(field.name for field in fields.values() if field.name in BY_NAME)
 
 
+def _time_for_the_test(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Give a test twice the least time that it was told to take, where no deadline is stated."""
+    least, limit = found["min_duration"], found["test_deadline"]
+    if least.value is None or least.value < limit.value or limit.origin.level >= Level.CONTEXT:
+        return {}
+    return {"test_deadline": _called("min_duration", Found(2 * least.value, least.origin))}
+
+
 _FLAGS = (_CHECKPOINT, _BUILD, _RUNTIME)
 _OF_BATCH_SIZE = ("gpu_batch_size", "benchmarks")
 
@@ -357,6 +365,13 @@ RULES = in_order(
             ("batch_scheduler_policy", _RUNTIME),
             _OURS,
             _batch_to_the_end,
+        ),
+        Rule(
+            "a long min_duration doubled is the test's deadline, where none is stated",
+            ("min_duration", "test_deadline"),
+            ("test_deadline",),
+            _OURS,
+            _time_for_the_test,
         ),
     )
 )
