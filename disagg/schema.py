@@ -35,7 +35,7 @@ _NATURAL: Rule = ("an integer, at least 0", lambda x: type(x) is int and x >= 0)
 _FRACTION: Rule = ("a number above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1)
 _BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
 _TEXT: Rule = (
-    "a string that is not empty",
+    "a string that is not empty, without a null character",
     lambda x: isinstance(x, str) and x.strip() != "" and is_text(x),
 )
 MAPPING: Rule = ("a mapping", lambda x: isinstance(x, Mapping))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import ConfigError, DisaggConfig, ServerConfig, dump, parse
+from disagg.yaml_text import is_text
 
 
 @given(st.text(max_size=60) | st.text("{}[]:,&*!|>'\"%@-? \n\t#a0.<~", max_size=40))
@@ -21,7 +22,7 @@ def test_any_text_parses_or_is_a_config_error(text: str) -> None:
         assert config.n_workers >= 1
 
 
-_names = st.text(min_size=1, max_size=12).filter(lambda s: s.strip() != "")
+_names = st.text(min_size=1, max_size=12).filter(lambda s: s.strip() != "" and is_text(s))
 _values = st.recursive(
     st.none()
     | st.booleans()
