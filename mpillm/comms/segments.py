@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import os
 import re
-import shutil
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -103,10 +102,15 @@ def sweep() -> None:
             else:
                 ended[path] = started, segments
     for path, (started, segments) in ended.items():
+        own = _own_folder(int(path.name), started)
+        with contextlib.suppress(OSError):  # what a rank that was killed inside MPI_Init had is in no record
+            segments |= {Segment(_name(one), one.lstat().st_ino) for one in own.iterdir()}
         for segment in segments - living:
             _remove(segment)
-        shutil.rmtree(_own_folder(int(path.name), started), ignore_errors=True)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a rank that it started may live, and have its segment there
+            own.rmdir()
+        if not own.exists():
+            path.unlink(missing_ok=True)
 
 
 def left_over() -> dict[str, int]:
@@ -144,7 +148,7 @@ def _remove(segment: Segment) -> None:
     path = _SHM / segment.name
     with contextlib.suppress(OSError):
         status = path.lstat()
-        if _is_own(segment.name, status) and status.st_ino == segment.number:
+        if _is_own(path.name, status) and status.st_ino == segment.number:
             path.unlink()
 
 

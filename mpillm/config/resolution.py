@@ -287,9 +287,9 @@ def _names(fields: Mapping[str, Field]) -> tuple[str, ...]:
 
 
 def _time_for_the_test(found: Mapping[str, Found]) -> dict[str, Found]:
-    """Give a test twice the least time that it was told to take, where no deadline is stated."""
+    """Give a test at least twice the time that it was told to take, where no deadline is stated."""
     least, limit = found["min_duration"], found["test_deadline"]
-    if least.value is None or least.value < limit.value or limit.origin.level >= Level.CONTEXT:
+    if least.value is None or 2 * least.value <= limit.value or limit.origin.level >= Level.CONTEXT:
         return {}
     return {"test_deadline": _called("min_duration", Found(2 * least.value, least.origin))}
 
@@ -367,7 +367,7 @@ RULES = in_order(
             _batch_to_the_end,
         ),
         Rule(
-            "a long min_duration doubled is the test's deadline, where none is stated",
+            "a test has at least twice its min_duration, where no deadline is stated",
             ("min_duration", "test_deadline"),
             ("test_deadline",),
             _OURS,

@@ -9,8 +9,10 @@ from mpillm.fields.effects import MODELS, STAGES, TIME, used_by
 from mpillm.phases import PHASES, Phase
 
 
-def _of_phase(phase: Phase, default: float) -> Field[float]:
-    return option(f"longest time for phase {phase}, seconds", seconds, default=default, effect=EVERYWHERE)
+def _of_phase(phase: Phase, default: float, more: str = "") -> Field[float]:
+    return option(
+        f"longest time for phase {phase}, seconds{more}", seconds, default=default, effect=EVERYWHERE
+    )
 
 
 class DeadlineFields(Options, group="deadlines", effect=TIME):
@@ -21,7 +23,7 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
     health_deadline = _of_phase("health", 120.0)
     warmup_deadline = _of_phase("warmup", 300.0)
     ready_deadline = _of_phase("ready", 60.0)
-    test_deadline = _of_phase("test", 21600.0)
+    test_deadline = _of_phase("test", 21600.0, "; unless stated, at least twice --min_duration")
     drain_deadline = _of_phase("drain", 300.0)
     stop_deadline = _of_phase("stop", 60.0)
     stall_timeout = option(

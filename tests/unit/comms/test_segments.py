@@ -142,11 +142,25 @@ def test_runs_of_one_name_are_kept_apart(shm: Path, start: Start) -> None:
     assert [*own.iterdir()] == [own / OPEN_MPI[0]] and [*other.iterdir()] == [other / OPEN_MPI[0]]
     assert own.stat().st_mode & 0o777 == 0o700
     end(first)
-    assert segments.left_over() == {str((own / OPEN_MPI[0]).relative_to(shm)): 4096}
+    assert [*segments.left_over()] == [str((own / OPEN_MPI[0]).relative_to(shm))]
     segments.sweep()
     assert not own.exists() and other.exists()
     second.communicate("\n")
     assert other.exists(), "MPI had not removed its segment yet"
+    segments.sweep()
+    assert [*segments._folder().iterdir()] == []
+
+
+def test_what_a_living_rank_has_in_the_folder_of_a_dead_one_stays(shm: Path, start: Start) -> None:
+    """Ranks that another one has started have its folder."""
+    first = start("apart")
+    (segment,) = segments._own_folder(first.pid, segments._started(first.pid)).iterdir()
+    child = start(str(segment.relative_to(shm)))
+    end(first)
+    segments.sweep()
+    assert segment.exists()
+    end(child)
+    segments.sweep()
     segments.sweep()
     assert [*segments._folder().iterdir()] == []
 

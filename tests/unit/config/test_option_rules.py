@@ -74,6 +74,7 @@ def test_a_test_must_end_before_its_deadline() -> None:
         parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "1h"])
     assert parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "3h"])
     assert parse_run([*DUMMY, "--min_duration", "30000"]).test_deadline == 60000
+    assert parse_run([*DUMMY, "--min_duration", "5h"]).test_deadline == 36000, "answers come after it, too"
     assert parse_run([*DUMMY, "--min_duration", "2h"]).test_deadline == 21600
 
 
