@@ -326,7 +326,9 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
     if told != 0:
         if text := witness.lost_by_open_mpi(supervisor.told_at):
             return Cause(text)
-        if supervisor.killed and supervisor.told_at == math.inf:
+        # An mpirun that writes to a daemon which has ended goes the same way: rank 0 may know who was first.
+        after_others = told is not None and supervisor.killed == signal.SIGPIPE
+        if supervisor.killed and supervisor.told_at == math.inf and not after_others:
             return Cause(killed(supervisor.pid, supervisor.killed))
     if code != INSTANCE_LOST or (told is not None and witness.told_person):
         return None

@@ -36,6 +36,7 @@ from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
     NOT_READY,
+    PYTHONS,
     TEST_FAILED,
     Command,
     Ended,
@@ -288,6 +289,8 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("tests.random_faults", __doc__ or "")
     parser.add_argument("--srun", action="store_true", help="in a Slurm, started by its srun")
     given = parser.parse_args(argv)
+    if not PYTHONS["mpich"]:
+        parser.error("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
     name = "srun" if given.srun else "mpirun"
     return play_all(given, lambda seed: Round.of(seed, given.srun), play, name)
 

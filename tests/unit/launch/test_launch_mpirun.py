@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from launch import find_mpirun, mpirun, supervisor
 from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
-from launch.mpirun import command_line, exit_code, on_this_host, slots, usable_cores
+from launch.mpirun import INSTANCE_LOST, command_line, exit_code, on_this_host, slots, usable_cores
 from launch.mpirun_words import parse_arguments, spans_hosts
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
@@ -460,6 +460,22 @@ def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
     said = " ".join(capsys.readouterr().err.split())
     assert "mpirun" in said and "ended by SIGKILL" in said
     assert "; the run had ended by then: see /none/result.json" in said
+
+
+@pytest.mark.parametrize(("number", "blamed"), [(signal.SIGKILL, True), (signal.SIGPIPE, False)])
+def test_an_mpirun_that_ends_because_others_have_is_not_the_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    blamed: bool,
+) -> None:
+    """MPICH's may write to a daemon that has ended, just after rank 0 has told of a lost rank."""
+    words = 'touch "$(dirname "$MPILLM_EXIT_FILE")/started"; echo 5 > $MPILLM_EXIT_FILE'
+    fake = script(tmp_path / "mpirun", f"{words}; kill -{number:d} $$")
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
+    assert mpirun.main(["-n", "2", "run"]) == INSTANCE_LOST
+    assert (f"was ended by {number.name}" in capsys.readouterr().err) == blamed
 
 
 def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
