@@ -19,17 +19,34 @@ if TYPE_CHECKING:
     from mpillm.configurator.field import Field
 
 
-# Options of TensorRT-LLM's and Triton's programs, and their equivalents here.
+# What vLLM, SGLang, TensorRT-LLM and programs that put load on them call options that are here, too.
+_ALIASES = {
+    "--tensor_parallelism": ("--tp", "--tp_size", "--tensor_parallel_size"),
+    "--pipeline_parallelism": ("--pp", "--pp_size", "--pipeline_parallel_size"),
+    "--moe_expert_parallelism": ("--ep", "--ep_size", "--moe_ep_size"),
+    "--model_path": ("--model", "--model_dir"),
+    "--max_seq_len": ("--max_model_len", "--context_length"),
+    "--max_batch_size": ("--max_num_seqs", "--max_running_requests", "--batch_size"),
+    "--max_num_tokens": ("--max_num_batched_tokens", "--max_prefill_tokens"),
+    "--enable_kv_cache_reuse": ("--enable_prefix_caching",),
+    "--server_target_qps": ("--qps", "--rate", "--request_rate", "--target_qps"),
+    "--trtllm_server_urls": ("--url", "--base_url", "--endpoint"),
+    "--input_mean": ("--isl", "--input_len", "--random_input_len"),
+    "--output_mean": ("--osl", "--output_len", "--random_output_len"),
+}
+_OURS = {theirs: ours for ours, names in _ALIASES.items() for theirs in names}
+
+# Other options of theirs, and what to do instead.
 _THEIRS = {
     "--model_repo": "it is --triton_model_repo, without the _0 of the first server's",
     "--tensorrt_llm_model_name": "the model repository has it",
     "--oversubscribe": "run-llm-server starts a rank for each GPU of the engine",
-    "--model_dir": "it is --model_path",
     "--tokenizer_dir": "it is --model_path, whose tokenizer is used",
     "--output_dir": "it is --llm_quantizer_outdir of a checkpoint, --engine_dir of an engine",
-    "--tp_size": "it is --tensor_parallelism",
-    "--pp_size": "it is --pipeline_parallelism",
-    "--moe_ep_size": "it is --moe_expert_parallelism",
+    "--gpu_memory_utilization": "--kv_cache_free_gpu_mem_fraction is a part of what weights leave free",
+    "--mem_fraction_static": "--kv_cache_free_gpu_mem_fraction is a part of what weights leave free",
+    "--dp": "the number of ranks says how many instances there are",
+    "--data_parallel_size": "the number of ranks says how many instances there are",
 }
 _MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
 
@@ -124,6 +141,8 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         options = [option for action in self._actions for option in action.option_strings]
         command = self.prog.removeprefix("mpillm ")
+        if (ours := _OURS.get(name)) in options:
+            return f"; it is {ours}"
         if name in _THEIRS:
             return f"; {_THEIRS[name]}"
         if _MPIRUNS.fullmatch(unknown[0]) and command in RANK_COMMANDS:

@@ -154,6 +154,11 @@ OF_ALL = (
         "the model is incomplete",
         "look at --model_path",
     ),
+    KnownFailure(
+        r"ModuleNotFoundError: No module named",
+        "the Python that runs it lacks this package",
+        "install it there, or activate the environment that has the server",
+    ),
 )
 
 PORT_TAKEN = OF_ALL[1]

@@ -294,12 +294,34 @@ def test_targets_that_prepare_a_container(target: str) -> None:
         ("--model_dir=llama", "it is --model_path"),
         ("--tp_size=4", "it is --tensor_parallelism"),
         ("--moe_ep_size=4", "it is --moe_expert_parallelism"),
+        ("--gpu-memory-utilization=0.9", "--kv_cache_free_gpu_mem_fraction"),
+        ("--max-model-len", "it is --max_seq_len"),
     ],
 )
 def test_options_of_their_programs(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("run_llm_server", "generate_engines"):
         assert main([command, "--harness_type=triton", option]) == 2
         assert re.search(f"unknown option --[^;]*; .*{words}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("--tp=2", "--tensor_parallelism"),
+        ("--model=llama", "--model_path"),
+        ("--request-rate=4", "--server_target_qps"),
+        ("--base-url=http://localhost:8000", "--trtllm_server_urls"),
+        ("--isl=128", "--input_mean"),
+    ],
+)
+def test_options_of_others_are_known_where_ours_are_an_option(
+    option: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", option]) == 2
+    name = option.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+    assert f"unknown option {name}" in (said := capsys.readouterr().err) and f"; it is {ours}" in said
+    assert main(["compare", option]) == 2
+    assert ours not in capsys.readouterr().err
 
 
 # --- cores ---
