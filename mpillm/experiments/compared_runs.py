@@ -81,7 +81,8 @@ class ComparedRun:
         status = files.result.get("status")
         if status not in HAS_FIGURES:
             causes = "; ".join(str(one.get("cause")) for one in failures_in(files.result))
-            why = causes or "; ".join(files.missing) or "it has no verdict"
+            ended = f"it ended as {status}, without a test's figures" if status else ""
+            why = causes or ended or "; ".join(files.missing) or "it has no verdict"
             raise ConfigError(f"{path}: this run can't be compared: {why}")
         if not files.config:
             why = "; ".join(one for one in files.missing if "config.json" in one)

@@ -144,6 +144,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     failed = make_run(
         tmp_path / "failed", result={"status": "FAILED", "failures": [{"cause": "rank 2 is gone"}]}
     )
+    served = make_run(tmp_path / "served", result={"status": "SERVED"})
     broken = run(tmp_path / "broken", 0.1)
     (broken / "result.json").write_text('{"status": "VAL')
     options = run(tmp_path / "options", 0.1)
@@ -156,6 +157,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         (old, "has no requests.bin"),
         (offline, "runs of different scenarios (Offline, Server)"),
         (failed, "this run can't be compared: rank 2 is gone"),
+        (served, "this run can't be compared: it ended as SERVED, without a test's figures"),
         (broken, "result.json:1: not valid JSON"),
         (options, "config.json is missing"),
         (tmp_path / "none", "no such run directory"),
