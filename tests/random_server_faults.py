@@ -146,7 +146,8 @@ class Hit:
         )
         self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
         self.title = title_of(self.pid)
-        self.tree = {pid: started_at(pid) for pid in (self.guard, *descendants(self.guard))}
+        below = descendants(self.guard)  # of which some may have ended, and wait to be asked for
+        self.tree = {pid: at for pid in (self.guard, *below) if (at := started_at(pid))}
         self.owner_at = started_at(owner)
         self.shared = {path: inode for pid in self.tree for path, inode in mapped(pid).items()}
         self.loaded = is_over(command, "load")
