@@ -78,11 +78,11 @@ def main(argv: Sequence[str]) -> int:
     for number, pair in enumerate(pairs, 1):
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
-    print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{_words(verdict, options.pairs)}")
+    print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{words_of(verdict, options.pairs)}")
     for line in doubtful:
         print(beside("doubtful: ", line))
     page = folder / "ab.html"
-    write_text(page, ab_page(folder, texts, metric, pairs, _words(verdict, options.pairs), doubtful))
+    write_text(page, ab_page(folder, texts, metric, pairs, words_of(verdict, options.pairs), doubtful))
     print(f"\npage  {path_shown(page)}")
     found = {
         **sides,
@@ -95,8 +95,9 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _words(verdict: Paired, pairs: int) -> str:
-    interval = f"{100 * (verdict.low - 1):+.2f} to {100 * (verdict.high - 1):+.2f} %"
+def words_of(verdict: Paired, pairs: int) -> str:
+    """Return what the pairs show."""
+    interval = f"{100 * (verdict.low - 1):+,.2f} to {100 * (verdict.high - 1):+,.2f} %"
     test = f"paired t test of {pairs} log ratios: p = {verdict.p:.3g}, real below {ALPHA:g}"
-    head = f"B differs: {100 * (verdict.ratio - 1):+.2f} %" if verdict.real else "no difference"
+    head = f"B differs: {100 * (verdict.ratio - 1):+,.2f} %" if verdict.real else "no difference shown"
     return f"{head} ({100 * (1 - ALPHA):g} % interval of the change: {interval})\n{test}"

@@ -47,6 +47,14 @@ NOTES = "measured.yaml"
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
 _LEAST_PASSES = 4  # over the data set, in a steady state
+_OF_A_SYSTEM = (  # what its description must have (8.2), beside what is known here
+    "system_availability_status",
+    "system_size",
+    "system_node_ensemble_count",
+    "system_node_ensemble_total",
+    "shortened_system_name",
+    "node_types",
+)
 _OF_A_POINT = re.compile(r"r\d+")  # what is disclosed of one alone
 
 
@@ -200,8 +208,8 @@ class Curve:
                 " steady_state_diagnostics.py finds it in the client's events.jsonl (--disclosure, below"
                 f" r{lacks[0]})"
             )
-        if not self.system_description:
-            said.append("system_desc.json: the hardware (--system_description)")
+        if lacking := [name for name in _OF_A_SYSTEM if name not in self.system_description]:
+            said.append(f"system_desc.json: {', '.join(lacking)} (--system_description)")
         if "model_precision" not in self.disclosure:
             said.append("point.yaml: model_precision (--disclosure)")
         if self.division == "Standardized" and not has_power:

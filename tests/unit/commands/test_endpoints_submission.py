@@ -35,6 +35,8 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         out = capsys.readouterr().out
         assert "4 points: a submission needs 7" in out
         assert "yours       system_power.json" in out and "model_precision" not in out
+        assert "yours       system_desc.json: system_availability_status, system_node_ensemble_count" in out
+        assert "system_size," not in out
         root = tmp_path / "made" / "Us" / "1"
         curve = root / "results" / "Box" / "llama3_1-8b"
         assert (root / "src" / "endpoint" / "README.md").exists() and (root / "docs").is_dir()
