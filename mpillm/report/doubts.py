@@ -13,6 +13,17 @@ _TAKEN = {
     "stolen": "the host of {host}, a virtual machine, took {stolen:.2g} of its {cores} cores",
 }
 
+_UNCHECKED = {
+    "no_cached_prompts": "whether prompts came from a prefix cache, which MLPerf forbids: servers give no"
+    " count of them (/metrics), and too few prompts came twice in a Server test to see it in first tokens",
+    "no_guesses": "whether tokens were guessed, which the workload's rules forbid: servers give no count of"
+    " them (/metrics)",
+}
+_UNCHECKED_TRANSFERS = {
+    "contexts_arrived": "whether generation servers got all KV caches, or computed prompts again: servers"
+    " give no count of transfers (/metrics)"
+}
+
 
 def doubts(
     result: Mapping[str, Any],
@@ -73,6 +84,18 @@ def refused(result: Mapping[str, Any]) -> list[str]:
     """Return what servers' answers were checked for and did not hold: a test with any is not VALID."""
     checks = result.get("server_checks")  # perhaps of a file that somebody wrote
     return [str(found) for found in checks.values() if found] if isinstance(checks, Mapping) else []
+
+
+def unchecked(result: Mapping[str, Any]) -> list[str]:
+    """Return what matters for the verdict and could not be checked, as the servers don't say, in words."""
+    checks = result.get("server_checks")  # perhaps of a file that somebody wrote
+    if not isinstance(checks, Mapping):
+        return []
+    clients = result.get("per_instance")
+    clients = clients if isinstance(clients, list) else []
+    handed = any(isinstance(client, Mapping) and client.get("handed_over") for client in clients)
+    told = _UNCHECKED | (_UNCHECKED_TRANSFERS if handed else {})
+    return [text for name, text in told.items() if name in checks and checks[name] is None]
 
 
 def _said_of(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpillm.comms.messages import DrainReport
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.histogram import Histogram
-from mpillm.report.doubts import queue, rates, refused, without_limits
+from mpillm.report.doubts import queue, rates, refused, unchecked, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by
 from mpillm.report.timeline import Timeline
@@ -141,6 +141,7 @@ def summary_rows(
     refusals = refused(result)
     rows += [("REFUSED", f"not VALID: {text}") for text in refusals]
     rows += [("DOUBTFUL", doubt) for doubt in result.get("doubts", ()) if doubt not in refusals]
+    rows += [("not checked", text) for text in unchecked(result)]
     if without_limits(result):
         rows.append(("", "no latency limit was set: LoadGen accepts every rate (--goodput ttft:500 tpot:50)"))
     if result["lost"]:
@@ -189,6 +190,7 @@ def other_harness_rows(
     rows: list[tuple[str, Any]] = [
         ("harness", f"{name}: {said}, {client['failed']:,} failed"),
         *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
+        *(("not checked", text) for text in unchecked(result)),
         *_lost_rows(result, "requests"),
     ]
     if said := rates(result):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpillm.report.doubts import refused
+from mpillm.report.doubts import refused, unchecked
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
@@ -48,6 +48,7 @@ def head(facts: Facts) -> str:
     refusals = refused(run.result)
     reasons += [f"Refused: {text}." for text in refusals]
     reasons += [f"Doubtful: {text}." for text in facts.doubts if text not in refusals]
+    reasons += [f"Not checked: {text}." for text in unchecked(run.result)]
     reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
     reasons += facts.verdict_notes()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mpillm.cli import main
+from mpillm.report.doubts import unchecked
 from mpillm.report.numbers import short
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
@@ -478,11 +479,27 @@ def test_a_test_that_servers_spoilt_is_refused_though_loadgen_accepts_it(tmp_pat
     }
     shown = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
     assert 'class="verdict invalid"' in shown and "LoadGen accepts this test, but" in shown
+    assert "Not checked" not in shown
     assert (
         "Refused: 99 prompt tokens" in shown
         and "Doubtful: 99" not in shown
         and "Doubtful: disturbed" in shown
     )
+
+
+@pytest.mark.parametrize("handed", [0, 3])
+def test_what_the_servers_do_not_say_stands_beside_the_verdict(tmp_path: Path, handed: int) -> None:
+    """A vLLM with --disable-log-stats was VALID, and only a null in result.json told what is not known."""
+    checks = {"no_cached_prompts": None, "no_guesses": "", "contexts_arrived": None, "answer_lengths": None}
+    result = {"status": "VALID", "server_checks": checks, "per_instance": [{"handed_over": handed}]}
+    told = [text.partition(":")[0] for text in unchecked(result)]
+    assert told == [
+        "whether prompts came from a prefix cache, which MLPerf forbids",
+        *["whether generation servers got all KV caches, or computed prompts again"][:handed],
+    ]
+    shown = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
+    assert shown.count("Not checked: ") == len(told) and 'class="verdict valid"' in shown
+    assert unchecked({"server_checks": {"no_cached_prompts": ""}}) == unchecked({}) == []
 
 
 TEXTS = ("result.json", "plan.json", "config.json", "telemetry.json", "ranks.json")
