@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.configurator import Field
 from mpillm.configurator.found import Found, Level, Origin
-from mpillm.fields.general import INTERACTIVE, SINGLE_STREAM
+from mpillm.fields.general import INTERACTIVE
 from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form, plain_form
 
 _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prompt except llama3.1-405b's
@@ -17,15 +17,9 @@ _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prom
 def defaults_of(workload: Workload, scenario: str, test_mode: str = "PerformanceOnly") -> dict[Field, Any]:
     """Return a workload's defaults; answers are greedy, unless it says otherwise.
 
-    SingleStream, which no round has of them, is every workload's but an interactive form's. Raises
-    ConfigError for another scenario that it does not have.
+    Every workload takes every scenario, as NVIDIA's harness does: submitters publish files for SingleStream,
+    and for Offline of interactive forms. A run says what no round has.
     """
-    if scenario not in (*workload.scenarios, *([] if workload.interactive_of else [SINGLE_STREAM])):
-        have = " and ".join(workload.scenarios)
-        raise ConfigError(
-            f"--scenarios {scenario}: {workload.name} has {have}{nearest(scenario, workload.scenarios)}",
-            about=["scenarios"],
-        )
     longest = workload.max_output_len
     if test_mode == "AccuracyOnly":
         longest = workload.accuracy_output_len or longest

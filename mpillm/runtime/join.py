@@ -98,7 +98,9 @@ def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
         return ["LoadGen has the seeds of no round known here: the result can't be submitted"]
     name = settings.round.name
     if config.scenario not in config.workload.scenarios:
-        return [f"no round has {config.scenario} of {config.workload.name}: the result can't be submitted"]
+        said = f"no round has {config.scenario} of {config.workload.name}: the result can't be submitted"
+        plain = config.workload.interactive_of
+        return [f"{said}; the test is {plain}'s, whose limits alone Interactive changes" if plain else said]
     if why := why_not(config.workload, config.accuracy_target, name):
         return [f"LoadGen has the seeds of round {name}, where this result does not count: {why}"]
     return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]

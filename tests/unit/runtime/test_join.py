@@ -76,11 +76,16 @@ def test_a_run_is_planned_and_prepared() -> None:
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 
-def test_a_scenario_that_no_round_has_is_said(tmp_path: Path) -> None:
-    words = ["--core_type=dummy", "--benchmarks=llama2-70b", "--model_scale=tiny", "--scenarios=SingleStream"]
+@pytest.mark.parametrize(
+    ("name", "scenario", "means"),
+    [("llama2-70b", "SingleStream", ""), ("llama2-70b-interactive", "Offline", "; the test is llama2-70b's, ")],
+)
+def test_a_scenario_that_no_round_has_is_said(tmp_path: Path, name: str, scenario: str, means: str) -> None:
+    words = ["--core_type=dummy", f"--benchmarks={name}", "--model_scale=tiny", f"--scenarios={scenario}"]
     config = parse_run([*words, "--round=v6.0"])  # LoadGen gives its own seeds to the first test of a process
     lines = prepare(plan_run(config, joined(config)), lambda: tmp_path).announcement()
-    assert any("no round has SingleStream of llama2-70b" in line for line in lines)
+    said = f"no round has {scenario} of {name}: the result can't be submitted{means}"
+    assert any(said in line for line in lines)
 
 
 def test_errors_of_a_command_line_are_reported_once() -> None:
