@@ -50,7 +50,7 @@ class LiveLines:
         with self._lock:
             if clearing := self._clearing():
                 self._put(clearing, self.out)
-            self._put(text, to or self.out)
+            self._put(text, to or self.out, says=True)
             if text:
                 self._ends_in_line = not text.endswith("\n")
 
@@ -80,9 +80,10 @@ class LiveLines:
         return f"\r\x1b[{n}A\x1b[J" if n else ""
 
     @staticmethod
-    def _put(text: str, to: TextIO) -> None:
+    def _put(text: str, to: TextIO, says: bool = False) -> None:
+        """`says`: it is text, and nothing that the terminal obeys."""
         try:
-            if isinstance(to, Shown):
+            if isinstance(to, Shown) and not says:
                 to.as_it_is(text)
             else:
                 to.write(text)

@@ -7,7 +7,9 @@ reaches terminals through `Shown`, logs through `launch.logs`, and messages thro
 from __future__ import annotations
 
 import io
+import os
 import re
+import textwrap
 from typing import TextIO
 
 _MOST = 200  # characters of a line
@@ -41,22 +43,54 @@ def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 
 
+def fitted(text: str, columns: int) -> str:
+    """Return lines of text, of which those longer than `columns` go on in the next, a step further in.
+
+    Words, paths among them, are never broken, nor the lines of a command that goes on behind a backslash.
+    """
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if len(line) > columns and not line.endswith("\\"):
+            words = line.lstrip()
+            indent = line[: len(line) - len(words)]
+            lines[i] = textwrap.fill(
+                words,
+                columns,
+                initial_indent=indent,
+                subsequent_indent=f"{indent}  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
 class Shown(io.TextIOWrapper):
     """A process's standard output or error: what is written there is `printable`."""
 
     python_s: TextIO
     """Python's own, whose end would close what both write to."""
+    fits = False  # a terminal for messages, which are `fitted` to it
+    _in_line = False  # what was written last has no end yet
 
     def write(self, text: str) -> int:
-        return super().write(printable(text))
+        text = printable(text)
+        if self.fits:
+            # A terminal whose size nobody has said has 0 columns.
+            if not self._in_line and (columns := os.get_terminal_size(self.fileno()).columns):
+                text = fitted(text, columns)
+            self._in_line = not text.endswith("\n") if text else self._in_line
+        return super().write(text)
 
     def as_it_is(self, text: str) -> None:
         """Write text of our own, with control characters."""
         super().write(text)
 
 
-def safe_stream(stream: TextIO) -> TextIO:
-    """Return what takes the place of Python's own standard output or error; another stream is given back."""
+def safe_stream(stream: TextIO, messages: bool = False) -> TextIO:
+    """Return what takes the place of Python's own standard output or error; another stream is given back.
+
+    `messages`: nothing else goes there, which would be laid out already.
+    """
     if type(stream) is not io.TextIOWrapper:
         return stream
     made = Shown(
@@ -69,4 +103,5 @@ def safe_stream(stream: TextIO) -> TextIO:
         write_through=stream.write_through,
     )
     made.python_s = stream
+    made.fits = messages and stream.isatty()
     return made

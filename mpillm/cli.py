@@ -112,7 +112,7 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run a command; tell of errors."""
     _open_closed()
     _know_home()
-    sys.stdout, sys.stderr = safe_stream(sys.stdout), safe_stream(sys.stderr)
+    sys.stdout, sys.stderr = safe_stream(sys.stdout), safe_stream(sys.stderr, messages=True)
     try:
         code = run(argv)
         sys.stdout.flush()  # so that we report a full disk, not Python at its exit

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         sides = {name: [*both, *shlex.split(text)] for name, text in zip("AB", texts, strict=True)}
     except ValueError as error:
         raise ConfigError(f"ab: {error}, in {texts[0]!r} or {texts[1]!r}") from None
-    configs = {name: parse_run(side) for name, side in sides.items()}
+    configs = {name: parse_run(side, parser) for name, side in sides.items()}
     if configs["A"].scenario != configs["B"].scenario:
         raise ConfigError(
             f"ab: A is scenario {configs['A'].scenario}, B is {configs['B'].scenario}: they have no figure in"

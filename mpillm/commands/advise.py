@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         " --server_target_qps 20 --model_path DIR --goodput ttft:2000 tpot:200",
     )
     options, words = parse_series(argv, Options, parser)
-    config = parse_run(words)
+    config = parse_run(words, parser)
     _check(config)
     for line in _left_out(config):
         print(beside("  ", line))

@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
         *words,
         *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
     ]
-    config = parse_run(typed)
+    config = parse_run(typed, parser)
     if config.harness:
         raise ConfigError(f"{config.named('harness')}: find-max-qps goes by LoadGen's verdicts")
     return options, typed, config

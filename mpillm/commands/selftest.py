@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     options, words = parse_series(argv, Options, parser)
     if one_of_several() is not None:
         raise EveryRankError("selftest starts ranks itself: type it once, without mpirun or srun")
-    parse_run(words)
+    parse_run(words, parser)
     with taken(
         "Self test", ["selftest", *argv], options.output or "", options.log_dir or str(RUNS)
     ) as report:

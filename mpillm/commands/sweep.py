@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     todo = list(points(grid))
     if len(todo) < 2:
         raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
-    mpirun = [mpirun_words(options, parse_run(point.words)) for point in todo]
+    mpirun = [mpirun_words(options, parse_run(point.words, parser)) for point in todo]
     folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {path_shown(folder)}", flush=True)
     lasted: list[float] = []  # the runs of now

@@ -122,10 +122,14 @@ _MAIN = (
 )
 
 
-def parse_run(argv: Sequence[str]) -> RunConfig:
-    """Return the configuration from a command line of `run`."""
+def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
+    """Return the configuration from a command line of `run`.
+
+    `behind`: of a command that starts runs with the options that are not its own.
+    """
     parser = Parser(
         prog="mpillm run",
+        behind=behind,
         main=_MAIN,
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
         epilog="examples:\n"

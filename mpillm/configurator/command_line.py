@@ -78,16 +78,23 @@ class Parser(argparse.ArgumentParser):
     """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option.
 
     `main`: the names of the options that --help shows without a topic; all unless given. `figures`: the
-    command tells figures to `json_output`, so it has the option --json.
+    command tells figures to `json_output`, so it has the option --json. `behind`: the parser of a command
+    that has taken its own options; what is wrong with the others is that command's error.
     """
 
     def __init__(
-        self, main: Sequence[str] = (), add_help: bool = True, figures: bool = False, **kwargs: Any
+        self,
+        main: Sequence[str] = (),
+        add_help: bool = True,
+        figures: bool = False,
+        behind: Parser | None = None,
+        **kwargs: Any,
     ) -> None:
+        kwargs["prog"] = behind.prog if behind else kwargs["prog"]
         usage = kwargs.pop("usage", f"python -m {kwargs['prog']} [options]")
         kwargs["usage"] = "\n".join(textwrap.wrap(usage, 72, subsequent_indent=" " * 11))
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
-        self._main = main
+        self._main, self._behind = main, behind
         if add_help:
             self.add_argument(
                 *("-h", "--help"),
@@ -139,7 +146,8 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, unknown: Sequence[str]) -> str:
         """Return what may be meant by the first of `unknown`."""
         name = unknown[0].partition("=")[0]
-        options = [option for action in self._actions for option in action.option_strings]
+        actions = [*self._actions, *(self._behind._actions if self._behind else ())]
+        options = [option for action in actions for option in action.option_strings]
         command = self.prog.removeprefix("mpillm ")
         if (ours := _OURS.get(name)) in options:
             return f"; it is {ours}"
@@ -148,8 +156,10 @@ class Parser(argparse.ArgumentParser):
         if _MPIRUNS.fullmatch(unknown[0]) and command in RANK_COMMANDS:
             words = unknown[: 1 if re.search("[=0-9]", unknown[0]) else 2]
             return f"; it is mpirun's: `python -m mpillm mpirun {shlex.join(words)} {command} …`"
-        if name in ("-n", "-np", "--np") and "--world_size" in options:
-            return " (did you mean '--world_size'?)"
+        if name in ("-n", "-np", "--np"):
+            for meant in ("--total_gpus", "--world_size"):
+                if meant in options:
+                    return f" (did you mean '{meant}'?)"
         return nearest(name, options) if name.startswith("-") else ""
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:

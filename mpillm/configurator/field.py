@@ -143,7 +143,7 @@ class Field(Generic[T]):
         """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
         if not is_text(text):
             raise ConfigError(f"{source} {_cut(ascii(text))}: not UTF-8 text, or with a null character")
-        said = f"{source} {_cut(text)}"
+        said = f"{source} {_cut(text) if text.strip() else repr(text)}"
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:
@@ -154,7 +154,7 @@ class Field(Generic[T]):
                 raise ConfigError(f"{said}: expected true or false")
             return text.lower() in ("true", "1")
         if self.from_string is None and not text.strip():
-            raise ConfigError(f"{source} '{text}': expected a text that is not empty")
+            raise ConfigError(f"{said}: expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
         except (ArithmeticError, ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Figure:
     name: str
     unit: str
     of: Callable[[Rows], Any]  # the figure of some records; of a rate, each record's amount
-    rate: bool = False  # amounts per second
+    rate: str = ""  # amounts per second: its name in result.json
     issued_over_time: bool = True  # it means nothing where all requests were issued at once (Offline)
 
 
@@ -57,8 +57,8 @@ LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
 """Seconds of each request; NaN where it has none."""
 
 FIGURES = (
-    Figure("samples/s", "", lambda rows: np.ones(len(rows)), rate=True),
-    Figure("tokens/s", "", lambda rows: rows["tokens"].astype(np.float64), rate=True),
+    Figure("samples/s", "", lambda rows: np.ones(len(rows)), rate="samples_per_second"),
+    Figure("tokens/s", "", lambda rows: rows["tokens"].astype(np.float64), rate="tokens_per_second"),
     *(
         Figure(f"{name} {kind}", "ms", partial(_ms, of, q), issued_over_time=name != "TPOT")
         for name, of in LATENCIES.items()
@@ -110,7 +110,11 @@ class ComparedRun:
         if figure.rate:
             issued, ended = self.rows["issued"], self.rows["issued"] + self.rows["latency"]
             begun = np.where(np.isnan(self.rows["ttft"]), ended, issued + self.rows["ttft"])
-            found = per_second(begun, ended, figure.of(self.rows), float(issued.min(initial=math.inf)))
+            # Of another client the time before its first request is its start.
+            since = float(issued.min(initial=math.inf)) if "harness" in self.files.result else 0.0
+            found = per_second(begun, ended, figure.of(self.rows), since)
+            if isinstance(said := self.files.result.get(figure.rate), (int, float)):  # what the console said
+                found = replace(found, value=said)
         else:
             found = by_blocks(self.rows, figure.of)
         return None if math.isnan(found.value) else found

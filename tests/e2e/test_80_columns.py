@@ -69,6 +69,25 @@ def test_a_run_and_what_reads_it(one: Starter, pipe: bool) -> None:
         fits(typed(one, *words, pipe=pipe).end(120))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--min_duration="),
+        ("run", "--benchmarks", "llama2-70b", "--scenarios", "Fast"),
+        ("serve", "--help", "nothing"),
+        ("unknown",),
+        ("mpirun", "-n", 2, "run", "--core_type", "dummy", "--mode", "disaggregated"),
+        ("mpirun", "-n", 2, "run", "--core_type", "dummy", "--min_query_count", "fast"),
+    ],
+    ids=lambda words: " ".join(map(str, words[:3])),
+)
+def test_errors(one: Starter, words: Sequence[object]) -> None:
+    """On a terminal in lines that fit; in a pipe each is one line, which can be searched."""
+    fits(typed(one, *words).end(120), code=2)
+    said = typed(one, *words, pipe=True).end(120).must(2).err
+    assert any(len(line) > 80 for line in said.splitlines()), said
+
+
 def test_a_server(one: Starter) -> None:
     command = typed(one, "mpirun", "-n", 2, "serve", "--core_type", "dummy", "--port", 0, "--log_dir", "s")
     wait_until(lambda: "serving " in command.out, "ready", 120)

@@ -250,9 +250,16 @@ def test_every_option(field: Any) -> None:
     for text in bad:
         with pytest.raises(ConfigError) as error:
             field.parse(text, f"--{field.name}")
-        shown = text if len(text) <= 1000 else text[:1000] + "..."
+        shown = (text if len(text) <= 1000 else text[:1000] + "...") if text.strip() else repr(text)
         assert str(error.value).startswith(f"--{field.name} {shown}: expected ")
         assert "``" not in str(error.value), "a docstring is no message"
+
+
+@pytest.mark.parametrize("option", ["--min_duration=", "--core_type=", "--mode= ", "--min_query_count="])
+def test_a_value_of_nothing_is_shown_as_such(option: str) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(ConfigError, match=f"^{name} '{value}': "):
+        parse_run([option])
 
 
 def test_every_option_has_a_default_of_its_own_kind() -> None:

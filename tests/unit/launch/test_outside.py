@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -65,6 +70,47 @@ def test_what_a_command_prints_is_tame() -> None:
     out, err = done.stdout.decode(), done.stderr.decode()
     assert out.count("\\x1b[2J") == 4 and err.count("\\x1b[2J") == 2
     assert is_tame(out + err), out + err
+
+
+def on_terminal(columns: int, code: str) -> str:
+    """Return what a terminal gets of a command that runs `code`: its stdout and stderr are that terminal."""
+    screen, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    code = f"import sys\nfrom mpillm import cli\ndef run(words):\n    {code}\nsys.exit(cli.main([], run))"
+    subprocess.run([sys.executable, "-c", code], stdin=end, stdout=end, stderr=end, timeout=120, check=False)
+    os.close(end)
+    try:
+        return os.read(screen, 1 << 16).decode().replace("\r\n", "\n")
+    finally:
+        os.close(screen)
+
+
+def test_messages_fit_the_terminal() -> None:
+    """Not what is laid out already: stdout, a command line in several lines; no word is broken."""
+    long = "a message of many words that goes on and on /and/has/a/path/that/is/longer/than/the/terminal"
+    said = f"{long} end\n  indented: {long}"
+    error = f"raise cli.ConfigError({said!r})"
+    assert on_terminal(40, error) == (
+        "mpillm: a message of many words that\n  goes on and on\n"
+        "  /and/has/a/path/that/is/longer/than/the/terminal\n  end\n"
+        "  indented: a message of many words that\n    goes on and on\n"
+        "    /and/has/a/path/that/is/longer/than/the/terminal\n"
+    )
+    assert on_terminal(400, error).startswith(f"mpillm: {long} end\n")
+    assert on_terminal(0, error).startswith(f"mpillm: {long} end\n"), "one whose size nobody has said"
+    laid_out = f"print({long!r}); print({long + chr(92)!r}, file=sys.stderr); return 0"
+    assert on_terminal(40, laid_out) == f"{long}\n{long}\\\n"
+
+
+def test_a_launcher_fits_what_its_ranks_say() -> None:
+    """A bar is cut by the terminal itself."""
+    code = (
+        "from launch.live_lines import LiveLines; lines = LiveLines(sys.stdout, sys.stderr);"
+        " lines.draw(['b' * 50]); lines.write('mpillm: ' + 'word ' * 9 + chr(10), lines.err); return 0"
+    )
+    shown = on_terminal(40, code)
+    assert "b" * 50 in shown
+    assert shown.endswith("mpillm: word word word word word word\n  word word word\n")
 
 
 def test_a_bar_is_drawn_and_nothing_else_moves_the_cursor() -> None:

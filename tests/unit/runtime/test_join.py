@@ -78,7 +78,10 @@ def test_a_run_is_planned_and_prepared() -> None:
 
 @pytest.mark.parametrize(
     ("name", "scenario", "means"),
-    [("llama2-70b", "SingleStream", ""), ("llama2-70b-interactive", "Offline", "; the test is llama2-70b's, ")],
+    [
+        ("llama2-70b", "SingleStream", ""),
+        ("llama2-70b-interactive", "Offline", "; the test is llama2-70b's, "),
+    ],
 )
 def test_a_scenario_that_no_round_has_is_said(tmp_path: Path, name: str, scenario: str, means: str) -> None:
     words = ["--core_type=dummy", f"--benchmarks={name}", "--model_scale=tiny", f"--scenarios={scenario}"]
