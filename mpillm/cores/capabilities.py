@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
-    from mpillm.comms.kv_socket import Cache
     from mpillm.comms.messages import Batch
     from mpillm.comms.mover import Mover, Peer
     from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.telemetry.recorder import Recorder
+
+Cache = NDArray[np.uint8]  # a request's KV cache, shape [bytes]
 
 
 @runtime_checkable

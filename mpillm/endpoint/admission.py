@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from mpillm.comms.kv_socket import is_loopback
 from mpillm.config.run_config import RunConfig
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.connections import note_begun, note_whole
@@ -199,6 +198,14 @@ def guard_of(config: RunConfig, host: str) -> Guard:
 
 
 @lru_cache(64)
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which others resolve
+        return False
+
+
 def _names_this_machine(host: str) -> bool:
     """Return whether a Host header has an address, or a name that no other's DNS gives to this machine."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]

@@ -24,14 +24,13 @@ from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.connections import address_of
-from mpillm.endpoint.disaggregated_params import Half
+from mpillm.endpoint.half import Arrival, Half
 from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.endpoint.perf_metrics import PerfMetrics
 from mpillm.endpoint.prometheus import TEXT, ServeMetrics
 from mpillm.endpoint.protocol import Asked, Served, encode, read
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
-from mpillm.roles.half import Arrival
 from mpillm.version import __version__
 
 _log = logging.getLogger(__name__)

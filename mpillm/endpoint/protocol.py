@@ -125,7 +125,7 @@ class Asked:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    # `disaggregated_params`, unchecked: see disaggregated_params.py
+    # `disaggregated_params`, unchecked: see `Half.check`
     disaggregated: Json = field(default_factory=dict)
     prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
 

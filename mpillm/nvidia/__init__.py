@@ -5,9 +5,9 @@ It imports the core of mpillm; the core does not import it, but finds here by na
 
 `trtllm/`: the cores `trtllm_executor` and `trtllm_hlapi`, tools, servers. `triton/`: model repositories and
 servers. `triton_core/`: the core `triton_grpc`. `triton_models/`: models that tritonserver's Python backend
-runs. `triton_client/`: clients of models behind Triton. `leader/`: the leader of disaggregated servers.
-`core_model/`, `table/`: benches. `commands/`: one file for each of its commands. `config_file`: the user's
-configuration.
+runs. `triton_client/`: clients of models behind Triton. `halves/`: context and generation servers; `leader/`:
+their leader. `core_model/`, `table/`: benches. `commands/`: one file for each of its commands. `config_file`:
+the user's configuration.
 """
 
 CORES = {
@@ -56,8 +56,11 @@ BENCHES = {
 }
 """Each is a file `bench_NAME.py` in a room of its name, of the kind that `mpillm.bench` describes."""
 
-SERVER_ROLES = {"leader": "mpillm.nvidia.leader.leader_run:lead"}
-"""What `serve --server_role` may be besides the core's own."""
+SERVER_ROLES = {
+    "leader": "mpillm.nvidia.leader.leader_run:lead",
+    **dict.fromkeys(("context", "generation"), "mpillm.nvidia.halves.half_server:HalfServer"),
+}
+"""What `serve --server_role` makes of a process: a leader's main, a run's `endpoint.half.HalfServer`."""
 
 READERS = {"config_file": "mpillm.nvidia.config_file"}
 """Modules that read files: the user's configuration, for `config.layers`."""

@@ -16,6 +16,7 @@ from mpillm.comms.transport import Transport
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.options import model_name, plain_name
 from mpillm.config.run_config import RunConfig
+from mpillm.core_names import brought, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer
@@ -34,6 +35,7 @@ from mpillm.runtime.run_session import RunSession, announced, opened
 
 if TYPE_CHECKING:
     from mpillm.cores.openai_client.client_thread import ClientThread
+    from mpillm.endpoint.half import HalfServer
     from mpillm.roles.harness import Totals
 
 _log = logging.getLogger(__name__)
@@ -85,7 +87,6 @@ class ServeSession(RunSession):
             from mpillm.endpoint.admission import guard_of
             from mpillm.endpoint.app import Service
             from mpillm.endpoint.http_thread import HttpThread, bind, url
-            from mpillm.runtime.half_server import HalfServer
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
         config, plan = planned.config, planned.plan
@@ -108,7 +109,7 @@ class ServeSession(RunSession):
                     f"a {config.half} server hands KV caches over from host memory: name --device cpu",
                     about=["device", "server_role"],
                 )
-            self._half = HalfServer(config, planned.models[0], self.url)
+            self._half = found_at(brought("SERVER_ROLES")[config.half])(config, planned.models[0], self.url)
             half = self._half.routes
         service = Service(
             self.served,

@@ -26,8 +26,8 @@ mpillm.cores mpillm.doctor
 mpillm.roles mpillm.nvidia.trtllm
 mpillm.report mpillm.endpoint mpillm.nvidia.triton
 mpillm.runs mpillm.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
-mpillm.bench mpillm.experiments mpillm.submission mpillm.nvidia.core_model mpillm.nvidia.leader
-mpillm.commands mpillm.submission.commands mpillm.nvidia.table
+mpillm.bench mpillm.experiments mpillm.submission mpillm.nvidia.core_model mpillm.nvidia.halves
+mpillm.commands mpillm.submission.commands mpillm.nvidia.leader mpillm.nvidia.table
 mpillm.cli mpillm.nvidia.commands mpillm.llmlib
 mpillm.__main__ benchmarks
 """

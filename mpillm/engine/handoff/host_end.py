@@ -1,9 +1,9 @@
 """The host's end of a handoff: whole KV caches in the memory of one rank.
 
-An instance whose partner is another run (`roles.half`) hands its caches to its own leader's memory, or takes
-them from there, with the same transfers as between instances (`transfer`). In memory a cache has the bytes
-that a single rank with the whole model would send in one piece (see `KVCache`), so two servers need not know
-each other's layouts or block sizes.
+An instance whose partner is another run (`serve --server_role`) hands its caches to its own leader's memory,
+or takes them from there, with the same transfers as between instances (`transfer`). In memory a cache has the
+bytes that a single rank with the whole model would send in one piece (see `KVCache`), so two servers need not
+know each other's layouts or block sizes.
 """
 
 from __future__ import annotations

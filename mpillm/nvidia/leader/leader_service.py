@@ -22,9 +22,9 @@ from aiohttp import web
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE, flag, mapping, parse
-from mpillm.endpoint.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram, escaped, head
 from mpillm.endpoint.shapes import DONE, error_event
+from mpillm.nvidia.halves.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.nvidia.leader.ask import Ask
 from mpillm.nvidia.leader.workers import Pool, Worker
 from mpillm.version import __version__

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mpillm.comms import kv_socket
-from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
+from mpillm.cores.capabilities import Cache
+from mpillm.nvidia.halves import kv_socket
+from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, fetch
 from tests.helpers.support import wait_until
 
 HOST = "127.0.0.1"

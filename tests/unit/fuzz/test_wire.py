@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from disagg.instances import Instance
 from launch.callers import KEY, Callers
 from mpillm.comms import messages
-from mpillm.comms.kv_socket import CacheLost, KvStore, checksum, fetch
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, refusal_of
 from mpillm.cores.openai_client.client import seconds_of
@@ -31,9 +30,11 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, Half, KvFormat
-from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
+from mpillm.nvidia.halves.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, KvFormat
+from mpillm.nvidia.halves.disaggregated_params import DisaggregatedParams as Half
+from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, checksum, fetch
+from mpillm.nvidia.halves.opaque_state import KvState, Seal, request_digest
 from mpillm.nvidia.leader.ask import Ask
 from mpillm.nvidia.leader.workers import Pool, Worker
 from mpillm.nvidia.triton_client.connection import AnswerError as TritonAnswerError

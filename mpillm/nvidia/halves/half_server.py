@@ -8,16 +8,18 @@ import socket
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.comms.kv_socket import KvStore, is_loopback
 from mpillm.comms.transport import Transport
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import HandsOverToRuns
 from mpillm.cores.registry import BackendRegistry
-from mpillm.endpoint.disaggregated_params import Half, KvFormat
-from mpillm.endpoint.opaque_state import Seal
-from mpillm.roles.half import Arrival, ContextServer, GenerationServer
+from mpillm.endpoint.admission import is_loopback
+from mpillm.endpoint.half import Arrival
+from mpillm.nvidia.halves.disaggregated_params import DisaggregatedParams, KvFormat
+from mpillm.nvidia.halves.instances import ContextServer, GenerationServer
+from mpillm.nvidia.halves.kv_socket import KvStore
+from mpillm.nvidia.halves.opaque_state import Seal
 from mpillm.roles.instance import InstanceRole
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -61,7 +63,8 @@ class HalfServer:
             f" in {model.kv_dtype}",
             model.config.kv_bytes_per_token(model.kv_dtype),
         )
-        self.routes = Half(role, name, kv, host, self._store, self._arrivals, timeout_s, Seal(secret))
+        seal = Seal(secret)
+        self.routes = DisaggregatedParams(role, name, kv, host, self._store, self._arrivals, timeout_s, seal)
 
     def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
         """Return the role of the instance's first rank."""

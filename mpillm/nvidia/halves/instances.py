@@ -1,10 +1,10 @@
 """Instances that are one half of disaggregated serving, while the other half is another run.
 
 A context server answers CONTEXT_ONLY requests with their first token and keeps the KV cache for whoever
-fetches it (`comms.kv_socket`); a generation server's HTTP thread fetches it before it sends a GENERATION_ONLY
+fetches it (`kv_socket`); a generation server's HTTP thread fetches it before it sends a GENERATION_ONLY
 request. So what travels between two runs is whole caches from memory to memory: the engines' blocks are held
-only while a cache moves inside its run (`core.host_end`), whatever becomes of the other run. Both also answer
-requests that ask for neither.
+only while a cache moves inside its run (`engine.handoff.host_end`), whatever becomes of the other run. Both
+also answer requests that ask for neither.
 
 To the leader's role a context-only request lasts until its cache is fetched or dropped: only then does FINAL
 follow FIRST, so credits limit the memory that waiting caches take.
@@ -17,11 +17,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpillm.comms.kv_socket import Cache, KvStore
 from mpillm.comms.messages import (
     DONE,
     NO_INSTANCE,
@@ -33,7 +32,9 @@ from mpillm.comms.messages import (
     ResponseFlag,
 )
 from mpillm.cores.base import Credits, LLMCore
-from mpillm.cores.capabilities import HandsOverToRuns, OwnMemory
+from mpillm.cores.capabilities import Cache, HandsOverToRuns, OwnMemory
+from mpillm.endpoint.half import Arrival
+from mpillm.nvidia.halves.kv_socket import KvStore
 from mpillm.phases import Phase
 from mpillm.roles.handoff import First, Kv
 from mpillm.roles.instance import InstanceRole
@@ -258,13 +259,6 @@ class ContextServer(_Half):
             has_token, flags = last
             self._tell_end(id_, [context.first_token] if has_token else [], flags)
             del self._contexts[id_]
-
-
-class Arrival(NamedTuple):
-    """What a context server has computed of a request."""
-
-    first_token: int
-    cache: Cache
 
 
 class GenerationServer(_Half):

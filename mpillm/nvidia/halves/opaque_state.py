@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.kv_socket import KEY_BYTES, is_loopback
+from mpillm.endpoint.admission import is_loopback
 from mpillm.endpoint.api_error import ApiError
+from mpillm.nvidia.halves.kv_socket import KEY_BYTES
 
 _MOST = 4096  # characters
 _NAME = "disaggregated_params.encoded_opaque_state"

@@ -4,7 +4,7 @@ The leader (`nvidia.leader`, or `trtllm-serve disaggregated`) sends a request to
 server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
 generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
 (`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
-affair (`serve.opaque_state`).
+affair (`opaque_state` beside it).
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
 from mpillm.comms.messages import RequestFlag
+from mpillm.cores.capabilities import Cache
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import token_ids
 from mpillm.endpoint.choices import Choice, Piece
-from mpillm.endpoint.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.half import Arrival
 from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Asked, Served
 from mpillm.endpoint.shapes import Shapes
 from mpillm.files import excerpt
-from mpillm.roles.half import Arrival
+from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, fetch
+from mpillm.nvidia.halves.opaque_state import KvState, Seal, request_digest
 
 _log = logging.getLogger(__name__)
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
@@ -49,8 +50,8 @@ class KvFormat:
     bytes_per_token: int
 
 
-class Half:
-    """What a context or a generation server adds to the routes. Used in the HTTP thread alone."""
+class DisaggregatedParams:
+    """Implements `endpoint.half.Half`."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ for a socket; who does not know a key has none (`launch.door`).
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import secrets
 import socket
@@ -21,9 +20,9 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from launch.door import Door
+from mpillm.cores.capabilities import Cache
 
 _log = logging.getLogger(__name__)
 KEY_BYTES = 16
@@ -35,8 +34,6 @@ _CONNECT_S = 5.0
 _CALLERS = 4  # of one cache: who has broken off may not be noticed yet
 _CHUNK = 1 << 20  # bytes of one call
 _PIECE = 1 << 13  # words of one sum
-
-Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class CacheLost(Exception):
@@ -175,13 +172,6 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
         raise CacheLost("it closed the connection before its KV cache was here") from None
     except OSError as error:
         raise CacheLost(f"its KV cache can't be fetched: {error.strerror or error}") from error
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which others resolve
-        return False
 
 
 def checksum(cache: Cache) -> int:
