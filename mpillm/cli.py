@@ -20,7 +20,8 @@ from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_co
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.outside import safe_stream
 from launch.signals import stop_signals
-from mpillm.core_names import WINGS, brought, brought_by, lacks, package_of
+from mpillm.core_names import WINGS, brought, lacks
+from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 from mpillm.version import __version__
 
@@ -31,10 +32,6 @@ COMMANDS = {
     "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
     "doctor": "examine machine and launcher before a run, on all ranks",
     "plan": "show what would run where, without MPI",
-    "generate-engines": "quantise a model and build its engine",
-    "generate-disagg-config": "write a disaggregation YAML from options",
-    "run-llm-server": "start the servers that a core needs, and wait until they end",
-    "run-harness": "run a test for each workload and scenario named",
     "find-max-qps": "find the highest rate at which a Server or Interactive test is VALID",
     "compare": "compare runs: options, then figures with confidence intervals",
     "ab": "run two sets of options alternately, and say whether the difference is real",
@@ -53,20 +50,15 @@ COMMANDS = {
 """What each command does. `module_of` says where it is."""
 
 _GROUPS = {
-    "run": ("run", "serve", "mpirun", "sbatch", "run-harness", "run-llm-server"),
+    "run": ("run", "serve", "mpirun", "sbatch"),
     "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify", "selftest"),
     "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
-    "prepare": ("fetch-model", "completion", "generate-engines", "generate-disagg-config"),
+    "prepare": ("fetch-model", "completion"),
 }
 for _wing in WINGS:
-    _group = importlib.import_module(_wing).GROUP
-    _GROUPS[_group] = (*_GROUPS.get(_group, ()), *brought_by(_wing, "COMMANDS"))
+    for _group, _names in importlib.import_module(_wing).GROUPS.items():
+        _GROUPS[_group] = (*_GROUPS.get(_group, ()), *_names)
 _GROUPED = {name for names in _GROUPS.values() for name in names}
-
-
-def module_of(command: str) -> str:
-    """Return the module whose `main` takes the command's arguments and returns its exit code."""
-    return f"{package_of('COMMANDS', command, 'mpillm')}.commands.{command.replace('-', '_')}"
 
 
 def usage() -> str:

@@ -41,6 +41,11 @@ def package_of(what: str, name: str, core: str) -> str:
     return next((wing for wing in WINGS if name in brought_by(wing, what)), core)
 
 
+def module_of(command: str) -> str:
+    """Return the module whose `main` takes the command's arguments and returns its exit code."""
+    return f"{package_of('COMMANDS', command, 'mpillm')}.commands.{command.replace('-', '_')}"
+
+
 BUILT_IN = {
     DEFAULT: "mpillm.cores.torch_core:TorchCore",
     "dummy": "mpillm.cores.dummy:DummyCore",

@@ -13,7 +13,7 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from launch.command import wrapped
-from mpillm.config.options import parse_run
+from mpillm.config.options import parse_run, without
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import option
 from mpillm.configurator.columns import beside, table
@@ -34,7 +34,6 @@ from mpillm.loadgen.issue_order import issue_order
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runs.whole_runs import run_in
-from mpillm.runtime.in_turn import without
 from mpillm.telemetry.other_load import least_disturbed
 
 if TYPE_CHECKING:

@@ -9,17 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch import sbatch
-from mpillm.commands import find_max_qps, run_harness
 from mpillm.config.options import RUN_FIELDS, parse_run, parse_serve
 from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.core_names import found_at, module_of
 from mpillm.fields import FIELDS
 
-_PARSE: dict[str, Callable[[Sequence[str]], Any]] = {
-    "run": parse_run,
-    "serve": parse_serve,
-    "run-harness": run_harness.parse,
-    "find-max-qps": find_max_qps.parse,
-}
+_PARSE: dict[str, Callable[[Sequence[str]], Any]] = {"run": parse_run, "serve": parse_serve}
+_OWN_PARSE = ("run-harness", "find-max-qps")  # their modules have one
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,11 +27,12 @@ def check(command: Sequence[str], has_files: bool) -> None:
     """Raise ConfigError for options that the command will refuse; without its files, for unknown ones."""
     name, *words = command
     name = name.replace("_", "-")
-    if (parse := _PARSE.get(name)) is None or {"-h", "--help"} & {*words}:
+    if {"-h", "--help"} & {*words}:
         return
-    if has_files:
+    if has_files and name in (*_PARSE, *_OWN_PARSE):
+        parse = _PARSE.get(name) or found_at(f"{module_of(name)}:parse")
         parse(words)
-    elif parse in (parse_run, parse_serve):
+    elif name in _PARSE:
         parser = Parser(prog=f"mpillm {name}")
         add_fields(parser, FIELDS, RUN_FIELDS)
         parser.texts(words)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,18 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     if config.server_role in ("context", "generation"):
         config.half = config.server_role
     return config
+
+
+def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the options as typed, without those of these names."""
+    kept: list[str] = []
+    drop = False  # whether the word is the name or a value of such an option
+    for word in argv:
+        if word.startswith("--"):
+            drop = word[2:].partition("=")[0].replace("-", "_") in names
+        if not drop:
+            kept.append(word)
+    return kept
 
 
 def run_name(config: RunConfig) -> str:

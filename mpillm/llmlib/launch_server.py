@@ -53,26 +53,26 @@ class GenerateTritonConfigOp(_CommandOp):
 class GenerateTrtllmDisaggConfigOp(_CommandOp):
     """Writes the disaggregation YAML of `trtllm-serve`'s workers."""
 
-    command = "mpillm.commands.generate_disagg_config"
+    command = "mpillm.nvidia.commands.generate_disagg_config"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}
 
 
 class RunTritonServerOp(_CommandOp):
     """Runs a `tritonserver` for each model repository."""
 
-    command = "mpillm.commands.run_llm_server"
+    command = "mpillm.nvidia.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"harness_type": "triton"}
 
 
 class RunTrtllmServeOp(_CommandOp):
     """Runs a `trtllm-serve` for each URL."""
 
-    command = "mpillm.commands.run_llm_server"
+    command = "mpillm.nvidia.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_endpoint"}
 
 
 class RunTrtllmServeDisaggOp(_CommandOp):
     """Runs the workers and the leader of a disaggregation YAML."""
 
-    command = "mpillm.commands.run_llm_server"
+    command = "mpillm.nvidia.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}

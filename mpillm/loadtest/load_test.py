@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,64 +131,3 @@ class LoadTest:
 
     def on_cancelled(self, call: Call) -> None:
         """Nobody cancels here."""
-
-
-class FixedConcurrency(LoadTest):
-    """So many requests are open at any time, until a time has passed and enough of them were sent."""
-
-    def __init__(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        order: Iterator[int],
-        sampling: Sampling,
-        concurrency: int,
-        least: int,
-        min_duration_s: float = 0.0,
-    ) -> None:
-        """`order`: which prompt comes next, without end; `least`: of requests."""
-        super().__init__((), np.zeros(0), sampling, concurrency)
-        self.indices: list[int] = []  # of each record: its prompt
-        self._prompts = prompts
-        self._order = order
-        self._least = least
-        self._min_duration_s = min_duration_s
-
-    async def run(self, client: Client) -> float:
-        """Send requests until it is over, wait for all answers; the seconds it took."""
-        self.client = client
-        client.listener = self
-        self._ended = asyncio.get_running_loop().create_future()
-        self._started = time.perf_counter()
-        self._send()
-        await self._ended
-        return time.perf_counter() - self._started
-
-    def _so_far(self, elapsed_s: float) -> Progress:
-        planned = None if self._min_duration_s else self._least
-        lasts_s = self._min_duration_s or None
-        return Progress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
-
-    def _send(self) -> None:
-        assert self.client is not None
-        while len(self.client.calls) < self._most and not self._over():
-            index = next(self._order)
-            prompt = self._prompts[index]
-            self.indices.append(index)
-            self.records.append(Record(len(prompt)))
-            self._issued += 1
-            self.client.submit(len(self.records) - 1, prompt.tolist(), self._sampling)
-        if not self.client.calls:
-            self._ended.set_result(None)
-
-    def _over(self) -> bool:
-        assert self._started is not None
-        lasted = time.perf_counter() - self._started
-        return self._issued >= self._least and lasted >= self._min_duration_s
-
-    def _end(self) -> None:
-        self._ended_requests += 1
-        asyncio.get_running_loop().call_soon(self._next)
-
-    def _next(self) -> None:
-        if not self._ended.done():
-            self._send()

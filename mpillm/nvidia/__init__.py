@@ -38,6 +38,10 @@ RUNTIME_FLAGS = {
 """The runtime flags that a core knows; one of TensorRT-LLM that is not here passes on all."""
 
 COMMANDS = {
+    "generate-engines": "quantise a model and build its engine",
+    "generate-disagg-config": "write a disaggregation YAML from options",
+    "run-llm-server": "start the servers that a core needs, and wait until they end",
+    "run-harness": "run a test for each workload and scenario named",
     "generate-triton-config": "write Triton model repositories for an engine",
     "fill-template": "fill the placeholders of a Triton model's config.pbtxt",
     "launch-triton-server": "start a tritonserver of one model repository, and wait until it ends",
@@ -45,9 +49,10 @@ COMMANDS = {
     "e2e-test": "check and time the models around an engine behind Triton",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
 }
-"""Each is the `main` of a file in `commands/`."""
+"""Each is the `main` of a file in `commands/`. The first four are the stages of NVIDIA's Makefile."""
 
-GROUP = "prepare"
+_RUNS = ("run-harness", "run-llm-server")
+GROUPS = {"run": _RUNS, "prepare": (*(name for name in COMMANDS if name not in _RUNS),)}
 """Where --help shows them."""
 
 BENCHES = {

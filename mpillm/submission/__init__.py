@@ -12,5 +12,5 @@ COMMANDS = {
 }
 """Each is the `main` of a file in `commands/`."""
 
-GROUP = "submit"
+GROUPS = {"submit": (*COMMANDS,)}
 """Where --help shows them."""

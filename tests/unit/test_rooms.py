@@ -28,8 +28,8 @@ mpillm.report mpillm.endpoint mpillm.nvidia.triton
 mpillm.runs mpillm.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
 mpillm.bench mpillm.experiments mpillm.submission mpillm.nvidia.core_model mpillm.nvidia.halves
 mpillm.commands mpillm.submission.commands mpillm.nvidia.leader mpillm.nvidia.table
-mpillm.cli mpillm.nvidia.commands mpillm.llmlib
-mpillm.__main__ benchmarks
+mpillm.cli mpillm.nvidia.commands
+mpillm.__main__ mpillm.llmlib benchmarks
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 # ``module:function``, whole or as the start of an f-string

@@ -16,7 +16,6 @@ import psutil
 from disagg.errors import ConfigError
 from launch.command import NotHere
 from launch.places import SERVERS
-from mpillm.commands.run_llm_server import run_servers
 from mpillm.config.values import Values, collect
 from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
@@ -29,6 +28,7 @@ from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
 from mpillm.fields.servers import ServerFields
 from mpillm.fields.topology import TopologyFields
+from mpillm.nvidia.commands.run_llm_server import run_servers
 from mpillm.nvidia.triton.tritonserver import (
     More,
     Ports,

@@ -31,7 +31,6 @@ from mpillm.files import as_written, read_object, write_json
 from mpillm.harnesses.kind import Load, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
 from mpillm.loadtest.endpoint_client import EndpointClient
-from mpillm.loadtest.load_test import FixedConcurrency
 from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
     ACCURACY,
@@ -62,6 +61,7 @@ from mpillm.submission.endpoint_rules import (
     sample_order,
     warm_up_prompts,
 )
+from mpillm.submission.fixed_concurrency import FixedConcurrency
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name

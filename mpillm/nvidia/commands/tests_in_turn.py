@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from launch.command import Command
 from launch.places import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.idle import idle
-from mpillm.config.options import run_name
+from mpillm.config.options import run_name, without
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.columns import table
 from mpillm.fields.effects import RUN
@@ -72,18 +72,6 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
     ]
     start = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks_of(config))]
     return Test(name, Command((*start, "run", *words, f"--log_dir={log_dir}")), log_dir)
-
-
-def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the options as typed, without those of these names."""
-    kept: list[str] = []
-    drop = False  # whether the word is the name or a value of such an option
-    for word in argv:
-        if word.startswith("--"):
-            drop = word[2:].partition("=")[0].replace("-", "_") in names
-        if not drop:
-            kept.append(word)
-    return kept
 
 
 def _written(test: Test) -> int | None:

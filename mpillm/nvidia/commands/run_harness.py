@@ -14,7 +14,7 @@ from mpillm.core_names import TRITON_URL
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
 from mpillm.fields.effects import RUN
-from mpillm.runtime.in_turn import run_in_turn, test_of
+from mpillm.nvidia.commands.tests_in_turn import run_in_turn, test_of
 
 _CONNECT_S = 2.0
 
