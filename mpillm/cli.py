@@ -32,14 +32,8 @@ COMMANDS = {
     "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
     "doctor": "examine machine and launcher before a run, on all ranks",
     "plan": "show what would run where, without MPI",
-    "find-max-qps": "find the highest rate at which a Server or Interactive test is VALID",
-    "compare": "compare runs: options, then figures with confidence intervals",
-    "ab": "run two sets of options alternately, and say whether the difference is real",
-    "sweep": "run a grid of options, resumable, with a Pareto curve",
-    "advise": "propose how to use some GPUs for a test: instances, layouts, contexts to generation",
     "rerun": "repeat the run of a run directory, and say what is different",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
-    "selftest": "try a kind of server or a core on what is installed here, case by case, in one report",
     "report": "write the page of a run, report.html, again",
     "runs": "list runs, newest first, and write an index page of them",
     "fetch-model": "fetch a small real model",
@@ -51,8 +45,8 @@ COMMANDS = {
 
 _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch"),
-    "look": ("plan", "doctor", "report", "runs", "compare", "rerun", "certify", "selftest"),
-    "find": ("find-max-qps", "ab", "sweep", "advise", "bench"),
+    "look": ("plan", "doctor", "report", "runs", "rerun", "certify"),
+    "find": ("bench",),
     "prepare": ("fetch-model", "completion"),
 }
 for _wing in WINGS:

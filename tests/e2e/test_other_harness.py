@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.commands.compare import main as compare
+from mpillm.experiments.commands.compare import main as compare
 from mpillm.report.request_log import read_requests
 from tests.e2e.test_own_servers import server
 from tests.helpers.scripted_server import ScriptedServer

@@ -13,11 +13,11 @@ from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.bench import bench_endpoint
 from mpillm.cli import main
-from mpillm.commands import ab, advise, find_max_qps, sweep
 from mpillm.config.idle import idle, of_engine
 from mpillm.config.options import parse_run
 from mpillm.configurator import Field
 from mpillm.configurator.effect import Effect
+from mpillm.experiments.commands import ab, advise, find_max_qps, sweep
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.fields import FIELDS
 from mpillm.servers.kinds import kind_of

@@ -13,7 +13,7 @@ from mpillm.cli import main
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run, run_name
 from mpillm.cores.registry import check_core
-from mpillm.nvidia.commands import tests_in_turn as in_turn
+from mpillm.nvidia.commands import run_harness as in_turn
 from tests.helpers.configured import DUMMY
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.commands import compare, report, rerun, runs
+from mpillm.commands import report, rerun, runs
+from mpillm.experiments.commands import compare
 from mpillm.loadgen.logs import read_answers
 from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
