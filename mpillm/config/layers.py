@@ -17,7 +17,6 @@ from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import COMMAND_LINE, DEFAULT, Found, Level, Origin
 from mpillm.core_names import brought
-from mpillm.fields.passed_over import PASSED_OVER
 
 
 def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
@@ -53,8 +52,8 @@ def stated_values(
 ) -> dict[str, Found]:
     """Return each field's value and layer, from all layers but the YAML: see `disagg_values.lay_yaml`."""
     own, test = stack(options, defaults)
-    passed_over = {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
-    return complete(own, known) | test | passed_over
+    others = [field for field in own if field not in known]  # of a file in NVIDIA's form: without effect here
+    return complete(own, known) | test | complete(own, others)
 
 
 def stack(

@@ -17,7 +17,6 @@ from mpillm.configurator import Configuration
 from mpillm.configurator.found import COMMAND_LINE, Found, Level
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME, AllFields
-from mpillm.fields.passed_over import PASSED_OVER
 
 if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
     from disagg import DisaggConfig
@@ -129,7 +128,11 @@ class RunConfig(Values, AllFields):
 
     def passed_over(self) -> str:
         """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
-        said = [f"{name} {self.found[name].value}" for name in PASSED_OVER if name in self.found]
+        said = [
+            f"{name} {found.value}"
+            for name, found in self.found.items()
+            if name not in BY_NAME and found.origin.level is Level.CONTEXT
+        ]
         return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
 
     def named(self, name: str) -> str:

@@ -21,8 +21,8 @@ from mpillm import fields, user_config
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import Level, Origin
 from mpillm.fields.general import INTERACTIVE
-from mpillm.fields.passed_over import PASSED_OVER
 from mpillm.nvidia import tree_files
+from mpillm.nvidia.passed_over import PASSED_OVER
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
 from mpillm.workloads import accuracy_of, plain_form
 
@@ -139,7 +139,10 @@ def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test:
             f" {_differing(found)}"
         )
     entry = found[0]
-    return Configuration(entry.values, origins=entry.origins)
+    without_effect = [field for field in PASSED_OVER.values() if field in entry.values]
+    with_effect = [field for field in entry.values if field not in without_effect]
+    values = {field: entry.values[field] for field in (*with_effect, *without_effect)}
+    return Configuration(values, origins=entry.origins)
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm import fields, user_config
 from mpillm.configurator import Field
 from mpillm.fields.general import INTERACTIVE, SCENARIOS
-from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.nvidia.passed_over import PASSED_OVER
 from mpillm.workloads import WORKLOADS
 
 _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import disagg
 from mpillm.comms.loop import EventLoop
@@ -22,7 +22,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.files import write_json
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
-from mpillm.report.result import add_costs
+from mpillm.report.result import add_costs, test_result
 from mpillm.report.run_directory import RunRecord, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.telemetry import RunTelemetry
@@ -178,12 +178,18 @@ class RunSession(ABC):
             self._config.price_per_gpu_hour,
         )
 
-    @abstractmethod
+    def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
+        """Return what was counted, for the result; `reports`: of the ranks, if they have ended."""
+        return test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
+
     def failed(self, reports: dict[int, DrainReport]) -> str:
         """Note in the result what is known; return what else to tell on the console, or "".
 
         `reports`: what ranks told as a signal ended them.
         """
+        self._record.result |= {"samples": self.totals.samples, "errors": self.totals.errors}
+        add_costs(self._record.result, self.totals, self._timeline)
+        return ""
 
 
 def opened(make: Callable[[], S], planned: Planned, record: Callable[[], RunRecord]) -> S:

@@ -25,7 +25,7 @@ from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import Served
 from mpillm.errors import ExitCode
 from mpillm.report.console import Console
-from mpillm.report.result import add_costs, served_rows, test_result
+from mpillm.report.result import served_rows
 from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
@@ -165,7 +165,7 @@ class ServeSession(RunSession):
         if totals.samples == self._kept_samples or self._frontend is None:
             return
         self._kept_samples = totals.samples
-        so_far = test_result(totals, {}, self._timeline, len(self._plan.ranks))
+        so_far = self.figures({})
         so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
         so_far["compiled"] = None  # only the ranks know, when they end
         try:
@@ -193,8 +193,7 @@ class ServeSession(RunSession):
     def drained(self, reports: dict[int, DrainReport]) -> str:
         totals = self.totals
         aborted = self._metrics.aborted
-        self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
-        self._record.result |= {"status": "SERVED", "aborted": aborted}
+        self._record.result |= {**self.figures(reports), "status": "SERVED", "aborted": aborted}
         self.keep_reports(reports)
         return (
             f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
@@ -211,15 +210,9 @@ class ServeSession(RunSession):
     def failed(self, reports: dict[int, DrainReport]) -> str:
         if reports and self._record.result["status"] != "SERVED":
             self.drained(reports)
-        totals = self.totals
-        self._record.result |= {
-            "samples": totals.samples,
-            "errors": totals.errors,
-            "aborted": self._metrics.aborted,
-            "cut_off": self._requests.running + self._requests.waiting,
-        }
-        add_costs(self._record.result, totals, self._timeline)
-        return ""
+        cut_off = self._requests.running + self._requests.waiting
+        self._record.result |= {"aborted": self._metrics.aborted, "cut_off": cut_off}
+        return super().failed(reports)
 
 
 def _served(planned: Planned) -> Served:

@@ -27,7 +27,7 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.page.facts import facts_of
 from mpillm.report.repeats import repeated_prompts
 from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import add_costs, other_loads, others_on_gpus, summary_rows, test_result
+from mpillm.report.result import other_loads, others_on_gpus, summary_rows
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.harness import Harness, Sampling, Totals
@@ -150,7 +150,7 @@ class Session(RunSession):
         judged = result["loadgen_result"]
         result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
-        result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
+        result |= self.figures(reports)
         if self._config.scenario == "Server":
             result |= self._of_server()
         nodes = [rank.node for rank in self._plan.ranks]
@@ -200,13 +200,11 @@ class Session(RunSession):
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
-        """Add to the result what was counted before the failure; return LoadGen's verdict, if there is
-        one."""
+        """Return LoadGen's verdict, if there is one."""
         self._telemetry.ranks = self._telemetry.ranks or {
             rank: report.telemetry for rank, report in reports.items()
         }
-        self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
-        add_costs(self._record.result, self._totals, self._timeline)
+        super().failed(reports)
         if self._timeline.computed() is not None:
             self._record.result.setdefault("per_instance", self._timeline.per_instance())
         judged = self._record.result["loadgen_result"]
