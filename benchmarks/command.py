@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpillm.commands.bench import find
+from mpillm.bench.commands.bench import find
 from mpillm.errors import ExitCode
 
 BENCHES = {

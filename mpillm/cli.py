@@ -38,7 +38,6 @@ COMMANDS = {
     "runs": "list runs, newest first, and write an index page of them",
     "fetch-model": "fetch a small real model",
     "completion": "print what a shell needs to complete commands and options: bash, zsh, fish",
-    "bench": "measure a part beside a baseline; `bench` alone lists the benchmarks",
     **brought("COMMANDS"),
 }
 """What each command does. `module_of` says where it is."""
@@ -46,7 +45,7 @@ COMMANDS = {
 _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch"),
     "look": ("plan", "doctor", "report", "runs", "rerun", "certify"),
-    "find": ("bench",),
+    "find": (),
     "prepare": ("fetch-model", "completion"),
 }
 for _wing in WINGS:

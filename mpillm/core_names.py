@@ -13,7 +13,7 @@ from disagg.errors import nearest
 ENTRY_POINTS = "mpillm.cores"
 """The group of entry points by which an installed package adds cores: ``name = "package.module:Class"``."""
 
-WINGS = ("mpillm.experiments", "mpillm.nvidia", "mpillm.submission")
+WINGS = ("mpillm.experiments", "mpillm.bench", "mpillm.nvidia", "mpillm.submission")
 """Packages that bring cores, commands and more by name. Nothing but this line knows them."""
 
 DEFAULT = "torch"

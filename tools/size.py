@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path("docs/size.txt")
 PACKAGES = ("disagg", "launch", "mpillm")
 WINGS = (
+    "mpillm/bench",
     "mpillm/experiments",
     "mpillm/nvidia",
     "mpillm/submission",

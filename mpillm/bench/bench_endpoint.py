@@ -16,6 +16,10 @@ import numpy as np
 from disagg.errors import ConfigError, about
 from launch.environment import clean_environment
 from launch.places import RUNS
+from mpillm.bench.loadtest.endpoint_client import EndpointClient
+from mpillm.bench.loadtest.endpoint_page import endpoint_page
+from mpillm.bench.loadtest.load_test import LoadTest, arrivals
+from mpillm.bench.loadtest.serving_report import DETAILS, numbers, table
 from mpillm.config.values import Values
 from mpillm.configurator import json_output, option
 from mpillm.configurator.latency_limits import WORDS, limits_ms
@@ -31,10 +35,6 @@ from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.results import OutputFields
 from mpillm.files import write_json, write_text
-from mpillm.loadtest.endpoint_client import EndpointClient
-from mpillm.loadtest.endpoint_page import endpoint_page
-from mpillm.loadtest.load_test import LoadTest, arrivals
-from mpillm.loadtest.serving_report import DETAILS, numbers, table
 from mpillm.report.run_directory import path_shown, series_folder
 
 # What is not said: of a test, and of --null.

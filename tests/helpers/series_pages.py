@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mpillm.bench.loadtest.endpoint_page import endpoint_page
+from mpillm.bench.loadtest.load_test import Record
 from mpillm.experiments.pages import ab_page, advise_page, search_page
 from mpillm.experiments.rate_search import Tried
-from mpillm.loadtest.endpoint_page import endpoint_page
-from mpillm.loadtest.load_test import Record
 
 TESTS = [
     Tried(10.0, False, True, completed=9.9, figures={"ttft_p99_ms": 20.0, "tpot_p99_ms": 5.0}),

@@ -25,19 +25,19 @@ mpillm.loadgen mpillm.engine mpillm.builder mpillm.nvidia
 mpillm.cores mpillm.doctor
 mpillm.roles mpillm.nvidia.trtllm
 mpillm.report mpillm.endpoint mpillm.nvidia.triton
-mpillm.runs mpillm.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
+mpillm.runs mpillm.bench.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
 mpillm.bench mpillm.experiments mpillm.submission mpillm.nvidia.core_model mpillm.nvidia.halves
 mpillm.commands mpillm.experiments.commands mpillm.submission.commands mpillm.nvidia.table
-mpillm.cli mpillm.nvidia.commands mpillm.nvidia.leader
+mpillm.cli mpillm.bench.commands mpillm.nvidia.commands mpillm.nvidia.leader
 mpillm.__main__ mpillm.llmlib benchmarks
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 # ``module:function``, whole or as the start of an f-string
 NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
 # What the core finds by name only: none of its rooms imports them, or names anything in them.
-WINGS = ("mpillm.experiments", "mpillm.nvidia", "mpillm.submission", "mpillm.llmlib")
+WINGS = ("mpillm.experiments", "mpillm.bench", "mpillm.nvidia", "mpillm.submission", "mpillm.llmlib")
 # the tables of names and classes, like the entry points of a package: registries follow them
-TABLES = ("mpillm.core_names", "mpillm.experiments", "mpillm.nvidia", "mpillm.submission")
+TABLES = ("mpillm.core_names", *WINGS[:-1])
 VERSION = "mpillm"  # every room may import the package itself: the version, and names that wait to be used
 
 

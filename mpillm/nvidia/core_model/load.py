@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.loadtest.load_test import Record
+from mpillm.bench.loadtest.load_test import Record
 from mpillm.nvidia.triton_client.connection import AnswerError
 from mpillm.nvidia.triton_client.kserve_http import HttpConnection
 from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel

@@ -12,6 +12,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.command import find_program
 from mpillm import workloads
+from mpillm.bench.loadtest.endpoint_client import EndpointClient
 from mpillm.config.values import Values, collect
 from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
@@ -30,7 +31,6 @@ from mpillm.fields.results import OutputFields
 from mpillm.files import as_written, read_object, write_json
 from mpillm.harnesses.kind import Load, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
-from mpillm.loadtest.endpoint_client import EndpointClient
 from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
     ACCURACY,

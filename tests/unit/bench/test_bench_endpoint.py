@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpillm.bench.loadtest.load_test import Record, arrivals
+from mpillm.bench.loadtest.serving_report import DETAILS, numbers, table
 from mpillm.cli import main
-from mpillm.loadtest.load_test import Record, arrivals
-from mpillm.loadtest.serving_report import DETAILS, numbers, table
 from mpillm.report import console
 from mpillm.report.console import Console, Progress
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain

@@ -188,7 +188,7 @@ def test_every_command_has_a_file_of_its_own() -> None:
 HELP = """
 import contextlib, io, sys
 from mpillm.cli import COMMANDS, main
-from mpillm.commands.bench import BENCHES
+from mpillm.bench.commands.bench import BENCHES
 names = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
 for words in [[*name, "--help"] for name in names]:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mpillm.bench.commands.bench import BENCHES
 from mpillm.cli import main
-from mpillm.commands.bench import BENCHES
 from mpillm.configurator import json_output
 from tests.helpers.run_directories import make_run, write
 

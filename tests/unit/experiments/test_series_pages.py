@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.loadtest.load_test import Record
+from mpillm.bench.loadtest.load_test import Record
 from tests.helpers import series_pages
 from tests.helpers.pages import EVIL, check_made_of, embedded, loads_nothing, words
 from tests.helpers.series_pages import PAGES

@@ -12,13 +12,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.core_names import brought, package_of
 from mpillm.errors import ExitCode
 
-BENCHES = {
-    "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
-    "engine": "the embedded engine on a CPU: against transformers, vLLM, or itself with guesses",
-    "routing": "what everything around the model costs, with dummy cores",
-    **brought("BENCHES"),
-}
-NAMES = BENCHES
+NAMES = BENCHES = brought("BENCHES")
 
 
 def module_of(name: str) -> str:

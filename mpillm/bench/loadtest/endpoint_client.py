@@ -7,12 +7,12 @@ import time
 from types import TracebackType
 
 from disagg.errors import ConfigError
+from mpillm.bench.loadtest.load_test import LoadTest
 from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
-from mpillm.loadtest.load_test import LoadTest
 from mpillm.report.console import Console
 
 _ASK_S = 60.0  # for the model's name, and for the first token

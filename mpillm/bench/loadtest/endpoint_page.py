@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.loadtest.load_test import Record
+from mpillm.bench.loadtest.load_test import Record
 from mpillm.report.page.charts import Chart, distribution
 from mpillm.report.page.document import CDF, chart_section, document, escape, section
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.loadtest.load_test import Record
+from mpillm.bench.loadtest.load_test import Record
 
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
