@@ -1,14 +1,16 @@
-"""From the plan to the configurations of cores, without MPI."""
+"""From the plan to the configurations of cores, and to the YAML that holds them; without MPI."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from disagg import WorldPlan
+from disagg import DisaggConfig, ServerConfig, WorldPlan
+from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_values import CORE
+from mpillm.config.disagg_values import CORE, ROUTER, written
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import OwnGpu
 from mpillm.servers.kinds import kind_of
@@ -31,6 +33,50 @@ def check_flags(config: RunConfig, plan: WorldPlan) -> None:
 
     for section in dict.fromkeys(instance.section for instance in plan.instances):
         config.in_section(section).build(TrtllmHarnessConfig)
+
+
+def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
+    """Raise ConfigError if context and generation instances would hold KV caches of different types.
+
+    `models`: what the check of each of `cores` returned.
+    """
+    dtypes = dict.fromkeys(
+        (core.role, dtype)
+        for core, model in zip(cores, models, strict=True)
+        if core.role != "executor" and (dtype := getattr(model, "kv_dtype", None))
+    )
+    if len({dtype for _, dtype in dtypes}) > 1:
+        kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes)
+        raise ConfigError(
+            f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype,"
+            " or dtype and kv_cache_config.dtype of both sections, must be the same",
+            about=["dtype", "kv_cache_dtype"],
+        )
+
+
+def what_runs(
+    config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
+) -> DisaggConfig:
+    """Return `yaml` with the values in force, and, if it was generated, the hosts of `plan`.
+
+    `cores`: at least one of each section.
+    """
+    if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
+        from disagg import with_hosts  # takes time to import, and most ranks need nothing else of its file
+
+        yaml = with_hosts(
+            yaml,
+            plan.ranks[plan.leader_rank].node,
+            [plan.ranks[instance.leader].node for instance in plan.instances],
+        )
+    of_section = {plan.instances[core.instance].section: core for core in cores}
+
+    def in_force(section: str, server: ServerConfig) -> ServerConfig:
+        core = of_section[section]
+        values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
+        return written(server, {**values, ROUTER: config.in_section(section).traffic_distribution_policy})
+
+    return replace(yaml.with_sections(in_force), model=config.model_path)
 
 
 def _core_config(

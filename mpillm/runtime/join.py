@@ -29,9 +29,8 @@ from mpillm.fields.effects import RUN, SERVE
 from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.runtime.choose_samples import load_samples
-from mpillm.runtime.core_configs import check_flags, core_configs
+from mpillm.runtime.core_configs import check_flags, check_handoff, core_configs, what_runs
 from mpillm.runtime.plan_memory import idle_gpus, share_lines
-from mpillm.runtime.rank_roles import check_handoff, what_runs
 from mpillm.runtime.yaml_effects import check_yaml
 from mpillm.workloads.rounds import why_not
 

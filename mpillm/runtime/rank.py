@@ -282,11 +282,9 @@ class Rank:
             setup,
             comms,
             route,
-            partial(session.make_harness, loop=self._loop) if session else None,
-            session.make_half if session else None,
+            session,
             self._control.report,
             self._loop,
-            session.http if session else None,
             serves=serves,
         )
         # What asks comes first: the leader has its requests in the same turn.

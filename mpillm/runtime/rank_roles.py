@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disagg import DisaggConfig, ServerConfig, WorldPlan
-from disagg.errors import ConfigError
+from disagg import WorldPlan
 from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
-from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import (
-    CORE,
-    ROUTER,
     router_arguments,
-    written,
 )
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
@@ -34,8 +29,8 @@ from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:
     from mpillm.comms.loop import EventLoop
-    from mpillm.cores.openai_client.client_thread import ClientThread
     from mpillm.roles.prefix_pool import PrefixRouting
+    from mpillm.runtime.run_session import RunSession
 
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
@@ -48,68 +43,21 @@ def prefix_routing(config: RunConfig) -> PrefixRouting:
     return PrefixRouting(**router_arguments(config.yaml.sections[0][1], tokens_per_block))
 
 
-def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
-    """Raise ConfigError if context and generation instances would hold KV caches of different types.
-
-    `models`: what the check of each of `cores` returned.
-    """
-    dtypes = dict.fromkeys(
-        (core.role, dtype)
-        for core, model in zip(cores, models, strict=True)
-        if core.role != "executor" and (dtype := getattr(model, "kv_dtype", None))
-    )
-    if len({dtype for _, dtype in dtypes}) > 1:
-        kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes)
-        raise ConfigError(
-            f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype,"
-            " or dtype and kv_cache_config.dtype of both sections, must be the same",
-            about=["dtype", "kv_cache_dtype"],
-        )
-
-
-def what_runs(
-    config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
-) -> DisaggConfig:
-    """Return `yaml` with the values in force, and, if it was generated, the hosts of `plan`.
-
-    `cores`: at least one of each section.
-    """
-    if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
-        from disagg import with_hosts  # takes time to import, and most ranks need nothing else of its file
-
-        yaml = with_hosts(
-            yaml,
-            plan.ranks[plan.leader_rank].node,
-            [plan.ranks[instance.leader].node for instance in plan.instances],
-        )
-    of_section = {plan.instances[core.instance].section: core for core in cores}
-
-    def in_force(section: str, server: ServerConfig) -> ServerConfig:
-        core = of_section[section]
-        values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
-        return written(server, {**values, ROUTER: config.in_section(section).traffic_distribution_policy})
-
-    return replace(yaml.with_sections(in_force), model=config.model_path)
-
-
 def make_roles(
     config: RunConfig,
     setup: Setup,
     comms: Communicators,
     route: Transport | None,
-    make_harness: Callable[[Transport, int], list[Role]] | None,
-    make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
+    session: RunSession | None,
     report: Callable[[Failure], None],
     loop: EventLoop,
-    http: ClientThread | None,
     *,
     serves: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `loop`:
-    this rank's, whose pollers so far raise what ends the run, if something does; `http`: the thread of this
-    rank's endpoint; `serves`: requests come from HTTP clients, not from LoadGen.
+    `session`: rank 0's. `report`: see `Leader`; `loop`: this rank's, whose pollers so far raise what ends the
+    run, if something does; `serves`: requests come from HTTP clients, not from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -132,12 +80,12 @@ def make_roles(
         core.wake = loop.wake
         if serves and isinstance(core, WorksInAnyThread):
             core.wake = loop.ask
-            if http is not None:
-                core.share(http)
+            if session is not None and session.http is not None:
+                core.share(session.http)
         core.meanwhile = partial(_all, [*loop.pollers, *([server.poll] if server is not None else [])])
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
-        roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
+        roles.append(_instance_role(core, plan, rank, route, comms, session, setup.outlives_losses))
     if route is not None and "leader" in me.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it
 
@@ -156,8 +104,8 @@ def make_roles(
                 all_at_once=not serves and config.scenario == "Offline",
             )
         )
-    if route is not None and make_harness is not None:
-        roles += make_harness(route, plan.leader_rank)
+    if route is not None and session is not None:
+        roles += session.make_harness(route, plan.leader_rank, loop)
     return roles
 
 
@@ -172,7 +120,7 @@ def _instance_role(
     rank: int,
     route: Transport | None,
     comms: Communicators,
-    make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
+    session: RunSession | None,
     outlives_others: bool,
 ) -> Follower:
     instance = plan.instances[core.config.instance]
@@ -189,7 +137,7 @@ def _instance_role(
         core.connect(mover, peers or {0: Peer(0, 1, 1)})
     if route is None or rank != instance.leader:
         return Follower(core)
-    if make_half and (half := make_half(core, route, leader, instance.index)):
+    if session is not None and (half := session.make_half(core, route, leader, instance.index)):
         return half
     if instance.role == "executor":
         return InstanceRole(core, route, leader, instance.index)

@@ -13,8 +13,7 @@ from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import CoreConfig
-from mpillm.runtime.core_configs import check_flags, core_configs
-from mpillm.runtime.rank_roles import what_runs
+from mpillm.runtime.core_configs import check_flags, core_configs, what_runs
 
 TORCH = ["--core_type", "torch"]
 PLACES = {place.field.name: place for place in (*CORE, ROUTER)}

@@ -62,7 +62,7 @@ RECORDS = {  # a comprehension is a function of its own up to Python 3.11
     *(
         ("mpillm.runtime.core_configs", name) for name in ("_core_config", "<dictcomp>")
     ),  # every core's record
-    *(("mpillm.runtime.rank_roles", name) for name in ("in_force", "<dictcomp>")),  # the YAML of what ran
+    *(("mpillm.runtime.core_configs", name) for name in ("in_force", "<dictcomp>")),  # the YAML of what ran
 }
 CHECKS = ("__post_init__", "_fit")  # of configurations
 # What chooses the layout, the test or the core is read where the configuration is made.

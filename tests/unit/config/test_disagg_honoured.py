@@ -21,8 +21,8 @@ from mpillm.fields import traffic_distribution_policy
 from mpillm.fields.effects import RUN, SERVE
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig
 from mpillm.roles.prefix_pool import PrefixRouting
-from mpillm.runtime.core_configs import core_configs
-from mpillm.runtime.rank_roles import check_handoff, prefix_routing, what_runs
+from mpillm.runtime.core_configs import check_handoff, core_configs, what_runs
+from mpillm.runtime.rank_roles import prefix_routing
 from mpillm.runtime.yaml_effects import check_leaders_yaml, check_yaml
 from tests.helpers.configured import DUMMY
 from tests.helpers.disagg_options import TORCH, cores, given, section

@@ -26,7 +26,7 @@ from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
-from mpillm.runtime.rank_roles import check_handoff
+from mpillm.runtime.core_configs import check_handoff
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
 from tests.helpers.oracle import Tokens
