@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpillm.commands.ab import words_of
+from mpillm.experiments.commands.ab import words_of
 from mpillm.experiments.intervals import (
     Estimate,
     by_blocks,
