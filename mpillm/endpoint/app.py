@@ -56,21 +56,23 @@ class Service:
         max_queue_size: int = 1024,
         perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
+        block_tokens: int | None = None,
         lost: Sequence[Mapping[str, Any]] = (),
         half: Half | None = None,
     ) -> None:
         """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
-        `kv_cache_usage`: of the fullest instance; None: unknown. `lost`: the instances that are, as in
-        `result.json`; it may grow.
+        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see `ServeMetrics`. `lost`:
+        the instances that are, as in `result.json`; it may grow.
         """
-        self.metrics = ServeMetrics()
+        self.metrics = ServeMetrics(block_tokens)
         self.guard = guard or Guard()
         self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests)
         self._served = served
         self._requests = requests
         self._max_queue_size = max_queue_size
         self._kv_cache_usage = kv_cache_usage
+        self._timed = bool(block_tokens) or self.perf_metrics.wanted
         self._lost = lost
         self._half = half
         self._started = int(time.time())
@@ -258,7 +260,7 @@ class Service:
         row["seed"] = (
             int(row["seed"]) + index % asked.n
         ) & 0xFFFFFFFF  # or sampled answers would be the same
-        if self.perf_metrics.wanted:
+        if self._timed:
             row["flags"] = int(row["flags"]) | RequestFlag.TIMES
         if arrival is not None and wanted == 1:
             answer = Answer.of(len(prompt), [arrival.first_token])

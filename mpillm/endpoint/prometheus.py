@@ -49,8 +49,12 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class ServeMetrics:
     """Counts since the start; of constant size. `totals` is what `result.json` is made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int | None = None) -> None:
+        """`block_tokens`: of a KV cache's block, where answers tell how many blocks of their prompt were there;
+        0: no instance keeps prompts; None: that is not known."""
         self.totals = Totals()
+        self._block_tokens = block_tokens
+        self._cached_tokens = 0
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._prompt_tokens = self._generated_tokens = 0
         self._responses: dict[int, int] = {}  # by HTTP status
@@ -73,6 +77,8 @@ class ServeMetrics:
         self._histograms["time_to_first_token_seconds"].add(seconds)
         self.totals.ttft.add_one(seconds)
         self._prompt_tokens += answer.n_prompt
+        if self._block_tokens and answer.times is not None:
+            self._cached_tokens += self._block_tokens * answer.times[2]
 
     def more_tokens(self, n: int, seconds: float) -> None:
         """Count `n` tokens that arrived `seconds` after those before them."""
@@ -111,10 +117,14 @@ class ServeMetrics:
         lines = []
         for name, value in gauges.items():
             lines += [*head(name, _GAUGES[name], "gauge"), f"mpillm:{name}{{{label}}} {value!r}"]
-        for name, help_, count in (
+        counts = [
             ("prompt_tokens_total", "Prompt tokens of requests that got a token", self._prompt_tokens),
             ("generation_tokens_total", "Tokens of answers that have ended", self._generated_tokens),
-        ):
+        ]
+        if self._block_tokens is not None:
+            cached = "Prompt tokens that were in a KV cache already"
+            counts.append(("prefix_cache_hits_total", cached, self._cached_tokens))
+        for name, help_, count in counts:
             lines += [*head(name, help_, "counter"), f"mpillm:{name}{{{label}}} {count}"]
         lines += head("request_success_total", "Requests that have ended", "counter")
         lines += [

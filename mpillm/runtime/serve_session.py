@@ -120,6 +120,7 @@ class ServeSession(RunSession):
                 HALVES.get(config.half, "")
             ).perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
+            block_tokens=_block_tokens(planned),
             lost=self._record.result["lost"],
             half=half,
         )
@@ -239,3 +240,14 @@ def _served(planned: Planned) -> Served:
         is_half=bool(config.half),
         **given,
     )
+
+
+def _block_tokens(planned: Planned) -> int | None:
+    """Return what `ServeMetrics` wants to know of the instances' KV caches."""
+    config, cores = planned.config, planned.cores
+    if BackendRegistry.get(config.core_type).is_client:
+        return None  # the servers' own
+    if not any(core.enable_kv_cache_reuse for core in cores):
+        return 0
+    whole = all(core.role == "executor" for core in cores) and not config.half
+    return cores[0].tokens_per_block if whole and config.core_type == "torch" else None

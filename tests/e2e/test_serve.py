@@ -300,17 +300,18 @@ def test_cached_prompts_are_found_by_the_policy_that_looks_for_them(one: Starter
         " kv_cache_config: {enable_block_reuse: true}}"
     )
     in_turn = ("--traffic_distribution_policy", "round_robin", "--enable_kv_cache_reuse")
-    reused = []
+    reused, cached = [], []
     for options in in_turn, ("--disagg_config", yaml):
         command, host, port = serve(one, 3, "--model_path", "tiny-llama", "--max_seq_len", 256, *options)
         for i in range(24):
             beginning = [1 + i // 4] * 128
             answer(host, port, "/v1/completions", prompt=[*beginning, 50 + i], max_tokens=2)
+        cached.append(metric(host, port, "prefix_cache_hits_total"))
         command.process.send_signal(signal.SIGTERM)
         instances = command.end(TIMEOUT_S).must(DONE).result["per_instance"]
         assert sum(instance["samples"] for instance in instances) == 24
         reused.append(sum(instance["reused_blocks"] for instance in instances))
-    assert reused == [48, 72]
+    assert reused == [48, 72] and cached == [32 * n for n in reused]
 
 
 def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: Starter) -> None:

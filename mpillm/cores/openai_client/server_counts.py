@@ -40,7 +40,11 @@ _NAMES = {
     "kv_cache_usage": ("vllm:kv_cache_usage_perc", "sglang:token_usage", "mpillm:kv_cache_usage_perc"),
     "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
     "generated_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
-    "cached_tokens": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
+    "cached_tokens": (
+        "vllm:prefix_cache_hits_total",
+        "sglang:cached_tokens_total",
+        "mpillm:prefix_cache_hits_total",
+    ),
     "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
     "transfers": ("vllm:nixl_xfer_time_seconds_count",),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import RESPONSE, Batch, Refusal, ResponseFlag
+from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
@@ -489,6 +490,19 @@ def test_the_core_that_refuses_and_the_server_that_ends() -> None:
                 last = (await response.text()).strip()
                 assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
             await a.idle()
+
+    run(test)
+
+
+def test_tokens_from_a_prefix_cache_are_counted_where_they_are_known() -> None:
+    """A run against our server, too, could not be checked for them: nothing at all was said."""
+
+    async def test() -> None:
+        for block_tokens in (None, 0):
+            async with api(block_tokens=block_tokens) as a:
+                await a.answer("/v1/completions", prompt=[1, 2], max_tokens=4)
+                async with a.session.get(a.base + "/metrics") as response:
+                    assert reading_of(await response.text()).cached_tokens == block_tokens
 
     run(test)
 
