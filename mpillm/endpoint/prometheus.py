@@ -50,8 +50,10 @@ class ServeMetrics:
     """Counts since the start; of constant size. `totals` is what `result.json` is made of."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
-        """`block_tokens`: of a KV cache's block, where answers tell how many blocks of their prompt were there;
-        0: no instance keeps prompts; None: that is not known."""
+        """`block_tokens`: of a KV cache's block, where answers tell how many were there of their prompt.
+
+        0: no instance keeps prompts; None: that is not known.
+        """
         self.totals = Totals()
         self._block_tokens = block_tokens
         self._cached_tokens = 0

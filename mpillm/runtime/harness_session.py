@@ -35,7 +35,7 @@ from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.issue_order import issue_order
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console
-from mpillm.report.doubts import doubts, of_another_harness
+from mpillm.report.doubts import doubts, of_another_harness, server_checks
 from mpillm.report.goodput import goodput
 from mpillm.report.page.facts import facts_of
 from mpillm.report.request_log import RequestLog, read_requests
@@ -214,15 +214,17 @@ class HarnessSession(ServeSession):
         result |= {"status": MEASURED, **self._figures(report)}
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         workload = config.workload
+        rules = {
+            "reuse_wanted": config.enable_kv_cache_reuse,
+            "guesses_forbidden": workload is not None and not allows_guesses(workload),
+        }
+        if checks := server_checks(result, **rules):
+            result["server_checks"] = checks
+        others_serve = BackendRegistry.get(config.core_type).is_client and not config.server
         result["doubts"] = [
             *of_another_harness(result["harness"], self._least_ms / 1e3),
             *report.problems,
-            *doubts(
-                result,
-                others_serve=BackendRegistry.get(config.core_type).is_client and not config.server,
-                reuse_wanted=config.enable_kv_cache_reuse,
-                guesses_forbidden=workload is not None and not allows_guesses(workload),
-            ),
+            *doubts(result, others_serve=others_serve, **rules),
         ]
         self.keep_reports(reports)
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"

@@ -95,6 +95,7 @@ def test_foreign_servers(one: Starter, ranks: int) -> None:
     assert where in ended.out and "endpoint" not in ended.result
     assert (ended.result["samples"], ended.result["tokens"]) == (N, N * OUTPUT)
     assert ended.result["ttft_ms"]["mean"] > 0 and ended.result["latency_ms"] is None
+    assert ended.result["server_checks"]["no_cached_prompts"] is None and "not checked" in ended.out
     assert "asked by the harness itself" in ended.out and " 0 requests, 0 tokens" not in ended.out
     assert "bottleneck" not in ended.out, "the ranks have seen no request"
     assert ">0 %<" not in (ended.log_dir / "report.html").read_text()

@@ -48,9 +48,9 @@ class InstanceFacts:
     @property
     def load(self) -> float | None:
         """By how much it may have limited the test, 0 to 1."""
-        if self.knows_steps or (self.holding_limits and not self.waited):
-            return self.share
-        return self.waited
+        if self.knows_steps or not self.holding_limits:
+            return self.share if self.knows_steps else self.waited
+        return max((one for one in (self.share, self.waited) if one is not None), default=None)
 
 
 class Energy(NamedTuple):

@@ -45,7 +45,7 @@ def head(facts: Facts) -> str:
     result = run.result or asked
     status = "STOPPED" if (stopped := run.stopped_by) else str(result.get("status") or "")
     reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
-    refusals = refused(run.result)
+    refusals = refused(run.result) if status != MEASURED else []
     reasons += [f"Refused: {text}." for text in refusals]
     reasons += [f"Doubtful: {text}." for text in facts.doubts if text not in refusals]
     reasons += [f"Not checked: {text}." for text in unchecked(run.result)]
