@@ -123,8 +123,7 @@ class ConfigRegistry:
     def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting | str) -> Callable[[T], T]:
         """Class decorator: this configuration is for that harness, accuracy and power; unnamed ones: any.
 
-        A text after these three names a variant: where there is a class without one for its system, that
-        counts.
+        A text after these three names a variant: --config_suffix chooses it. The first one counts.
         """
         variant = settings[3] if len(settings) == 4 and isinstance(settings[3], str) else ""
         known: list[HarnessType | AccuracyTarget | PowerSetting] = []

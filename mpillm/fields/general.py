@@ -61,6 +61,11 @@ class GeneralFields(Options, group="workload"):
         "the system's name: chooses among a file's configurations, and names results", effect=REPORTED
     )
     config_file = option("a configuration of your own, Python or YAML (docs/reference/configuration.md)")
+    config_suffix = option(
+        "chooses among variants of a configuration, which are in files of NVIDIA's older form [default: the"
+        " first]",
+        effect=used_by(needs=("config_file", ANY), measured=False),
+    )
     dry_run = option("print the commands without running them", boolean, default=False, group="stages")
     force = option(
         "redo a stage even if its result is up to date; for a run: replace the results in log_dir",

@@ -34,6 +34,7 @@ KEYS = (
     fields.accuracy_target,
     fields.power_setting,
     fields.system_name,
+    fields.config_suffix,
 )
 # as the reference's classes have them
 _SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}
@@ -133,6 +134,10 @@ def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test:
     for field in KEYS:
         if field not in given and field.default is not None:
             found = [entry for entry in found if entry.fits({field: field.default})] or found
+    if (suffix := fields.config_suffix) not in given:
+        found = _first_variants(found)
+    elif suffix not in found[0].values:
+        raise ConfigError(f"--config_file {path}: no configuration for {suffix.name} {given[suffix]}")
     if len(found) > 1:
         raise ConfigError(
             f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))};"
@@ -143,6 +148,22 @@ def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test:
     with_effect = [field for field in entry.values if field not in without_effect]
     values = {field: entry.values[field] for field in (*with_effect, *without_effect)}
     return Configuration(values, origins=entry.origins)
+
+
+def _first_variants(found: Sequence[Entry]) -> list[Entry]:
+    """Return what NVIDIA's registry takes: of classes with the same keys the first that names a variant.
+
+    One that names none counts where all name none.
+    """
+    alike: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in found:
+        keys = tuple(_shown(entry.values.get(key)) for key in KEYS if key is not fields.config_suffix)
+        alike.setdefault(keys, []).append(entry)
+    return [
+        entry
+        for same in alike.values()
+        for entry in [entry for entry in same if fields.config_suffix in entry.values][:1] or same
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -220,11 +241,7 @@ def _python_entries(path: str, text: str, kind: tree_files.KindOfTest) -> tuple[
 def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
     """Yield the registered classes: name, line, and values by name with the file:line of each."""
     lines = functools.cache(_lines)
-    every = ConfigRegistry.registered
-    plain = {(one.settings, getattr(one.cls, "system", "")) for one in every if not one.variant}
-    for cls, settings, variant in every:
-        if variant and (settings, getattr(cls, "system", "")) in plain:
-            continue
+    for cls, settings, variant in ConfigRegistry.registered:
         line = lines(path).get((cls.__name__, ""), 1)
         items: Values = {}
         for base in reversed(cls.__mro__[:-1]):
@@ -246,6 +263,8 @@ def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
                     f"{items[name][1]}: {name} is set here, and by ConfigRegistry.register in line {line}"
                 )
             items[name] = (setting, f"{path}:{line}")
+        if variant:
+            items[fields.config_suffix.name] = (variant, f"{path}:{line}")
         yield cls.__name__, line, items
 
 

@@ -18,7 +18,7 @@ from mpillm.report.run_files import RunFiles
 
 # Files that a run keeps in its directory, by the option that named them.
 _KEPT = {"disagg_config": "disagg.yaml", "user_conf": "user.conf", "audit_conf": "audit.config"}
-_NOT_OF_THE_TEST = ("log_dir", "dry_run", "force", "config_file")
+_NOT_OF_THE_TEST = ("log_dir", "dry_run", "force", "config_file", "config_suffix")
 
 
 def said_options(run: Path) -> list[str]:
@@ -91,7 +91,7 @@ def options_again(run: Path) -> tuple[list[str], list[str]]:
             words = [*_without(words, name), f"--{name}", str(run / copy)]
     if then.get("config_file") and (why := _not_read_again(Path(then["config_file"]))):
         notes.append(f"--config_file {then['config_file']} {why}: its values are stated")
-        words = _without(words, "config_file")
+        words = _without(_without(words, "config_file"), "config_suffix")
     now = parse_run(words)
     for name in then:
         if name in _NOT_OF_THE_TEST or name in _KEPT or _is_same(then[name], now, name, run):

@@ -68,7 +68,11 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
         effects = [what for cores in commands.values() for what in cores.values()]
         assert set(effects) <= {"effect", "line", "error"}
         if name not in NAMES_A_FILE:
-            used = bool(fields.BY_NAME[name].effect.uses) and name not in ("model_scale", "power_setting")
+            used = bool(fields.BY_NAME[name].effect.uses) and name not in (
+                "model_scale",
+                "power_setting",
+                "config_suffix",
+            )
             assert ("effect" in effects) == used, f"{name}: nobody uses it, or its declaration is wrong"
         if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, *SETS_THE_CORE):
             assert fields.BY_NAME[name].effect.measured, name

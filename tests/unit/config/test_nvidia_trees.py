@@ -37,16 +37,23 @@ def test_an_earlier_tree(tmp_path: Path) -> None:
         "class Two(One):\n    pass\n"
         "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99_9, PowerSetting.MaxP, 'variant')\n"
         "class Three(One):\n    offline_expected_qps = 3.0\n"
+        "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99_9, PowerSetting.MaxP, 'other')\n"
+        "class Four(One):\n    offline_expected_qps = 4.0\n"
         "@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99, PowerSetting.MaxP)\n"
         "class Other(Base):\n    system = KnownSystem.B200x8\n"
     )
     before = [*sys.path]
-    config = config_of(path, "--system_name", "H200_SXM_141GBx8", "--accuracy_target", "0.999")
+    words = ("--system_name", "H200_SXM_141GBx8", "--accuracy_target", "0.999")
+    config = config_of(path, *words)
     assert (config.benchmarks, config.scenario, config.offline_expected_qps) == (
         ("llama2-70b",),
         "Offline",
-        16,
-    )
+        3,
+    ), "NVIDIA's registry takes the first variant, also where there is a class without one"
+    assert config.config_suffix == "variant"
+    assert config_of(path, *words, "--config_suffix", "other").offline_expected_qps == 4
+    with pytest.raises(ConfigError, match="no configuration for config_suffix PP2"):
+        config_of(path, *words, "--config_suffix", "PP2")
     assert config.max_output_len == 77, "of its tree, wherever mpillm runs"
     flags = config.trtllm_build_flags
     assert (flags["max_num_tokens"], flags["max_beam_width"], config.tensor_parallelism) == (1536, 1, 2)

@@ -42,7 +42,9 @@ def test_only_loadgen_wants_whole_milliseconds() -> None:
     field = Field("goodput", from_string=limits_ms)
     assert field.parse("tpot:12.5", "--goodput") == {"tpot": 12.5}
     for text in ("tpot:0", "tpot:nan", "tpot:inf", "tpot:-1", "tpot:", ""):
-        with pytest.raises(ConfigError, match=f"--goodput {text}: expected limits in milliseconds"):
+        with pytest.raises(
+            ConfigError, match=f"--goodput {text or repr(text)}: expected limits in milliseconds"
+        ):
             field.parse(text, "--goodput")
 
 
