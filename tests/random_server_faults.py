@@ -46,6 +46,7 @@ NUMBERS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV)
 PHASES = ("load", "load", "health", "warmup", "test", "test", "test", "drain")
 BEFORE = {"load": "join", "health": "load", "warmup": "health", "test": "ready", "drain": "test"}
 TEST_S = {"vllm": 30, "tritonserver": 12}  # a server that is started again takes long
+SEEN_S = 1.0  # the longest until an owner has seen that a process is stopped
 MOST_AGAIN = 2  # hits of a run whose server is started again
 
 
@@ -155,8 +156,11 @@ class Hit:
         os.kill(self.pid, self.number)
         self.ended_s: float | None = None  # until it had: some write where they were, first
         self.named_s = 0.0
+        self.over_s: float | None = None  # until the test was: then nothing is started again
 
-    def note_end(self) -> None:
+    def note_end(self, command: Command) -> None:
+        if self.over_s is None and is_over(command, "test"):
+            self.over_s = time.monotonic() - self.at
         if self.ended_s is None and started_at(self.pid) != self.tree.get(self.pid, self.owner_at):
             self.ended_s = round(time.monotonic() - self.at, 2)
 
@@ -209,7 +213,7 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
 
 def heard(one: Round, command: Command, n: int, hit: Hit) -> bool:
     """Return whether the `n`-th hit has been told of, or the run is over."""
-    hit.note_end()
+    hit.note_end(command)
     if command.process.poll() is not None or "failed in phase" in command.err:
         return True
     if one.policy == "continue":
@@ -242,6 +246,7 @@ def check(one: Round, ended: Ended, hits: Sequence[Hit]) -> str:
     if ended.code == DONE:
         result = ended.result
         assert result["samples"] > 0 and result["errors"] == 0, "code 0 of a run with errors"
+        hits = [hit for hit in hits if hit.over_s is None or hit.over_s > SEEN_S]
         if one.phase == "drain" or not hits:
             return "was over"
         if one.policy == "continue":
