@@ -189,7 +189,8 @@ class HarnessSession(ServeSession):
 
     def poll(self) -> bool:
         super().poll()
-        if self._client is not None and (last := self._client.last_line()):
+        client = self._client
+        if client is not None and client.report_of_client is None and (last := client.last_line()):
             elapsed = time.monotonic() - self._control.phase_started
             self._console.waiting("test", elapsed, {f"{self.kind.title}: {last}": [0]})
         return False

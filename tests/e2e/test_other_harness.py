@@ -103,6 +103,14 @@ def test_foreign_servers(one: Starter, ranks: int) -> None:
     assert logs.splitlines()[0].count("http://127.0.0.1:") == ranks - 1
 
 
+def test_a_client_that_has_ended_is_not_waited_for(one: Starter) -> None:
+    """While a server took seconds to end, "test after 3 s" stood below the drain, with its last line."""
+    command = start(one, 2, *server("--lingers_s", 4.5), *client(), core="trtllm_endpoint")
+    ended = command.end(120).must(DONE)
+    assert re.search(r"^  stop +4\.", ended.out, re.MULTILINE), ended.out
+    assert "test    after" not in ended.out.partition("  drain ")[2], ended.out
+
+
 def test_servers_that_are_there(one: Starter) -> None:
     """The client asks the servers of --trtllm_server_urls, by the name that they have for their model."""
     with ScriptedServer() as first, ScriptedServer() as second:

@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--metrics_s", type=float, default=0.0, help="before it says what it counts")
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--compiles", action="store_true", help="as long as one large process needs, once")
+    parser.add_argument("--lingers_s", type=float, default=0.0, help="at its end")
     parser.add_argument("--waits", action="store_true", help="at its end, until its clients are gone")
     parser.add_argument("--gives_up", action="store_true", help="without its worker: 500, and its end with 0")
     parser.add_argument("--part", nargs=4, metavar=("NODE", "NODES", "HOST", "PORT"), help="of several nodes")
@@ -89,12 +90,13 @@ def main() -> None:
     with ScriptedServer(answer, others, port=options.port, host=options.host) as served:
 
         def wait(_number: int, _frame: object) -> None:
-            while served.has_clients():
+            time.sleep(options.lingers_s)
+            while options.waits and served.has_clients():
                 time.sleep(0.05)
             print("its clients are gone", flush=True)
             os._exit(0)
 
-        if options.waits:
+        if options.waits or options.lingers_s:
             signal.signal(signal.SIGTERM, wait)
         time.sleep(options.exits_after_s or 600)
         print("enough", flush=True)
