@@ -134,16 +134,29 @@ def wait_for(one: Round, command: Command, n_answers: int) -> bool:
     return command.process.poll() is None
 
 
+class Over(Exception):
+    """The run is, and nobody is left to be hit."""
+
+
 class Hit:
     """One process that was killed or stopped, and the tree that it belonged to."""
 
     def __init__(self, one: Round, command: Command, chance: random.Random) -> None:
+        """Raises Over."""
+
+        def over() -> list[int]:
+            if command.process.poll() is not None:
+                raise Over
+            return []
+
         self.number = signal.Signals(one.number)
-        found = wait_until(lambda: guards(command), "what stands over a server", WITHIN_S)
+        found = wait_until(lambda: guards(command) or over(), "what stands over a server", WITHIN_S)
         self.guard = chance.choice(sorted(found))
         owner = parent_of(self.guard)
         below = wait_until(
-            lambda: [pid for pid in descendants(self.guard) if title_of(pid)], "a server's process", WITHIN_S
+            lambda: [pid for pid in descendants(self.guard) if title_of(pid)] or over(),
+            "a server's process",
+            WITHIN_S,
         )
         self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
         self.title = title_of(self.pid)
@@ -190,7 +203,10 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
             for n in range(1, 1 + one.hits):
                 if not wait_for(one, command, 4 * n):
                     break
-                hits.append(Hit(one, command, chance))
+                try:
+                    hits.append(Hit(one, command, chance))
+                except Over:
+                    break
                 wait_until(partial(heard, one, command, n, hits[-1]), "its being named", WITHIN_S)
                 hits[-1].note_named()
                 if n < one.hits:

@@ -151,9 +151,10 @@ class TritonGrpcCore(LLMCore):
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
-                until_ready(url, channel, deadline, tell, began)
+                until_ready(url, channel, deadline, tell, began, self.meanwhile)
                 wanted = self.config.options.get("model")
-                models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
+                name = None if wanted is None else str(wanted)
+                models = find_models(url, channel, name, deadline, self.meanwhile)
             except TritonError as error:
                 raise self._failure(str(error)) from None
             finally:

@@ -19,6 +19,7 @@ _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _ASK_S = 10.0
 _HTTP_S = 2.0
+_LOOK_S = 0.1  # while it does not answer
 _INPUTS = {"input_ids", "request_output_len"}
 
 
@@ -47,10 +48,12 @@ def until_ready(
     deadline_s: float,
     tell: Callable[[str], None] = lambda text: None,
     began: float | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until the server and all its models are ready; `tell` what it waits for, again and again.
 
-    Raises TritonError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
+    `meanwhile`: called while it does not answer. Raises TritonError after `deadline_s`, from `began` on
+    (time.monotonic); None: from now on.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     start = time.monotonic() if began is None else began
@@ -60,10 +63,8 @@ def until_ready(
     http_s = min(_HTTP_S, deadline_s / 4)
     while (left := start + deadline_s - http_s - time.monotonic()) > 0:
         try:
-            ready = stub.ServerReady(
-                service_pb2.ServerReadyRequest(), timeout=min(left, _ASK_S), wait_for_ready=False
-            )
-            if ready.ready:
+            request = service_pb2.ServerReadyRequest()
+            if _asked(stub.ServerReady, request, min(left, _ASK_S), meanwhile).ready:
                 return
             last = "it is up, but its models are not loaded"
         except grpc.RpcError as error:
@@ -90,16 +91,35 @@ def _speaks_http(url: str, timeout_s: float) -> bool:
         return False
 
 
-def find_models(url: str, channel: grpc.Channel, wanted: str | None, timeout_s: float) -> list[Model]:
+def _asked(method: Any, request: Any, timeout_s: float, meanwhile: Callable[[], None]) -> Any:
+    """Return what a server answers. Raises grpc.RpcError, and what `meanwhile` does."""
+    call = method.future(request, timeout=timeout_s)
+    try:
+        while True:
+            try:
+                return call.result(timeout=_LOOK_S)
+            except grpc.FutureTimeoutError:
+                meanwhile()
+    finally:
+        call.cancel()
+
+
+def find_models(
+    url: str,
+    channel: grpc.Channel,
+    wanted: str | None,
+    timeout_s: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Model]:
     """Return the models that requests go to: `wanted`, or all that take tokens.
 
-    Raises TritonError if there is none.
+    `meanwhile`: called while it does not answer. Raises TritonError if there is none.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
     def ask(method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return _asked(method, request, timeout_s, meanwhile)
         except grpc.RpcError as error:
             raise TritonError(f"tritonserver {url}: {error_text(error)}") from None
 

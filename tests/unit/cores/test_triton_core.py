@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +15,37 @@ import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
+import grpc
 from tritonclient.grpc import service_pb2
 
 from mpillm.comms.messages import Refusal, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton_core import core as module
-from mpillm.nvidia.triton_core.triton_ready import Model
+from mpillm.nvidia.triton_core.triton_ready import Model, find_models, until_ready
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ask", [until_ready, partial(find_models, wanted=None)])
+def test_who_owns_a_server_looks_after_it_while_that_does_not_answer(ask: Callable[..., object]) -> None:
+    """One that was stopped right when it was asked for its models was named 10 s later (seed 207)."""
+    looks = itertools.count(1)
+
+    def look() -> None:
+        if next(looks) == 3:
+            raise Stopped
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes its connections
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with grpc.insecure_channel(url) as channel, pytest.raises(Stopped):
+            more = {"deadline_s": 60.0} if ask is until_ready else {"timeout_s": 60.0}
+            ask(url, channel, meanwhile=look, **more)
+    assert time.monotonic() - began < 5
+
 
 AT_ONCE = 64
 MANY = AT_ONCE // module._GATHER_PART
