@@ -224,62 +224,62 @@ def let_rank_0_report(env: Mapping[str, str] = os.environ) -> None:
         time.sleep(0.05)
 
 
+def _tell_ranks(exit_file: Path, what: str, text: str) -> None:
+    """Leave what the launcher tells beside `exit_file`: whole, for a rank may read at any time."""
+    draft = exit_file.with_name(f"{what}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(exit_file.with_name(what))
+
+
+def _told_ranks(env: Mapping[str, str], what: str) -> str:
+    """Return what the launcher tells; "" if it does not, or its folder is not seen here."""
+    try:
+        return Path(env[EXIT_FILE]).with_name(what).read_text(encoding="utf-8")
+    except (KeyError, OSError):
+        return ""
+
+
 def tell_signal(number: int, exit_file: Path) -> None:
     """Tell the ranks which signal the launcher got: mpirun passes on another one."""
-    exit_file.with_name(_SIGNAL).write_text(str(int(number)), encoding="ascii")
+    _tell_ranks(exit_file, _SIGNAL, str(int(number)))
 
 
 def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the launcher's signal; None if there is no signal, no launcher, or its folder is not seen
     here."""
-    try:
-        return int(Path(env[EXIT_FILE]).with_name(_SIGNAL).read_text(encoding="ascii"))
-    except (KeyError, OSError, ValueError):
-        return None
+    number = _told_ranks(env, _SIGNAL)
+    return int(number) if number else None
 
 
 def tell_absent(ranks: str, exit_file: Path) -> None:
     """Tell rank 0 which ranks the launcher has not heard of."""
-    exit_file.with_name(_ABSENT).write_text(ranks, encoding="ascii")
+    _tell_ranks(exit_file, _ABSENT, ranks)
 
 
 def told_absent(env: Mapping[str, str] = os.environ) -> str:
     """Return the ranks that the launcher has not heard of; "" if it has, or does not tell."""
-    try:
-        return Path(env[EXIT_FILE]).with_name(_ABSENT).read_text(encoding="ascii")
-    except (KeyError, OSError):
-        return ""
+    return _told_ranks(env, _ABSENT)
 
 
 def tell_ports(ports: Sequence[tuple[int, str, str, int]], beyond: str, exit_file: Path) -> None:
     """Tell rank 0 where ranks listen (rank, host, address, port), and who can't be reached from here."""
-    draft = exit_file.with_name(f"{_PORTS}.draft")
-    draft.write_text(json.dumps([ports, beyond]), encoding="utf-8")
-    draft.replace(exit_file.with_name(_PORTS))
+    _tell_ranks(exit_file, _PORTS, json.dumps([ports, beyond]))
 
 
 def told_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int]], str]:
     """Return what the launcher tells by `tell_ports`; nothing if it does not tell."""
-    try:
-        ports, beyond = json.loads(Path(env[EXIT_FILE]).with_name(_PORTS).read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):
-        return [], ""
+    ports, beyond = json.loads(_told_ranks(env, _PORTS) or '[[], ""]')
     return [(rank, host, address, port) for rank, host, address, port in ports], beyond
 
 
 def tell_lost(ranks: Iterable[int], exit_file: Path) -> None:
     """Tell rank 0 which ranks the launcher has heard end, before all had joined."""
-    draft = exit_file.with_name(f"{_LOST}.draft")
-    draft.write_text(" ".join(map(str, ranks)), encoding="ascii")
-    draft.replace(exit_file.with_name(_LOST))
+    _tell_ranks(exit_file, _LOST, " ".join(map(str, ranks)))
 
 
 def told_lost(env: Mapping[str, str] = os.environ) -> list[int]:
     """Return the ranks that the launcher has heard end; none if it has not, or does not tell."""
-    try:
-        return [int(n) for n in Path(env[EXIT_FILE]).with_name(_LOST).read_text(encoding="ascii").split()]
-    except (KeyError, OSError):
-        return []
+    return [int(n) for n in _told_ranks(env, _LOST).split()]
 
 
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:

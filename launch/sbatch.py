@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
@@ -54,6 +55,14 @@ _ENDED = (
     "DEADLINE",
     "REVOKED",
 )
+
+# Options of sbatch, and of srun, by their names in `Job`.
+_SHORT = {"output": "-o", "error": "-e", "job_name": "-J", "account": "-A", "partition": "-p"}
+_COUNTS = ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task")
+_GPUS = ("gpus_per_node", "gpus_per_task")
+_LONG = {name: name.replace("_", "-") for name in (*_COUNTS, *_GPUS, "time")}
+_CONTAINER = ("container_image", "container_mounts", "container_workdir")
+_OF_SRUN = {**{name: name.replace("_", "-") for name in _CONTAINER}, "task_output": "output"}
 
 EPILOG = """\
 examples:
@@ -111,28 +120,16 @@ class Job:
 
     def script(self) -> str:
         """Return the job script."""
-        head = [
-            ("-o", self.output),
-            ("-e", self.error),
-            ("-J", self.job_name),
-            ("-A", self.account),
-            ("-p", self.partition),
-        ]
-        counts = [
-            ("nodes", self.nodes),
-            ("ntasks", self.ntasks),
-            ("ntasks-per-node", self.ntasks_per_node),
-            ("cpus-per-task", self.cpus_per_task),
-            ("gpus-per-node", self.gpus_per_node),
-            ("gpus-per-task", self.gpus_per_task),
-            ("time", self.time),
-        ]
         lines = ["#!/bin/bash"]
-        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in head if value is not None]
-        lines += [f"#SBATCH --{name}={value}" for name, value in counts if value is not None]
+        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in self._given(_SHORT)]
+        lines += [f"#SBATCH --{name}={value}" for name, value in self._given(_LONG)]
         lines += ["", *self.setup, ""] if self.setup else [""]
         logs = self._logs() if self.is_run or self.starts_runs else []
         return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
+
+    def _given(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
+        """Return Slurm's options that have a value, by their names there."""
+        return [(name, value) for ours, name in options.items() if (value := getattr(self, ours)) is not None]
 
     def _logs(self) -> list[str]:
         """Make a folder for this start of this job: a requeueing counts SLURM_RESTART_COUNT up."""
@@ -145,12 +142,6 @@ class Job:
         ]
 
     def _step(self) -> list[str]:
-        options = [
-            ("container-image", self.container_image),
-            ("container-mounts", self.container_mounts),
-            ("container-workdir", self.container_workdir),
-            ("output", self.task_output),
-        ]
         command = shlex.join(self.command)
         if self.is_run or self.starts_runs:
             command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
@@ -160,7 +151,7 @@ class Job:
             # After a loss rank 0 has time to say so, whatever the site's default; but Slurm finds only after
             # minutes that a node is lost, whose tasks srun would wait for.
             f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
-            *(f"--{name} {value}" for name, value in options if value is not None),
+            *(f"--{name} {value}" for name, value in self._given(_OF_SRUN)),
         ]
         return " \\\n".join([*parts, command]).split("\n")
 
@@ -212,14 +203,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    for name in ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task"):
-        add(f"--{name}", type=_at_least_one, metavar="N", help=f"sbatch's --{name.replace('_', '-')}")
-    for name in ("gpus_per_node", "gpus_per_task"):
-        add(
-            f"--{name}",
-            metavar="N",
-            help=f"sbatch's --{name.replace('_', '-')}; a type may stand before: h200:8",
-        )
+    for name in _COUNTS:
+        add(f"--{name}", type=_at_least_one, metavar="N", help=f"sbatch's --{_LONG[name]}")
+    for name in _GPUS:
+        add(f"--{name}", metavar="N", help=f"sbatch's --{_LONG[name]}; a type may stand before: h200:8")
     for name, short in (("job_name", "-J"), ("account", "-A"), ("partition", "-p"), ("time", "-t")):
         add(f"--{name}", short, help=f"sbatch's --{name.replace('_', '-')}")
     add("--output", "-o", help="file for what the job prints; %%j is its number")
