@@ -32,10 +32,10 @@ from benchmarks.busy import Busy, cores, median, thread_times
 from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
 from launch.children import Child, Children
-from launch.servers import Servers, check_ports
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
 from mpillm.fields.servers import ServerFields
+from mpillm.nvidia.stages.servers import Servers, check_ports
 from mpillm.nvidia.triton.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 from mpillm.runs.whole_runs import run_once
 

@@ -64,8 +64,6 @@ class TorchCore(LLMCore):
     gives_logprobs = True
     speculates = True
     tunes_steps = True
-    engine_stages = "mpillm.cores.torch_engine:engine_stages"
-    servers = "mpillm.cores.torch_servers:torch_servers"
     framework = "PyTorch"
     imports = ("torch", "safetensors")
     packages = ("torch", "triton")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpillm.builder.checkpoint import QuantizerConfig as QuantizerConfig
+from mpillm.nvidia.stages.checkpoint import QuantizerConfig as QuantizerConfig
 from mpillm.nvidia.trtllm.engines import TRTLLMBuilderOp as TRTLLMBuilderOp
 from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader as TRTLLMLibraryLoader
 from mpillm.nvidia.trtllm.engines import TRTLLMQuantizerOp as TRTLLMQuantizerOp

@@ -1,4 +1,4 @@
-"""The configurations of cores: the classes of `mpillm.config.backends`, each with its `gen_config`."""
+"""The configurations of cores: the classes of `mpillm.nvidia.backends`, each with its `gen_config`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mpillm import fields
-from mpillm.config import backends
-from mpillm.config.backends import TrtllmHarnessConfig as TrtllmHarnessConfig
 from mpillm.configurator import autoconfigure, bind, current
 from mpillm.models.model_files import GenerationConfig as GenerationConfig
+from mpillm.nvidia import backends
+from mpillm.nvidia.backends import TrtllmHarnessConfig as TrtllmHarnessConfig
 from mpillm.nvidia.configs import TritonHarnessConfig as TritonHarnessConfig
 from mpillm.nvidia.configs import TrtllmEndpointConfig as TrtllmEndpointConfig
 from mpillm.nvidia.configs import TrtllmExecutorConfig as TrtllmExecutorConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpillm.config import backends
 from mpillm.llmlib.cores.base import LLMCore, LLMRequest, warm_up_requests
 from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.llmlib.warmup import WarmupManager
+from mpillm.nvidia import backends
 from mpillm.workloads import Workload
 
 

@@ -5,9 +5,9 @@ It imports the core of mpillm; the core does not import it, but finds here by na
 
 `trtllm/`: the cores `trtllm_executor` and `trtllm_hlapi`, tools, servers. `triton/`: model repositories and
 servers. `triton_core/`: the core `triton_grpc`. `triton_models/`: models that tritonserver's Python backend
-runs. `triton_client/`: clients of models behind Triton. `halves/`: context and generation servers; `leader/`:
-their leader. `core_model/`, `table/`: benches. `commands/`: one file for each of its commands. `config_file`:
-the user's configuration.
+runs. `triton_client/`: clients of models behind Triton. `stages/`: what comes before a run. `halves/`:
+context and generation servers; `leader/`: their leader. `core_model/`, `table/`: benches. `commands/`: one
+file for each of its commands. `config_file`: the user's configuration.
 """
 
 CORES = {

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import disagg
 from disagg.errors import ConfigError, about
 from mpillm import fields
-from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.configurator import autoconfigure, bind
 from mpillm.fields.runtime_flags import BUILD_OPTIONS
+from mpillm.nvidia.backends import TrtllmHarnessConfig
 
 if TYPE_CHECKING:  # its records take time to make, at the start of every rank
     from mpillm.models.model_files import EngineConfig

@@ -15,9 +15,9 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.callers import own_addresses
 from launch.command import Command, find_program
+from launch.health_check import HealthCheck
 from launch.held_port import HeldPort
 from launch.owned_server import SEARCHED, OwnedServer
-from launch.servers import HealthCheck
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError

@@ -11,6 +11,7 @@ from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE, ROUTER, written
+from mpillm.config.flags import check_limits
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import OwnGpu
 from mpillm.servers.kinds import kind_of
@@ -28,11 +29,11 @@ def core_configs(
 
 
 def check_flags(config: RunConfig, plan: WorldPlan) -> None:
-    """Raise ConfigError if flags contradict each other, or the limits that the engine was built for."""
-    from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
-
+    """Raise ConfigError if flags ask for more than the engine was built for."""
     for section in dict.fromkeys(instance.section for instance in plan.instances):
-        config.in_section(section).build(TrtllmHarnessConfig)
+        of = config.in_section(section)
+        with of.autoapply():
+            check_limits(of.trtllm_runtime_flags, of.trtllm_build_flags, "trtllm_build_flags")
 
 
 def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:

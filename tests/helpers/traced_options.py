@@ -13,7 +13,7 @@ from tests.unit.config.test_idle import outcomes
 # harness's, then does as `python -m mpillm`.
 TRACER = """
 import os, sys
-from mpillm.config.backends import HarnessConfig
+from mpillm.nvidia.backends import HarnessConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import CORE
 from mpillm.config.values import Values

@@ -21,8 +21,8 @@ mpillm.errors mpillm.user_config mpillm.telemetry mpillm.configurator mpillm.ser
 mpillm.fields mpillm.comms
 mpillm.models mpillm.data
 mpillm.config mpillm.nvidia.triton_client
-mpillm.loadgen mpillm.engine mpillm.builder mpillm.nvidia
-mpillm.cores mpillm.doctor
+mpillm.loadgen mpillm.engine mpillm.nvidia
+mpillm.cores mpillm.doctor mpillm.nvidia.stages
 mpillm.roles mpillm.nvidia.trtllm
 mpillm.report mpillm.endpoint mpillm.nvidia.triton
 mpillm.runs mpillm.bench.loadtest mpillm.runtime mpillm.nvidia.triton_core mpillm.nvidia.triton_models
@@ -141,9 +141,9 @@ def strings(name: str) -> Iterator[str]:
 def test_a_name_in_a_string_is_an_arrow() -> None:
     assert "mpillm.nvidia.triton.servers" in set(named("mpillm.nvidia.triton_core.core"))
     assert "mpillm.cores.torch_core" in set(named(TABLES[0]))
-    assert up("mpillm.cores.torch_core", iter(["mpillm.builder.operation"])) == []
-    assert up("mpillm.builder.operation", iter(["mpillm.cores.torch_core"])) == [
-        "mpillm.builder.operation -> mpillm.cores.torch_core"
+    assert up("mpillm.cores.torch_core", iter(["mpillm.engine.engine"])) == []
+    assert up("mpillm.engine.engine", iter(["mpillm.cores.torch_core"])) == [
+        "mpillm.engine.engine -> mpillm.cores.torch_core"
     ]
 
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpillm.config import backends
 from mpillm.llmlib.config import HarnessConfig, with_generation
 from mpillm.llmlib.utils import LLMServerProgressDisplay
+from mpillm.nvidia import backends
 
 _POLL = datetime.timedelta(milliseconds=1)
 _LOOK_S = 1.0  # between looks of a thread that waits

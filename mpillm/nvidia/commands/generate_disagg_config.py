@@ -15,7 +15,6 @@ import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from launch.launcher import EveryRankError, one_of_several
-from mpillm.builder.disagg_workers import for_workers
 from mpillm.comms.start import start_mpi
 from mpillm.config.disagg_values import CORE
 from mpillm.config.disagg_yaml import generated, stating
@@ -28,6 +27,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import DEADLINES, command_fields
 from mpillm.fields.results import OutputFields
 from mpillm.files import write_text
+from mpillm.nvidia.stages.disagg_workers import for_workers
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
 _SHOWN = command_fields(

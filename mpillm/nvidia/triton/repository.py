@@ -11,12 +11,12 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from launch.children import Children
 from launch.command import Command, NotHere
-from mpillm.builder.operation import Operation, identity, log_of, read_stamp
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.models.model_files import BuildConfig
 from mpillm.nvidia.configs import ENGINE_MODEL, TritonHarnessConfig, model_name
 from mpillm.nvidia.flags import TRITON_OTHERS, TRITON_PARAMETERS
+from mpillm.nvidia.stages.operation import Operation, identity, log_of, read_stamp
 from mpillm.nvidia.triton.embedded import PYTHON, embedded_parameters, model_program
 from mpillm.nvidia.triton.parameters import in_vain
 from mpillm.nvidia.triton.pbtxt import Name, dump

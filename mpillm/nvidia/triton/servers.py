@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
-from launch.servers import Server, ports_here
-from mpillm.builder.preconditions import lacking
 from mpillm.config.run_config import RunConfig
 from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.nvidia.stages.preconditions import lacking
+from mpillm.nvidia.stages.servers import Server, ports_here
 from mpillm.nvidia.triton.repository import triton_stages
 from mpillm.nvidia.triton.tritonserver import (
     More,

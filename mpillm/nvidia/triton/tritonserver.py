@@ -18,7 +18,7 @@ from launch.command import Command, NotHere, find_program
 from launch.find_mpirun import detect
 from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.outside import one_line
-from launch.servers import Server
+from mpillm.nvidia.stages.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
 """Where NVIDIA's containers have it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, about
-from mpillm.builder.preconditions import Layout
 from mpillm.engine.model.read_config import architecture_of
+from mpillm.nvidia.stages.preconditions import Layout
 from mpillm.nvidia.trtllm.tool_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN_CONVERT, Tool
 
 

@@ -10,27 +10,27 @@ from typing import Any
 from disagg.errors import ConfigError, about
 from launch.command import Command, NotHere, find_program
 from mpillm import fields
-from mpillm.builder.checkpoint import (
-    BUILD_SOURCE,
-    CHECKPOINT_SOURCE,
-    EngineLayout,
-    QuantizerConfig,
-    without_parallelism,
-)
-from mpillm.builder.operation import Operation, identity
-from mpillm.builder.preconditions import (
-    Layout,
-    check_divides,
-    check_space,
-    model_config,
-    weights,
-)
 from mpillm.config.flags import overlaid
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.files import read_object
 from mpillm.models.model_files import BuildConfig, EngineConfig
 from mpillm.nvidia.configs import TrtllmHlApiConfig
+from mpillm.nvidia.stages.checkpoint import (
+    BUILD_SOURCE,
+    CHECKPOINT_SOURCE,
+    EngineLayout,
+    QuantizerConfig,
+    without_parallelism,
+)
+from mpillm.nvidia.stages.operation import Operation, identity
+from mpillm.nvidia.stages.preconditions import (
+    Layout,
+    check_divides,
+    check_space,
+    model_config,
+    weights,
+)
 from mpillm.nvidia.trtllm.converters import LLAMA, Converter, converter_for
 from mpillm.nvidia.trtllm.installed import check_gpus, find_script, python_with_trtllm
 from mpillm.nvidia.trtllm.tool_options import BUILD, QUANTIZE

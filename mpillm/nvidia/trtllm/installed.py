@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.command import NotHere, find_program
-from mpillm.builder.preconditions import lacking
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
+from mpillm.nvidia.stages.preconditions import lacking
 
 _PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 """TensorRT-LLM's repository without --trtllm_lib_path: the reference harness's, the containers'."""

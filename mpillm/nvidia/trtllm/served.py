@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import disagg
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
-from mpillm.builder.checkpoint import QuantizerConfig
 from mpillm.config.disagg_values import CORE, ROUTER, same
 from mpillm.config.run_config import RunConfig
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.nvidia.stages.checkpoint import QuantizerConfig
 from mpillm.nvidia.trtllm.engines import TRTLLMBuilderOp, TRTLLMQuantizerOp
 
 

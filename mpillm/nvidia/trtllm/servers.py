@@ -10,16 +10,16 @@ import yaml
 
 from disagg.errors import ConfigError
 from launch.command import NotHere
-from launch.disagg_servers import disaggregated_servers as launched
 from launch.environment import launch_type
 from launch.launcher import one_of_several
 from launch.places import SERVERS
-from launch.servers import Server, ports_here
-from mpillm.builder.disagg_workers import yaml_of_servers
-from mpillm.builder.preconditions import lacking
 from mpillm.config.run_config import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.nvidia.stages.disagg_servers import disaggregated_servers as launched
+from mpillm.nvidia.stages.disagg_workers import yaml_of_servers
+from mpillm.nvidia.stages.preconditions import lacking
+from mpillm.nvidia.stages.servers import Server, ports_here
 from mpillm.nvidia.trtllm import trtllm_serve
 from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader
 from mpillm.nvidia.trtllm.installed import check_gpus, program_or_name

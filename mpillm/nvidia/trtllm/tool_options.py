@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.builder.checkpoint import PARALLELISM
+from mpillm.nvidia.stages.checkpoint import PARALLELISM
 
 _Kind = str | tuple[str, ...]
 _INT: _Kind = "a whole number"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.command import Command
-from launch.disagg_servers import Programs
-from launch.servers import Server
+from mpillm.nvidia.stages.disagg_servers import Programs
+from mpillm.nvidia.stages.servers import Server
 
 INSTALL = "install TensorRT-LLM, as in NVIDIA's containers"
 FIRST_PORT = 30000

@@ -19,8 +19,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch.command import Command
-from mpillm.builder.operation import STAMP, Operation, execute, identity, log_of
 from mpillm.errors import StageError
+from mpillm.nvidia.stages.operation import STAMP, Operation, execute, identity, log_of
 
 WRITES = (
     "import sys, pathlib; t = pathlib.Path(sys.argv[1]); t.mkdir(); (t / 'out').write_text(sys.argv[2]);"

@@ -17,12 +17,12 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields
-from mpillm.builder.checkpoint import QuantizerConfig
 from mpillm.cli import main
 from mpillm.configurator import Configuration
 from mpillm.cores import torch_stage
-from mpillm.cores.torch_engine import TorchBuilderOp, TorchQuantizerOp
 from mpillm.llmlib import builder
+from mpillm.nvidia.stages.checkpoint import QuantizerConfig
+from mpillm.nvidia.stages.torch_engine import TorchBuilderOp, TorchQuantizerOp
 from mpillm.nvidia.trtllm import installed
 from mpillm.nvidia.trtllm.engines import (
     TRTLLMBuilderOp,

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import disagg
-from launch.disagg_servers import disaggregated_servers
 from mpillm.cli import main
+from mpillm.nvidia.stages.disagg_servers import disaggregated_servers
 from mpillm.nvidia.trtllm import trtllm_serve
 from mpillm.nvidia.trtllm.tool_options import BUILD, CONVERT, QUANTIZE, Tool
 from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record

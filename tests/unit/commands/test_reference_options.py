@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.config import backends as harness_config
 from mpillm.config.flags import OVERLAYS
 from mpillm.fields import BY_NAME
 from mpillm.fields.runtime_flags import RUNTIME_FLAGS
 from mpillm.models import model_files
+from mpillm.nvidia import backends as harness_config
 from mpillm.nvidia import configs
 
 ROOT = Path(__file__).parents[3]

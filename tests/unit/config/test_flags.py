@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import parse_run
 from mpillm.config.resolution import resolve
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
+from mpillm.nvidia.backends import TrtllmHarnessConfig
 from mpillm.runtime.core_configs import check_flags, core_configs
 from tests.helpers.configured import DUMMY
 

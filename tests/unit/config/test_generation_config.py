@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.backends import HarnessConfig
 from mpillm.config.options import parse_run
 from mpillm.models.model_files import GenerationConfig
+from mpillm.nvidia.backends import HarnessConfig
 
 
 def test_a_generation_config_of_the_harness(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import fields
-from mpillm.config.backends import HarnessConfig, TrtllmHarnessConfig
 from mpillm.config.options import parse_run
 from mpillm.configurator import Configuration, HelpInfo
+from mpillm.nvidia.backends import HarnessConfig, TrtllmHarnessConfig
 from mpillm.nvidia.configs import (
     TritonHarnessConfig,
     TrtllmDisaggEndpointConfig,

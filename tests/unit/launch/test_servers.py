@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from launch import servers as module
+from launch import health_check
 from launch.command import Command
-from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
+from mpillm.nvidia.stages import servers as module
+from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from tests.helpers.support import free_ports, wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.
@@ -161,7 +162,7 @@ def silent(n: int) -> list[Server]:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
     checks = Checks(4)
-    monkeypatch.setattr(module, "_problem", checks.problem)
+    monkeypatch.setattr(health_check, "_problem", checks.problem)
     yield checks
     assert not checks.under_way.broken and checks.answered == [], "somebody has waited for an answer"
     checks.end.set()
@@ -180,10 +181,10 @@ def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, check
 
 def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: Checks) -> None:
     """It reports servers that have been silent for too long, all the same."""
-    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(health_check, "_ANSWER_S", 0.1)
     with Servers(tmp_path) as running:
         with monkeypatch.context() as ready:
-            ready.setattr(module, "_problem", lambda url: "")
+            ready.setattr(health_check, "_problem", lambda url: "")
             for server in silent(4):
                 running.start(server)
             running.wait_ready(60)
@@ -205,7 +206,7 @@ def test_a_server_that_answers_is_not_silent_between_two_looks(
         asked.append(url)
         return ""
 
-    monkeypatch.setattr(module, "_problem", problem)
+    monkeypatch.setattr(health_check, "_problem", problem)
     with Servers(tmp_path) as running:
         running.start(silent(1)[0])
         running.wait_ready(60)
@@ -228,7 +229,7 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.
                 come.set()
                 check.wait(time.monotonic() + 60)
 
-        monkeypatch.setattr(module, "_problem", problem)
+        monkeypatch.setattr(health_check, "_problem", problem)
         monkeypatch.setattr(running._children, "ended", ended)
         running.start(silent(1)[0])
         running.wait_ready(60)

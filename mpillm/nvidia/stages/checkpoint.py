@@ -9,9 +9,9 @@ from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm import fields
-from mpillm.builder.preconditions import Layout
 from mpillm.config.flags import overlaid
 from mpillm.configurator import autoconfigure, bind
+from mpillm.nvidia.stages.preconditions import Layout
 
 PARALLELISM = {
     "tp_size": "tensor_parallelism",

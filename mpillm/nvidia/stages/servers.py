@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +24,12 @@ from types import TracebackType
 import psutil
 
 from disagg.errors import ConfigError
-from launch.bounded_http import ReplyError, page
 from launch.children import Child, Children
 from launch.command import Command
+from launch.health_check import HealthCheck
 
 _POLL_S = 0.5
 _LOOK_S = 10.0  # between health checks of servers that were ready
-_ANSWER_S = 5.0  # for one health check
 _ORPHAN_S = 2.0  # for a process to notice that what started it has ended
 
 
@@ -179,34 +177,6 @@ class Servers:
         )
 
 
-class HealthCheck:
-    """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
-
-    def __init__(self, url: str, before: HealthCheck | None = None) -> None:
-        """`before`: the last one of this URL."""
-        self.answered: bool | None = None  # None: it is under way
-        self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
-        self.ended = self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
-        self._thread.start()
-
-    def _run(self, url: str) -> None:
-        self.problem = _problem(url)
-        self.ended, self.answered = time.monotonic(), not self.problem
-
-    def wait(self, until: float) -> None:
-        """Wait for its end, at most until this time of the monotonic clock."""
-        self._thread.join(max(0.0, until - time.monotonic()))
-
-    def is_old(self, age_s: float) -> bool:
-        """Return whether it began so many seconds ago."""
-        return time.monotonic() - self._began > age_s
-
-    def is_late(self, now: float) -> bool:
-        """Return whether a health check got no answer, or has none after the time that an answer may take."""
-        return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
-
-
 def write_files(folder: Path, servers: Collection[Server]) -> None:
     """Make the folder for the logs, and write the files that servers read.
 
@@ -257,15 +227,6 @@ def _holder(port: int) -> str:
         return f"process {process.pid} ({process.name()}) uses it"
     except (StopIteration, psutil.Error):
         return ""
-
-
-def _problem(url: str) -> str:
-    """Ask for a server's health; return what is wrong, or an empty text."""
-    try:
-        status, _ = page(url, _ANSWER_S)
-    except ReplyError as error:
-        return str(error)
-    return "" if status == 200 else f"HTTP {status}"
 
 
 def ports_here(urls: Iterable[str]) -> dict[str, int]:

@@ -10,14 +10,14 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from launch.command import Command
 from mpillm import fields
-from mpillm.builder.checkpoint import EngineLayout, QuantizerConfig, without_parallelism
-from mpillm.builder.operation import Operation, identity
-from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model.read_config import PRESETS
 from mpillm.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS
 from mpillm.files import read_object
+from mpillm.nvidia.stages.checkpoint import EngineLayout, QuantizerConfig, without_parallelism
+from mpillm.nvidia.stages.operation import Operation, identity
+from mpillm.nvidia.stages.preconditions import check_divides, check_space, model_config, weights
 
 # TensorRT-LLM's names of formats, and the torch core's.
 ALGORITHMS = {"int8_wo": "int8", "int8": "int8", "fp8": "fp8", "full_prec": "none"}

@@ -12,7 +12,7 @@ from launch.environment import LAUNCH_TYPE
 from launch.find_mpirun import detect
 from launch.launcher import EveryRankError, Launcher
 from launch.mpirun import command_line, on_this_host, usable_cores
-from launch.servers import Server, ports_here
+from mpillm.nvidia.stages.servers import Server, ports_here
 
 
 class Programs(NamedTuple):

@@ -11,9 +11,9 @@ from disagg.errors import ConfigError
 from launch.command import NotHere
 from launch.environment import launch_type
 from launch.launcher import one_of_several
-from mpillm.builder.preconditions import lacking
 from mpillm.config.disagg_yaml import generated
 from mpillm.config.run_config import RunConfig
+from mpillm.nvidia.stages.preconditions import lacking
 
 
 def yaml_of_servers(config: RunConfig, path: str) -> DisaggConfig:

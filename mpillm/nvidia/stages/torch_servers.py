@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError
-from launch.disagg_servers import Programs, disaggregated_servers
 from launch.environment import launch_type
 from launch.launcher import one_of_several
-from launch.servers import Server
-from mpillm.builder.disagg_workers import yaml_of_servers
 from mpillm.config.run_config import RunConfig
+from mpillm.nvidia.stages.disagg_servers import Programs, disaggregated_servers
+from mpillm.nvidia.stages.disagg_workers import yaml_of_servers
+from mpillm.nvidia.stages.servers import Server
 
 _LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up
 

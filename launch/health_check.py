@@ -1,0 +1,47 @@
+"""Whether a server answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from launch.bounded_http import ReplyError, page
+
+_ANSWER_S = 5.0
+
+
+class HealthCheck:
+    """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
+
+    def __init__(self, url: str, before: HealthCheck | None = None) -> None:
+        """`before`: the last one of this URL."""
+        self.answered: bool | None = None  # None: it is under way
+        self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
+        self.ended = self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str) -> None:
+        self.problem = _problem(url)
+        self.ended, self.answered = time.monotonic(), not self.problem
+
+    def wait(self, until: float) -> None:
+        """Wait for its end, at most until this time of the monotonic clock."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+
+    def is_old(self, age_s: float) -> bool:
+        """Return whether it began so many seconds ago."""
+        return time.monotonic() - self._began > age_s
+
+    def is_late(self, now: float) -> bool:
+        """Return whether a health check got no answer, or has none after the time that an answer may take."""
+        return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
+
+
+def _problem(url: str) -> str:
+    """Ask for a server's health; return what is wrong, or an empty text."""
+    try:
+        status, _ = page(url, _ANSWER_S)
+    except ReplyError as error:
+        return str(error)
+    return "" if status == 200 else f"HTTP {status}"
