@@ -67,7 +67,7 @@ class RequestFlag(enum.IntFlag):
     IGNORE_END = 2  # no end token does; it is generated like any other
     STREAM = 4  # whoever asks wants the tokens as they come
     TIMES = 8  # and when they were computed
-    CONTEXT_ONLY = 256  # another run generates; the KV cache is kept for it (roles/half.py)
+    CONTEXT_ONLY = 256  # another run generates; the KV cache is kept for it (`serve --server_role`)
     GENERATION_ONLY = 512  # another run has computed the context, and its KV cache is here
 
 

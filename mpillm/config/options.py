@@ -6,20 +6,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.launcher import find_launcher
 from mpillm import fields
 from mpillm.config import layers
-from mpillm.config.idle import check_idle, idle_in_all, told
+from mpillm.config.idle import check_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.config.together import check_compliance, check_together
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser, add_fields
-from mpillm.configurator.found import Level
 from mpillm.fields import FIELDS
 from mpillm.fields.effects import RUN, SERVE
 
@@ -58,48 +55,13 @@ def parse(
     of a test share their options. The command's `defaults` override the fields'. ConfigError: names the
     source.
     """
-    known = _with_all(shown)
+    known = with_all(shown)
     add_fields(parser, known, shown, defaults)
     return RunConfig.resolved(layers.stated_values(parser.texts(argv), known, defaults))
 
 
-def parse_stage(
-    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
-) -> RunConfig:
-    """As `parse`, for a stage before a run or a server; tell of options that no command after it uses."""
-    config = parse(argv, parser, shown, defaults)
-    tell_idle([config])
-    return config
-
-
-def tell_idle(configs: Sequence[RunConfig]) -> None:
-    """Tell, on one rank, of options without effect in all commands after a stage, for each of its tests."""
-    launcher = find_launcher()
-    if launcher is None or launcher.first:
-        for line in told(idle_in_all(configs, "stage")):
-            print(f"mpillm: note: {line}", file=sys.stderr)
-
-
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
-    """As `parse`, for every pair of a workload and a scenario: lists of them mean several tests."""
-    known = _with_all(shown)
-    add_fields(parser, known, shown)
-    options = parser.texts(argv)
-    made = []
-    for benchmark in layers.found_for(layers.of_the_user(options, None), fields.benchmarks).value or (None,):
-        named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = layers.found_for(layers.of_the_user(named, None), fields.scenarios)
-        if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
-            made.append(RunConfig.resolved(layers.stated_values(named, known, None)))
-        else:
-            made += [
-                RunConfig.resolved(layers.stated_values({**named, "scenarios": scenario}, known, None))
-                for scenario in scenarios.value
-            ]
-    return made
-
-
-def _with_all(shown: Sequence[Field]) -> list[Field]:
+def with_all(shown: Sequence[Field]) -> list[Field]:
+    """Return the fields that a command knows: its own, and those of all others."""
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
 
 

@@ -18,7 +18,6 @@ from launch.launcher import EveryRankError, one_of_several
 from mpillm.comms.start import start_mpi
 from mpillm.config.disagg_values import CORE
 from mpillm.config.disagg_yaml import generated, stating
-from mpillm.config.options import parse_stage
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import found_at
@@ -28,6 +27,7 @@ from mpillm.fields import DEADLINES, command_fields
 from mpillm.fields.results import OutputFields
 from mpillm.files import write_text
 from mpillm.nvidia.stages.disagg_workers import for_workers
+from mpillm.nvidia.stages.stage_options import parse_stage
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
 _SHOWN = command_fields(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_each, tell_idle
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN, DEFAULT, found_at
@@ -13,6 +12,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
 from mpillm.nvidia.stages.operation import Operation, execute
+from mpillm.nvidia.stages.stage_options import parse_each, tell_idle
 
 _ALSO = (
     "core_type",

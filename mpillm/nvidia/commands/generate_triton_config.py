@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.nvidia.stages.operation import execute
+from mpillm.nvidia.stages.stage_options import parse_stage
 from mpillm.nvidia.triton.embedded import numpy_note
 from mpillm.nvidia.triton.repository import remove_repositories, triton_stages
 

@@ -17,7 +17,7 @@ from launch.places import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm import fields
 from mpillm.config.idle import idle, idle_in_all, told
-from mpillm.config.options import RUN_FIELDS, parse_each, run_name, without
+from mpillm.config.options import RUN_FIELDS, run_name, without
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.columns import table
 from mpillm.configurator.command_line import Parser
@@ -25,6 +25,7 @@ from mpillm.core_names import TRITON_URL
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
 from mpillm.fields.effects import RUN
+from mpillm.nvidia.stages.stage_options import parse_each
 from mpillm.runtime.number_of_ranks import ranks_of
 
 _CONNECT_S = 2.0

@@ -20,7 +20,6 @@ from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
 from launch.places import SERVERS
 from mpillm.comms.start import mpi_library
-from mpillm.config.options import parse_stage
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, found_at
 from mpillm.errors import ExitCode
@@ -29,6 +28,7 @@ from mpillm.files import as_writable
 from mpillm.nvidia.commands.generate_engines import stages_of
 from mpillm.nvidia.stages.ancestors import end_with_launcher
 from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
+from mpillm.nvidia.stages.stage_options import parse_stage
 
 _ALSO = (
     "dry_run",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_each, parse_run, parse_serve
+from mpillm.config.options import parse_run, parse_serve
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.found import DEFAULT as DEFAULT_ORIGIN
@@ -51,6 +51,7 @@ from mpillm.fields import (
     gpu_batch_size,
     scenarios,
 )
+from mpillm.nvidia.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
 # By the function that reads a value: good texts with their values, and bad texts.

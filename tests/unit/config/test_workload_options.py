@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_each, parse_run
+from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import (
     FIELDS,
 )
 from mpillm.nvidia.commands import run_harness as harness
+from mpillm.nvidia.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
 NAMES = {
