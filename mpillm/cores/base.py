@@ -76,6 +76,8 @@ class LLMCore(ABC):
     is_client: ClassVar[bool] = False
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
+    # Answers requests with TIMES also with how many blocks of its KV cache it has reused.
+    tells_reuse: ClassVar[bool] = False
     # Honours --speculative_config.
     speculates: ClassVar[bool] = False
     # Honours --enable_max_num_tokens_tuning.

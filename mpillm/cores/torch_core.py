@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
 from mpillm.config.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
+from mpillm.core_names import brought
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
@@ -53,6 +54,9 @@ _TIMED = 3  # prompts of each size, of which the fastest counts
 _CACHE_TO_BUFFERS = 32
 
 
+_STAGES = brought("STAGES")
+
+
 class TorchCore(LLMCore):
     """An engine, or a rank that follows one: each `poll_responses` runs a step.
 
@@ -62,8 +66,11 @@ class TorchCore(LLMCore):
     uses_gpus = True
     needs_model = True
     gives_logprobs = True
+    tells_reuse = True
     speculates = True
     tunes_steps = True
+    engine_stages = _STAGES.get("engine_stages")
+    servers = _STAGES.get("servers")
     framework = "PyTorch"
     imports = ("torch", "safetensors")
     packages = ("torch", "triton")

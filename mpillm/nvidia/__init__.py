@@ -21,6 +21,12 @@ CORES = {
 EXTRAS = {"triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
 """The extra of this package that a core's class needs, if any."""
 
+STAGES = {
+    "engine_stages": "mpillm.nvidia.stages.torch_engine:engine_stages",
+    "servers": "mpillm.nvidia.stages.torch_servers:torch_servers",
+}
+"""The stages of mpillm's own engine, by their names in `LLMCore`."""
+
 SERVERS = {
     "trtllm-serve": "mpillm.nvidia.trtllm.server_kind:TRTLLM_SERVE",
     "tritonserver": "mpillm.nvidia.triton.server_kind:TRITONSERVER",

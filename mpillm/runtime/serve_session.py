@@ -245,9 +245,10 @@ def _served(planned: Planned) -> Served:
 def _block_tokens(planned: Planned) -> int | None:
     """Return what `ServeMetrics` wants to know of the instances' KV caches."""
     config, cores = planned.config, planned.cores
-    if BackendRegistry.get(config.core_type).is_client:
+    core_class = BackendRegistry.get(config.core_type)
+    if core_class.is_client:
         return None  # the servers' own
     if not any(core.enable_kv_cache_reuse for core in cores):
         return 0
     whole = all(core.role == "executor" for core in cores) and not config.half
-    return cores[0].tokens_per_block if whole and config.core_type == "torch" else None
+    return cores[0].tokens_per_block if whole and core_class.tells_reuse else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, DEFAULT, found_at
+from mpillm.core_names import BUILT_IN, found_at
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, command_fields
@@ -27,25 +27,12 @@ _ALSO = (
 _SHOWN = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 
-_OF_OUR_ENGINE = {
-    "engine_stages": "mpillm.nvidia.stages.torch_engine:engine_stages",
-    "servers": "mpillm.nvidia.stages.torch_servers:torch_servers",
-}
-
-
-def stages_of(core_type: str, what: str) -> str | None:
-    """Return where a core's stages are: as its class declares, or, of mpillm's own engine, here."""
-    core = BackendRegistry.declared(core_type)
-    declared: str | None = getattr(core, what)
-    return declared or (_OF_OUR_ENGINE[what] if issubclass(core, BackendRegistry.declared(DEFAULT)) else None)
-
-
 def engine_stages(config: RunConfig) -> Operation:
     """Return the last stage of `generate-engines` for a test; the stages before it are its dependencies."""
     with config.autoapply():
-        path = stages_of(config.core_type, "engine_stages")
+        path = BackendRegistry.declared(config.core_type).engine_stages
         if path is None:
-            able = [name for name in BUILT_IN if stages_of(name, "engine_stages")]
+            able = [name for name in BUILT_IN if BackendRegistry.declared(name).engine_stages]
             raise ConfigError(
                 f"--core_type {config.core_type}: nothing to build; generate-engines builds for"
                 f" {', '.join(able)}",

@@ -22,10 +22,10 @@ from launch.places import SERVERS
 from mpillm.comms.start import mpi_library
 from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, found_at
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.files import as_writable
-from mpillm.nvidia.commands.generate_engines import stages_of
 from mpillm.nvidia.stages.ancestors import end_with_launcher
 from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from mpillm.nvidia.stages.stage_options import parse_stage
@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
             check_world(mpi_library(), None, ["run-llm-server", *argv], variables={LAUNCH_TYPE: "worker"})
     else:
         drop_launch_type(f"--core_type {config.core_type}")
-    kind = stages_of(config.core_type, "servers")
+    kind = BackendRegistry.declared(config.core_type).servers
     if kind is None:
-        able = [name for name in BUILT_IN if stages_of(name, "servers")]
+        able = [name for name in BUILT_IN if BackendRegistry.declared(name).servers]
         raise ConfigError(
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )
