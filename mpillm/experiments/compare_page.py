@@ -60,19 +60,17 @@ def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return in a sentence by what the runs differ from the first, better or worse."""
     said = []
     for i, name in enumerate(names[1:], 1):
-        found: list[str] = []
-        for one in result["figures"]:
-            cell = one["runs"][i]
-            if one["figure"] in _HEADLINES and cell is not None and cell.get("differs"):
-                judged = "better" if is_better(one["figure"], cell["change"]) else "worse"
-                change = f"{percent(cell['change'])}\N{NO-BREAK SPACE}%"
-                found.append(f"{one['figure']} {change} ({judged})")
-        cells = [one["runs"][i] for one in result["figures"] if one["figure"] in _HEADLINES]
-        none = (
-            "no difference that one run can tell" if any(map(_known, cells)) else "too few requests to tell"
-        )
-        rest = ", ".join(found) or none
-        said.append(f"{name} against {names[0]}: {rest}")
+        cells = {one["figure"]: one["runs"][i] for one in result["figures"]}
+        found = {figure: cell for figure, cell in cells.items() if cell is not None and cell.get("differs")}
+        told = [
+            f"{figure} {percent(cell['change'])}\N{NO-BREAK SPACE}%"
+            f" ({'better' if is_better(figure, cell['change']) else 'worse'})"
+            for figure, cell in found.items()
+            if figure in _HEADLINES or found.keys().isdisjoint(_HEADLINES)
+        ]
+        known = any(_known(cell) for figure, cell in cells.items() if figure in _HEADLINES)
+        none = "no difference that one run can tell" if known else "too few requests to tell"
+        said.append(f"{name} against {names[0]}: {', '.join(told) or none}")
     return "; ".join(said) + "."
 
 

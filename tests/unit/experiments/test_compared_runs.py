@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpillm.cli import main
+from mpillm.experiments.compare_page import headline
 from mpillm.report.request_log import RECORD
 from tests.helpers.pages import (
     EVIL,
@@ -214,6 +215,18 @@ def test_few_requests_are_no_sameness(tmp_path: Path) -> None:
     runs = [run(tmp_path / name, ttft, n=n) for name, ttft, n in (("a", 0.1, 48), ("b", 0.2, 48))]
     assert main(["compare", *map(str, runs), "--log_dir", str(tmp_path)]) == 0
     assert "B against A: too few requests to tell." in (tmp_path / "compare.html").read_text()
+
+
+def test_no_difference_is_claimed_where_a_star_shows_one() -> None:
+    """The headline named rates and tails only: "no difference" above a TPOT mean of +190 %, starred."""
+    cells = {"TPOT mean": (1.9, True), "TPOT p99": (0.1, False)}
+    figures = [
+        {"figure": name, "runs": [None, {"change": change, "error": 0.2, "differs": differs}]}
+        for name, (change, differs) in cells.items()
+    ]
+    assert re.fullmatch(
+        r"B against A: TPOT mean \+190\s% \(worse\)\.", headline({"figures": figures}, ("A", "B"))
+    )
 
 
 def test_a_change_of_thousands_of_percent_is_written_out(
