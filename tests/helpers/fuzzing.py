@@ -3,6 +3,9 @@
 In `make test` each test tries a few examples, the same ones each time. With MPILLM_FUZZ_SECONDS (`make fuzz`)
 it goes on for so long, each time with others; what failed is tried first the next time, and the shortest that
 failed is written to MPILLM_FUZZ_FOUND (build/fuzz) at once: to shrink it takes minutes, and may be cut.
+
+With MPILLM_FUZZ_SEED, too, its rounds of 200 examples have that seed, the next one, and so on: whoever starts
+there tries the same ones, and one that failed can be repeated alone (`make fuzz SEED=17 SECONDS=1`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("MPILLM_FUZZ_SECONDS", "0"))
+SEED = int(text) if (text := os.environ.get("MPILLM_FUZZ_SEED")) else None
+_ROUND = 200  # examples
 _FOUND = Path(os.environ.get("MPILLM_FUZZ_FOUND", "build/fuzz")).absolute()
 _CPU_S = 10.0  # of one example; other work on the machine does not count
 _MEMORY = 256 << 20  # bytes that one example may take
@@ -84,6 +90,26 @@ def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _same_constants() -> Iterator[None]:
+    """Let Hypothesis draw no constants of the modules that are loaded by then: a round alone loads fewer."""
+    from hypothesis.internal.conjecture import providers
+
+    providers.CONSTANTS_CACHE.cache.clear()
+    with mock.patch.object(providers, "_get_local_constants", providers.Constants):
+        yield
+
+
+@contextlib.contextmanager
+def _repeatable(number: int, name: str) -> Iterator[None]:
+    """If the block, a round with this seed, fails, say how to repeat it."""
+    try:
+        yield
+    except BaseException:  # a panic of Rust is no Exception
+        print(f"\nround {number}; again: make fuzz SEED={number} SECONDS=1 PYTEST_ARGS='-k {name}'")
+        raise
+
+
 def fuzz(
     *strategies: st.SearchStrategy[Any],
     refused_by: type[Exception] | tuple[type[Exception], ...] = (),
@@ -116,8 +142,11 @@ def fuzz(
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         )
-        if SECONDS:
-            limits = many(max_examples=200, derandomize=False, print_blob=True)
+        is_seeded = SECONDS > 0 and SEED is not None
+        if is_seeded:  # what failed before would come first, and the others differ
+            limits = many(max_examples=_ROUND, derandomize=False, print_blob=True, database=None)
+        elif SECONDS:
+            limits = many(max_examples=_ROUND, derandomize=False, print_blob=True)
         else:
             limits = many(max_examples=examples, derandomize=True, database=None)
         run = limits(given(drawn=st.tuples(*strategies))(one))
@@ -126,15 +155,19 @@ def fuzz(
 
         def test(tmp_path: Path) -> None:
             end, times = time.monotonic() + SECONDS, 0
-            with _few_addresses():
+            with _few_addresses(), _same_constants() if is_seeded else contextlib.nullcontext():
                 while True:
-                    run(tmp_path)
+                    if is_seeded:
+                        with _repeatable(number := SEED + times, read.__name__):
+                            seed(number)(run)(tmp_path)
+                    else:
+                        run(tmp_path)
                     times += 1
                     if time.monotonic() >= end:
                         break
             assert whole, "all examples were refused: the seeds are wrong themselves"
             if SECONDS:
-                print(f"\n{read.__module__.rpartition('.')[2]} {read.__name__}: {200 * times} examples")
+                print(f"\n{read.__module__.rpartition('.')[2]} {read.__name__}: {_ROUND * times} examples")
 
         test.__doc__ = read.__doc__
         return test
