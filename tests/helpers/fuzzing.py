@@ -94,9 +94,10 @@ def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
 def _same_constants() -> Iterator[None]:
     """Let Hypothesis draw no constants of the modules that are loaded by then: a round alone loads fewer."""
     from hypothesis.internal.conjecture import providers
+    from hypothesis.internal.constants_ast import Constants
 
     providers.CONSTANTS_CACHE.cache.clear()
-    with mock.patch.object(providers, "_get_local_constants", providers.Constants):
+    with mock.patch.object(providers, "_get_local_constants", Constants):
         yield
 
 
@@ -142,8 +143,8 @@ def fuzz(
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         )
-        is_seeded = SECONDS > 0 and SEED is not None
-        if is_seeded:  # what failed before would come first, and the others differ
+        first = SEED if SECONDS else None
+        if first is not None:  # what failed before would come first, and the others differ
             limits = many(max_examples=_ROUND, derandomize=False, print_blob=True, database=None)
         elif SECONDS:
             limits = many(max_examples=_ROUND, derandomize=False, print_blob=True)
@@ -155,13 +156,13 @@ def fuzz(
 
         def test(tmp_path: Path) -> None:
             end, times = time.monotonic() + SECONDS, 0
-            with _few_addresses(), _same_constants() if is_seeded else contextlib.nullcontext():
+            with _few_addresses(), contextlib.nullcontext() if first is None else _same_constants():
                 while True:
-                    if is_seeded:
-                        with _repeatable(number := SEED + times, read.__name__):
-                            seed(number)(run)(tmp_path)
-                    else:
+                    if first is None:
                         run(tmp_path)
+                    else:
+                        with _repeatable(first + times, read.__name__):
+                            seed(first + times)(run)(tmp_path)
                     times += 1
                     if time.monotonic() >= end:
                         break

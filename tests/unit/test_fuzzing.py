@@ -1,4 +1,4 @@
-"""The fuzzers' rounds: with a seed the same for everybody, each with other examples, named where one fails."""
+"""The fuzzers' rounds: with a seed the same for everybody, no two alike, named where one fails."""
 
 from __future__ import annotations
 

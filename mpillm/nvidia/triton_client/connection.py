@@ -6,8 +6,10 @@ over streams, too: there tritonserver can crash (`mpillm.nvidia.triton_core.stre
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
+import struct
 import threading
 import time
 import uuid
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from launch.bounded_http import OF_GRPC
+from launch.outside import one_line
 
 Tensors = Mapping[str, NDArray[Any]]
 Response = dict[str, NDArray[Any]]
@@ -35,6 +38,26 @@ class AnswerError(Exception):
     def __init__(self, message: str, status: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+_NO_ANSWER = (
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+
+
+@contextlib.contextmanager
+def as_answer(url: str) -> Iterator[None]:
+    """Read what a server has sent: what is not as it should be raises AnswerError."""
+    try:
+        yield
+    except _NO_ANSWER as error:
+        raise AnswerError(f"{url}: {one_line(f'{type(error).__name__}: {error}')}") from None
 
 
 class Stop(NamedTuple):
@@ -145,7 +168,8 @@ class Connection:
                     raise self._silent(model)
                 continue
             response = result.get_response()
-            values = {output.name: result.as_numpy(output.name) for output in response.outputs}
+            with as_answer(self.url):
+                values = {output.name: result.as_numpy(output.name) for output in response.outputs}
             is_last = not decoupled or response.parameters["triton_final_response"].bool_param
             finals += is_last
             self._n_owed -= is_last

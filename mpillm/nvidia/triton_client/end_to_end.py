@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.nvidia.triton_client.connection import Connection
+from mpillm.nvidia.triton_client.connection import Connection, as_answer
 from mpillm.nvidia.triton_client.kserve_http import HttpConnection
 from mpillm.nvidia.triton_client.prompts_file import Prompt
 
@@ -57,7 +57,7 @@ def check(server: Server, prompts: Sequence[Prompt], models: Sequence[str]) -> N
 
     Raises Differs, or AnswerError if a request fails.
     """
-    with server.connect() as connection:
+    with server.connect() as connection, as_answer(server.url):
         for prompt in prompts:
             expected = _by_steps(connection, prompt)
             for model in models:
@@ -122,7 +122,8 @@ def measure(server: Server, prompts: Sequence[Prompt], model: str, concurrency: 
             connection = idle.get()
             try:
                 began = time.perf_counter()
-                _text(connection, model, prompt)
+                with as_answer(server.url):
+                    _text(connection, model, prompt)
                 return time.perf_counter() - began
             finally:
                 idle.put(connection)

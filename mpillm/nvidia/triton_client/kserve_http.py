@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.bounded_http import MOST_ANSWER, Bounded, ReplyError
 from launch.outside import one_line
-from mpillm.nvidia.triton_client.connection import AnswerError, Response, Tensors
+from mpillm.nvidia.triton_client.connection import AnswerError, Response, Tensors, as_answer
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
 _TYPES: Mapping[str, Any] = {
@@ -99,14 +99,15 @@ class HttpConnection:
         """
         data = json.dumps(body).encode()
         try:
-            with self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response:
+            with (
+                as_answer(self.url),
+                self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response,
+            ):
                 if response.status != http.HTTPStatus.OK:
                     raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
                 yield response
         except ReplyError as error:
             raise AnswerError(f"{self.url}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise AnswerError(f"{self.url}: {one_line(f'{type(error).__name__}: {error}')}") from None
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mpillm.nvidia.triton_client.client_options import (
     print_extra,
     wanted_outputs,
 )
-from mpillm.nvidia.triton_client.connection import AnswerError, Connection
+from mpillm.nvidia.triton_client.connection import AnswerError, Connection, as_answer
 
 MODELS = ("ensemble", "tensorrt_llm_bls")
 
@@ -71,7 +71,8 @@ def run(argv: Sequence[str]) -> int:
             answers = [[""] * n for _ in batch]
             try:
                 for response in connection.ask(words.model_name, request, outputs, words.request_id):
-                    _add(response, answers, words, outputs)
+                    with as_answer(words.url):
+                        _add(response, answers, words, outputs)
             except AnswerError as error:
                 print(f"Received an error from server:\n{error}")
                 print(f"mpillm: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ from mpillm.nvidia.triton_client.client_options import (
     print_extra,
     wanted_outputs,
 )
-from mpillm.nvidia.triton_client.connection import CANCELLED, AnswerError, Connection, Secure, Stop
+from mpillm.nvidia.triton_client.connection import CANCELLED, AnswerError, Connection, Secure, Stop, as_answer
 
 _MOST_PRINTED = 256  # tokens of a sequence
 _DTYPES = {"float16": np.float16, "float32": np.float32}
@@ -93,7 +93,8 @@ def run(argv: Sequence[str]) -> int:
             for response in connection.ask(
                 words.model_name, tensors, words.requested_outputs, words.request_id, stop
             ):
-                answer.add(response, words.streaming)
+                with as_answer(words.url):
+                    answer.add(response, words.streaming)
     except AnswerError as error:
         if error.status != CANCELLED:
             print(f"Received an error from server:\n{error}")

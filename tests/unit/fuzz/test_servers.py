@@ -1,0 +1,219 @@
+"""What servers of others say beside their answers: what they are, what they hand over, what they count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import strategies as st
+
+pytest.importorskip("tritonclient.grpc")
+
+from tritonclient.grpc import InferResult, service_pb2
+
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.dialect import DIALECTS
+from mpillm.cores.openai_client.endpoint import EndpointError
+from mpillm.cores.openai_client.handover import handover_of
+from mpillm.cores.openai_client.http_connection import HttpError
+from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
+from mpillm.errors import ExitCode
+from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.nvidia.triton.tritonserver import model_table
+from mpillm.nvidia.triton_client import text_client, token_client
+from mpillm.nvidia.triton_client.connection import Connection
+from mpillm.nvidia.triton_core import core as triton_core
+from mpillm.nvidia.triton_core.triton_ready import Model
+from tests.helpers.fuzzing import ODD_TEXT, changed, damaged, fuzz, json_bytes
+from tests.unit.fuzz.test_wire import HTTP_WORDS, JSON_WORDS, LAST, raw_server
+from tests.unit.fuzz.test_wire import whole as reply
+
+MODELS = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_by": "vllm"}]}
+VERSION = {"version": "0.33.0"}
+ERROR = {"error": {"message": "no", "type": "BadRequest", "code": 400}}
+PAGES = [json_bytes(one) for one in (MODELS, VERSION, LAST, ERROR)]
+SAID = st.tuples(
+    st.sampled_from([200, 200, 200, 400, 401, 404, 405, 429, 500, 503, 99]),
+    st.dictionaries(st.sampled_from(["location", "retry-after"]), ODD_TEXT, max_size=1),
+    changed([MODELS, VERSION, LAST, ERROR]).map(json_bytes) | damaged(PAGES, JSON_WORDS),
+) | st.just("broken")
+
+
+class Answering:
+    """Stands for an endpoint that gives these answers, in turn."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self.url, self.model = "http://a:1", "m"
+        self.dialect = DIALECTS[0]
+        self._said, self._n = said, 0
+
+    async def fetch(self, *_: object) -> tuple[int, Mapping[str, str], bytes]:
+        one = self._said[self._n % len(self._said)]
+        self._n += 1
+        if one == "broken":
+            raise HttpError("it has closed the connection")
+        return one  # type: ignore[no-any-return]
+
+
+@fuzz(
+    st.lists(SAID, min_size=1, max_size=4),
+    st.sampled_from([(None, None), ("m", None), (None, "folder/org/m")]),
+    st.booleans(),
+    examples=120,
+)
+def test_what_a_server_says_before_a_test(
+    _: Path, said: list[Any], wanted: tuple[str | None, str | None], has_tokenizer: bool
+) -> None:
+    """Each question has an answer of its type, or an error of ours."""
+
+    async def ask() -> None:
+        endpoint: Any = Answering(said)
+        with contextlib.suppress(EndpointError):
+            await until_ready(endpoint, 0.005)
+        with contextlib.suppress(EndpointError):
+            assert isinstance(await find_model(endpoint, *wanted, 1.0), str)
+        assert isinstance(await framework_of(endpoint, 1.0), (str, type(None)))
+        try:
+            await choose_dialect(endpoint, has_tokenizer, 0.5)
+        except EndpointError as error:
+            assert 0 < len(str(error)) < 5000
+        assert endpoint.dialect in DIALECTS
+
+    asyncio.run(ask())
+
+
+HANDED = {
+    "kv_transfer_params": {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e",
+        "remote_block_ids": [1],
+        "remote_port": 1,
+    },
+    "choices": [
+        {
+            "index": 0,
+            "text": "t",
+            "token_ids": [5],
+            "finish_reason": "length",
+            "disaggregated_params": {"ctx_request_id": 1, "first_gen_tokens": [5]},
+        }
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+}
+REQUEST = json_bytes({"model": "m", "prompt": [5, 6], "max_tokens": 4})
+
+
+@fuzz(
+    changed([HANDED]).map(json_bytes) | damaged([json_bytes(HANDED)], JSON_WORDS),
+    st.sampled_from(["kv_transfer_params", "disaggregated_params"]),
+    refused_by=(AnswerError, ValueError),
+    examples=150,
+)
+def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> None:
+    """As `Client.ended` reads it, and writes it to the other server."""
+    (answer := Answer(False, 4)).feed(data, 0.0)
+    answer.finish(0.0)
+    handover = handover_of(name, 0)
+    handed = handover.handed(answer.whole)
+    if handed is not None:
+        assert isinstance(handover.for_generation(REQUEST, handed), bytes)
+
+
+INDEX = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n", "reason": "no file"}]
+
+
+@fuzz(
+    changed([INDEX]).map(lambda index: reply(json_bytes(index)))
+    | damaged([reply(json_bytes(INDEX))], HTTP_WORDS)
+)
+def test_tables_of_models(_: Path, data: bytes) -> None:
+    """There is always one, of one line each."""
+    server = raw_server()
+    server.says = data
+    for line in model_table(f"http://{server.address}/v2/repository/index"):
+        assert line.isprintable() and len(line) < 1 << 20
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> bytes:
+    """Draw a serialised ModelInferResponse, damaged or with tensors of any shape and content."""
+    made = service_pb2.ModelInferResponse(id=draw(st.sampled_from(["1", "", "x", "9" * 30, "-1", "²"])))
+    made.parameters["triton_final_response"].bool_param = draw(st.booleans())
+    for name in draw(st.lists(st.sampled_from(["output_ids", "sequence_length", "text_output"]), max_size=3)):
+        kind = draw(st.sampled_from(["INT32", "INT64", "BYTES", "FP32", "x"]))
+        shape = draw(st.lists(st.integers(-2, 4) | st.just(1 << 40), max_size=3))
+        made.outputs.add(name=name, datatype=kind, shape=shape)
+        if draw(st.integers(0, 5)):
+            made.raw_output_contents.append(draw(st.binary(max_size=24)))
+    return draw(st.just(bytes(made.SerializeToString())) | damaged([bytes(made.SerializeToString())], most=2))
+
+
+@cache
+def core() -> Any:
+    """Return a client of tritonserver that has connected to none."""
+    with mock.patch.object(triton_core, "TritonHarnessConfig", lambda: TritonHarnessConfig()):
+        return triton_core.TritonGrpcCore(CoreConfig("triton_grpc"))
+
+
+@fuzz(
+    st.lists(responses(), min_size=1, max_size=4),
+    st.sampled_from(["", "", "", "INVALID_ARGUMENT: no", "x" * 1000]),
+    st.booleans(),
+    refused_by=(ValueError, DecodeError),
+    examples=120,
+)
+def test_responses_over_grpc(_: Path, sent: list[bytes], error: str, live: bool) -> None:
+    """What a stream can't read ends it, with these words (`Stream._read`)."""
+    stream: Any = SimpleNamespace(url="a:1", open={1})
+    core()._calls = {1: triton_core._Call(7, Model("m", True), stream, live)}
+    for one in sent:
+        core()._heard(stream, service_pb2.ModelInferResponse.FromString(one), error)
+    while (answer := core()._answers.take()) is not None:
+        assert all(type(token) is int for token in answer.tokens.tolist())
+
+
+class Answered(Connection):
+    """A connection to a server that sends these responses to each request."""
+
+    sent: ClassVar[list[bytes]] = []
+
+    def _decoupled(self, model: str) -> bool:
+        return True
+
+    def _send(self, *_: object) -> None:
+        for one in self.sent:
+            self._responses.put((InferResult(service_pb2.ModelInferResponse.FromString(one)), None))
+
+
+MORE = ["--return_log_probs", "--return_context_logits", "--streaming"]
+TEXT = ["-o", "4", "-p", "a", *MORE]
+TOKENS = ["--request_output_len", "4", *MORE, "--input_tokens_csv"]
+
+
+@fuzz(st.lists(responses(), min_size=1, max_size=3), st.sampled_from(["text", "tokens"]), examples=120)
+def test_responses_to_triton_client(folder: Path, sent: list[bytes], which: str) -> None:
+    """It ends with a code, whatever the server has sent."""
+    with contextlib.suppress(DecodeError):  # gRPC's own error
+        for one in sent:
+            service_pb2.ModelInferResponse.FromString(one)
+        (file := folder / "tokens.csv").write_text("5,6,7\n")
+        Answered.sent = sent
+        words = TEXT if which == "text" else [*TOKENS, str(file)]
+        client = text_client if which == "text" else token_client
+        said = ["--stream_timeout", "0.001", *words]
+        with (
+            mock.patch.object(client, "Connection", Answered),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            assert client.run(said) in (ExitCode.DONE, ExitCode.TEST_FAILED)
