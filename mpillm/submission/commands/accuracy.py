@@ -9,7 +9,7 @@ from mpillm.config.values import Values, collect
 from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.files import read_json
+from mpillm.files import as_written, read_json
 from mpillm.report.run_list import run_path
 from mpillm.submission.client_form import ACCURACY, CLIENT
 from mpillm.submission.judged_run import JudgedRun
@@ -51,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = collect(argv, _Options, parser)
     run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
-    answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated)
-    target = 100 * float(run.config["accuracy_target"])
+    with as_written(run.path):
+        given = options.dataset_path, options.tokenizer, options.mbxp, options.evaluated
+        answers = read_accuracy_run(run, *given)
+        target = 100 * float(run.config["accuracy_target"])
     # scoring may take minutes
     print(
         f"{run.benchmark}: {len(answers.indices)} answers, target {target:g} % of the reference", flush=True

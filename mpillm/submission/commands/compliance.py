@@ -10,6 +10,7 @@ from mpillm.configurator import json_output, option
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.data import GenerationFields
+from mpillm.files import as_written
 from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify
 from mpillm.submission.judged_run import JudgedRun
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
     run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir))
-    result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
+    with as_written(run.path):
+        result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
     print(f"{result.test}: {result.samples} answers\n{result.text}{run.path / result.test}")
     json_output.tell({"test": result.test, "samples": result.samples, "passed": result.passed})
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

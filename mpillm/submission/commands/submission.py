@@ -13,6 +13,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.results import OutputFields
+from mpillm.files import as_written
 from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file, summary
@@ -74,25 +75,29 @@ def main(argv: Sequence[str]) -> int:
     for path in paths:
         if sum(path.resolve() == other.resolve() for other in paths) > 1:
             raise ConfigError(f"{path} is given twice")
-    runs = [read_run(path) for path in paths]
-    results = group(runs)
-    same_system(runs)
-    system_name = folder_name(
-        "system_name", options.system_name or runs[0].directory.config.get("system_name")
-    )
-    system = overlay(
-        system_description(runs[0], submitter, options.division, system_name),
-        options.system_description,
-        SYSTEM_FIELDS,
-        "--system_description",
-    )
-    for result in results:
-        check_accuracy_file(result)
-        found = measurements(next(iter(result.runs.values())))
-        result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
-    problems = rejected(results, system, options.division)
-    problems += [problem for result in results for problem in result.forbidden(options.division)]
-    submission = Submission(options.division, submitter, system_name, system, results)
-    print(submission.write(Path(options.output), options.force))
-    print(summary(submission, runs[0].round, problems, Path(options.output)))
+    with as_written(Path(", ".join(map(str, paths)))):
+        runs = [read_run(path) for path in paths]
+        results = group(runs)
+        same_system(runs)
+        system_name = folder_name(
+            "system_name", options.system_name or runs[0].directory.config.get("system_name")
+        )
+        system = overlay(
+            system_description(runs[0], submitter, options.division, system_name),
+            options.system_description,
+            SYSTEM_FIELDS,
+            "--system_description",
+        )
+        for result in results:
+            check_accuracy_file(result)
+            found = measurements(next(iter(result.runs.values())))
+            result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
+        problems = rejected(results, system, options.division)
+        problems += [problem for result in results for problem in result.forbidden(options.division)]
+        submission = Submission(options.division, submitter, system_name, system, results)
+        output = Path(options.output)
+        tree = submission.write(output, options.force)
+        text = summary(submission, runs[0].round, problems, output)
+    print(tree)
+    print(text)
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from launch.mpirun import slots
 from launch.mpirun_words import spans_hosts
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
+from mpillm.experiments.option_grid import grid_of_yaml, points
 from mpillm.fields import BY_NAME, FIELDS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from tests.helpers.fuzzing import ODD_NUMBER, ODD_TEXT, ODD_VALUE, changed, damaged, fuzz
@@ -77,6 +79,33 @@ def _read_disagg(folder: Path, text: bytes) -> None:
 @fuzz(changed(YAML).map(yaml_text) | damaged(TEXTS, WORDS), refused_by=ConfigError)
 def test_disaggregation_yaml(folder: Path, text: bytes) -> None:
     _read_disagg(folder, text)
+
+
+@fuzz(
+    changed(YAML).map(yaml_text) | damaged(TEXTS, WORDS),
+    st.sampled_from(["dummy", "trtllm_disagg"]),
+    refused_by=ConfigError,
+)
+def test_options_of_a_disaggregation_yaml(folder: Path, text: bytes, core: str) -> None:
+    """The values that it gives a run's options, and those of each section."""
+    (file := folder / "disagg.yaml").write_bytes(text)
+    words = ["--core_type", core, "--disagg_config", str(file)]
+    config = parse(words, Parser(prog="mpillm x"), FIELDS).with_yaml()
+    for one in (config, *config.sections.values()):
+        one.to_json()
+
+
+GRID = {"max_batch_size": [1, 2], "trtllm_runtime_flags": [{"max_num_tokens": 64}], "mode": "aggregated"}
+
+
+@fuzz(
+    changed([GRID]).map(yaml_text) | damaged([yaml_text(GRID)], WORDS),
+    refused_by=ConfigError,
+)
+def test_grid_of_a_sweep(folder: Path, text: bytes) -> None:
+    (file := folder / "grid.yaml").write_bytes(text)
+    for point in itertools.islice(points(grid_of_yaml(file)), 20):
+        assert len(point.folder) < 200
 
 
 OPTIONS = [

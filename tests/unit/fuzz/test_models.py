@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.model.read_config import load_model_config, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
+from mpillm.engine.speculation.eagle_config import read_eagle, tensors
 from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
+from mpillm.engine.weights.quantization import MODELOPT
 from mpillm.models import gguf
 from mpillm.models.model_files import EngineConfig, GenerationConfig
 from mpillm.nvidia.triton import peft_adapter
@@ -218,6 +221,47 @@ def test_the_seed_of_safetensors_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(WHOLE)
     (tmp_path / "config.json").write_bytes(json_bytes(SCALED))
     check_scales(checkpoint_files(tmp_path, load_model_config(str(tmp_path))))
+
+
+INT4 = {"bits": 4, "group_size": 32}
+QUANTIZATIONS: list[dict[str, Any]] = [
+    {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    {"quant_method": "awq", "version": "gemm", "zero_point": True, **INT4},
+    {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq", **INT4},
+    {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+]
+
+
+@fuzz(changed(QUANTIZATIONS, most=3), st.booleans(), refused_by=ConfigError, examples=120)
+def test_how_a_model_is_quantized(folder: Path, said: Any, beside: bool) -> None:
+    """In its configuration, or in ModelOpt's file beside it."""
+    (folder / MODELOPT).unlink(missing_ok=True)
+    if beside:
+        (folder / MODELOPT).write_bytes(json_bytes(said))
+    config = LLAMA if beside else LLAMA | {"quantization_config": said}
+    (folder / "config.json").write_bytes(json_bytes(config))
+    tensor_shapes(load_model_config(str(folder)))
+
+
+HEAD = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 4}
+NEEDED = tensors(replace(parse_model(LLAMA, Path("it")), vocab_size=4), 3, mapped=True)
+OF_A_HEAD = header_of(
+    {name.replace("model.layers.0.", "midlayer."): list(shape) for name, shape in NEEDED.items()}
+)
+
+
+@fuzz(
+    changed([HEAD | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}], most=3),
+    changed([OF_A_HEAD]),
+    refused_by=ConfigError,
+    examples=120,
+)
+def test_eagle_head(folder: Path, config: Any, header: Any) -> None:
+    (folder / "config.json").write_bytes(json_bytes(config))
+    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_A_HEAD.values())
+    data = struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(n_bytes)
+    (folder / "model.safetensors").write_bytes(data)
+    read_eagle(folder, replace(parse_model(LLAMA, folder), n_layers=8))
 
 
 ADAPTER = {"r": 2, "lora_alpha": 4, "use_rslora": True, "bias": "none", "peft_type": "LORA"}

@@ -1,0 +1,91 @@
+"""Runs that are laid out as a submission, or verified: what they hold is read, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from mpillm.submission.commands import compliance, submission
+from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+from tests.helpers.run_directories import FULL_SIZE, log_entry, make_client_run, make_run
+
+ANSWERS = [log_entry(i, [5, *range(10, 30), 2]) for i in range(4)]
+KINDS = ["performance", "accuracy", "TEST06", "client"]
+
+
+@cache
+def whole() -> Path:
+    """Return a folder with a run of each kind; they stay as they are."""
+    path = Path(tempfile.mkdtemp())
+    for kind in KINDS[:3]:
+        make_run(path / kind, kind, answers=ANSWERS if kind != "performance" else (), detail=FULL_SIZE)
+    (path / "accuracy" / "accuracy.txt").write_text(
+        "{'rouge1': 44.4, 'rouge2': 22.1, 'rougeL': 28.6}\n\nhash=ab\n"
+    )
+    make_client_run(path / "client")
+    return path
+
+
+def files_of(kind: str) -> list[str]:
+    run = whole() / kind
+    return sorted(str(file.relative_to(run)) for file in run.rglob("*.*") if file.is_file())
+
+
+def of_file(kind: str, name: str) -> st.SearchStrategy[tuple[str, str, bytes]]:
+    data = (whole() / kind / name).read_bytes()
+    made = damaged([data], most=2)
+    if name.endswith(".json"):
+        made = changed([json.loads(data)]).map(json_bytes) | made
+    elif name.endswith(".txt"):
+        lines = [b":::MLLOG ", b'"value": ', b"NaN", b"1e999", b"null", b"hash=", b"TEST PASSED\n"]
+        made = damaged([data], lines, most=3)
+    return made.map(lambda changed_to: (kind, name, changed_to))
+
+
+DAMAGED = st.deferred(
+    lambda: st.sampled_from(KINDS).flatmap(
+        lambda kind: st.sampled_from(files_of(kind)).flatmap(lambda name: of_file(kind, name))
+    )
+)
+
+
+@fuzz(DAMAGED, refused_by=ConfigError, examples=100)
+def test_submission(folder: Path, drawn: tuple[str, str, bytes]) -> None:
+    kind, name, data = drawn
+    runs = folder / "runs"
+    if not runs.exists():
+        shutil.copytree(whole(), runs)
+    for one in KINDS:
+        for file in files_of(one):
+            (runs / one / file).write_bytes((whole() / one / file).read_bytes())
+    (runs / kind / name).write_bytes(data)
+    words = ["--output", str(folder / "out"), "--submitter", "Us", "--system_name", "Box", "--force"]
+    mine: list[Any] = [runs / "client"] if kind == "client" else [runs / one for one in KINDS[:3]]
+    with contextlib.redirect_stdout(io.StringIO()):
+        submission.main([*map(str, mine), *words])
+
+
+@fuzz(
+    DAMAGED.filter(lambda drawn: drawn[0] == "TEST06"),
+    refused_by=ConfigError,
+    examples=60,
+)
+def test_compliance(folder: Path, drawn: tuple[str, str, bytes]) -> None:
+    _, name, data = drawn
+    path = folder / "TEST06"
+    if not path.exists():
+        shutil.copytree(whole() / "TEST06", path)
+    for file in files_of("TEST06"):
+        (path / file).write_bytes((whole() / "TEST06" / file).read_bytes())
+    (path / name).write_bytes(data)
+    with contextlib.redirect_stdout(io.StringIO()):
+        compliance.main([str(path)])
