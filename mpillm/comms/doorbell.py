@@ -24,6 +24,7 @@ _SHORT_SLEEP_S = 0.1
 _LONG_SLEEP_S = 0.25  # of a rank that may rest, hears the ends of processes, and was not rung for _AWAKE_S
 _AWAKE_S = 1.0
 _RING, _BEAT = b"!", b"-"
+_MOST_RINGS = 1024  # taken at a time; the kernel holds some ten (net.unix.max_dgram_qlen)
 
 
 class Doorbell:
@@ -131,7 +132,7 @@ class Doorbell:
         rung = select.select(bells, [], [], min(seconds, longest_s))[0]
         if self._socket in rung:
             with contextlib.suppress(BlockingIOError):
-                while True:
+                for _ in range(_MOST_RINGS):  # any process of the node may ring, as fast as this is read
                     if self._socket.recv(1) == _RING:
                         self._awake_until = time.monotonic() + _AWAKE_S
         if self._ends in rung:

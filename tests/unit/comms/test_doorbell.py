@@ -51,6 +51,31 @@ def test_its_own_threads_wake_it(hung: Callable[..., Doorbell]) -> None:
     assert mine.sleep(math.inf)
 
 
+def test_a_bell_that_never_stops_keeps_nobody(
+    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any process of the node may ring, again and again."""
+    mine = hung(0)
+    bell = mine._socket
+    assert bell is not None
+    mine.ring_own()
+
+    class Rung:
+        def __init__(self) -> None:
+            self.taken = 0
+
+        def fileno(self) -> int:
+            return bell.fileno()
+
+        def recv(self, _: int) -> bytes:
+            self.taken += 1
+            assert self.taken < SEVERAL, "it never ends"
+            return b"!"
+
+    monkeypatch.setattr(mine, "_socket", Rung())
+    assert mine.sleep(0.0)
+
+
 def test_a_bell_before_the_sleep_counts_and_many_are_one(hung: Callable[..., Doorbell]) -> None:
     mine = hung(0)
     for _ in range(SEVERAL):
