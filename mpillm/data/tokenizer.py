@@ -67,11 +67,18 @@ class Tokenizer(Protocol):
         """Do as `encode` for many prompts, on all cores."""
 
     def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
-        """Return the model's input for a chat.
+        """Return the model's input for a chat. Raises ConfigError as `render`, TooLongError as
+        `encode_text`."""
 
-        Raises ConfigError if there is no chat template, or none for these messages; TooLongError as
-        `encode_text`.
+    def render(self, messages: Messages) -> str:
+        """Return the text of a chat, of which `encode_rendered` makes the model's input.
+
+        Raises ConfigError if there is no chat template, or none for these messages. What a template does is
+        Python's work, all of which one thread does at a time; tokens are made beside it.
         """
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        """Return the model's input for the text of a chat. Raises TooLongError as `encode_text`."""
 
     def encode_text(self, text: str, most: int | None = None) -> list[int]:
         """Return the model's input for a text that is no chat, with the special tokens that frame any.
@@ -119,8 +126,14 @@ class ByteTokenizer:
         return [list(prompt.encode()) for prompt in prompts]
 
     def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
+        return self.encode_text(self.render(messages), most)
+
+    def render(self, messages: Messages) -> str:
         """It has no special tokens: the messages' texts, a line each."""
-        return self.encode_text("\n".join(str(message["content"]) for message in messages), most)
+        return "\n".join(str(message["content"]) for message in messages)
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        return self.encode_text(text, most)
 
     def encode_text(self, text: str, most: int | None = None) -> list[int]:
         if _may_be_too_long(text, most):
@@ -178,9 +191,14 @@ class FileTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
+        return self.encode_rendered(self.render(messages), most)
+
+    def render(self, messages: Messages) -> str:
         if self._render is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
-        text = self._render(messages)
+        return self._render(messages)
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
         self._check_length(text, most)
         return self.encode_plain(text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import time
 import uuid
 from collections import Counter
@@ -29,19 +30,34 @@ from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.endpoint.perf_metrics import PerfMetrics
 from mpillm.endpoint.prometheus import TEXT, ServeMetrics
-from mpillm.endpoint.protocol import Asked, Served, encode, read
+from mpillm.endpoint.protocol import Asked, Served, encode, read, render
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.version import __version__
 
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
+_MANY_MESSAGES = 32  # a template may look back through all earlier ones for each
+_SWITCH_INTERVAL_S = 0.0005  # beside a chat that is rendered; Python's is ten times that
 _MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
 _SPARE_PART = 8  # of the queue, beyond it: for addresses that have no more than that many open requests
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
 _came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
+
+
+def _render(asked: Asked, served: Served) -> str:
+    """Render a long chat, while the event loop and the main thread get the interpreter when they want it.
+
+    In the one thread that does so: of several, each would have its turn before these.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        return render(asked, served)
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Service:
@@ -78,6 +94,7 @@ class Service:
         self._started = int(time.time())
         self._n_open: Counter[str] = Counter()  # answers, by their clients' addresses
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
+        self._renderer = ThreadPoolExecutor(1, "mpillm-render")
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
@@ -177,8 +194,11 @@ class Service:
             half = self._half if asked.disaggregated else None
             if half is not None:
                 asked = half.check(asked, self._served)
-            if asked.n_characters > _LONG_TEXT:
-                prompts = await loop.run_in_executor(None, encode, asked, self._served)
+            if asked.n_characters > _LONG_TEXT or len(asked.messages) > _MANY_MESSAGES:
+                text = None
+                if chat and not asked.prompts:
+                    text = await loop.run_in_executor(self._renderer, _render, asked, self._served)
+                prompts = await loop.run_in_executor(None, encode, asked, self._served, text)
             else:
                 prompts = encode(asked, self._served)
         self.guard.check_open()

@@ -208,10 +208,18 @@ def read_clock_offset(data: bytes) -> float:
     return number(parse(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
 
 
-def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
+def render(asked: Asked, served: Served) -> str:
+    """Return the text of a chat. May take long, and keeps Python busy all the while. Raises ApiError."""
+    try:
+        return served.tokenizer.render(asked.messages)
+    except ConfigError as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+def encode(asked: Asked, served: Served, chat: str | None = None) -> list[tuple[NDArray[np.int32], int]]:
     """Return the tokens of each prompt and how many its answer may have. May take long.
 
-    Raises ApiError if that does not fit the model.
+    `chat`: its text, if it is one and that is known. Raises ApiError if that does not fit the model.
     """
     limits, most = served.limits, served.max_model_len
     made: list[tuple[NDArray[np.int32], int]] = []
@@ -219,7 +227,8 @@ def encode(asked: Asked, served: Served) -> list[tuple[NDArray[np.int32], int]]:
     is_text = not asked.prompts or any(isinstance(prompt, str) for prompt in asked.prompts)
     try:
         if asked.chat and not asked.prompts:
-            prompts = [served.tokenizer.encode_chat(asked.messages, most)]
+            text = render(asked, served) if chat is None else chat
+            prompts = [served.tokenizer.encode_rendered(text, most)]
         else:
             prompts = [
                 served.tokenizer.encode_text(p, most) if isinstance(p, str) else p for p in asked.prompts

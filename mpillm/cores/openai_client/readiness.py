@@ -79,6 +79,8 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
     try:
         status, _, reply = await endpoint.fetch("GET", "/v1/models", timeout_s)
         names = [model["id"] for model in json.loads(reply)["data"]] if status == 200 else []
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a model's id is a text")
     except HttpError as error:
         raise EndpointError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -56,8 +56,8 @@ def test_a_bell_that_never_stops_keeps_nobody(
 ) -> None:
     """Any process of the node may ring, again and again."""
     mine = hung(0)
-    bell = mine._socket
-    assert bell is not None
+    assert mine._socket is not None
+    number = mine._socket.fileno()
     mine.ring_own()
 
     class Rung:
@@ -65,7 +65,7 @@ def test_a_bell_that_never_stops_keeps_nobody(
             self.taken = 0
 
         def fileno(self) -> int:
-            return bell.fileno()
+            return number
 
         def recv(self, _: int) -> bytes:
             self.taken += 1

@@ -7,6 +7,8 @@ import contextlib
 import gzip
 import json
 import socket
+import threading
+import time
 from typing import Any
 
 import aiohttp
@@ -615,5 +617,33 @@ def test_what_another_server_says_is_passed_on(path: str, streams: bool) -> None
                     assert response.headers.get("Retry-After") == expected[status]
                     error = (await response.json())["error"]
                     assert (error["message"], error["code"]) == ("no \N{SNOWMAN}", "server_refused")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("n_messages", "n_characters"), [(33, 1), (1, 30_000)])
+def test_long_chats_are_rendered_one_at_a_time_beside_the_event_loop(
+    n_messages: int, n_characters: int
+) -> None:
+    """A template may look back through all messages for each; of several chats each takes its turn."""
+    busy = threading.Semaphore(1)
+    threads: set[str] = set()
+
+    class Slow(ByteTokenizer):
+        def render(self, messages: Any) -> str:
+            threads.add(threading.current_thread().name)
+            assert busy.acquire(blocking=False), "two at a time"
+            time.sleep(0.02)
+            busy.release()
+            return "a"
+
+    body = {"messages": [{"role": "user", "content": "x" * n_characters}] * n_messages, "max_tokens": 2}
+
+    async def test() -> None:
+        served = Served(("dummy",), Slow(), Limits(vocab_size=256, max_seq_len=200))
+        async with api(served=served) as a:
+            answers = [a.answer("/v1/chat/completions", **body) for _ in range(5)]
+            assert [answer["usage"]["prompt_tokens"] for answer in await asyncio.gather(*answers)] == [1] * 5
+        assert threads == {"mpillm-render_0"}
 
     run(test)
