@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from disagg.errors import ConfigError
 
 _MOST_JSON = 1 << 28
+_LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
 _MOST_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
 
 
@@ -45,6 +47,15 @@ def opened(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
+def _int(digits: str) -> int:
+    value = int(digits)
+    try:
+        float(value)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file of at most 256 MiB. Raises ConfigError naming the file, and the line of a mistake."""
     try:
@@ -59,7 +70,8 @@ def read_json(path: Path) -> Any:
     if len(data) > _MOST_JSON:
         raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
     try:
-        return json.loads(data)
+        # What no float holds would end whoever reckons with it.
+        return json.loads(data, parse_int=_int if _LONG_NUMBER.search(data) else None)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:

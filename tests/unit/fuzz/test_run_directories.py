@@ -193,7 +193,8 @@ def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     refused_by=ConfigError,
     examples=30,
     found=[
-        ({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | {"doubts": 3})},)
+        ({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | more)},)
+        for more in ({"doubts": 3}, HUGE)
     ],
 )
 def test_compare(folder: Path, files: dict[str, bytes]) -> None:
