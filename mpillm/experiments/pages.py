@@ -119,9 +119,9 @@ def search_page(
     said = "No test was VALID."
     if best is not None:
         length = "" if best.full else ", by a short test only"
-        said = f"Highest VALID rate: {best.rate:.5g} requests per second{length}."
+        said = f"Highest VALID rate: {figure(best.rate, 5)} requests per second{length}."
     if too_high is not None:
-        said += f" Not VALID at {too_high:.5g}."
+        said += f" Not VALID at {figure(too_high, 5)}."
     known = [f"{name.upper()} {milliseconds(ms)}" for name, ms in limits_ms.items() if ms]
     limits = f"<p>Limits: {escape(', '.join(known))}.</p>" if known else ""
     head = (
@@ -141,10 +141,10 @@ def search_page(
     rows = [
         (
             link_to_run(Path(one.folder), folder, str(i)),
-            f"{one.rate:.5g}",
+            figure(one.rate, 5),
             "full" if one.full else "short",
             "VALID" if one.valid else "INVALID",
-            f"{one.completed:.5g}",
+            figure(one.completed, 5),
             *(cell(one.figures.get(f"{name}_p99_ms")) for name in ("ttft", "tpot")),
             "; ".join(filter(None, [one.why, *one.doubts])),
         )
@@ -181,7 +181,7 @@ def _curve(tests: Sequence[Tried], name: str, title: str, limit: float | None) -
     lines = [("VALID", [round(y, 4) if valid else None for _, y, valid, _ in known], _VALID)]
     if any(not valid for _, _, valid, _ in known):
         lines.append(("not VALID", [None if valid else round(y, 4) for _, y, valid, _ in known], _NOT))
-    names = [f"{i} {x:.5g}/s, {'full' if tests[i - 1].full else 'short'}" for x, _, _, i in known]
+    names = [f"{i} {figure(x, 5)}/s, {'full' if tests[i - 1].full else 'short'}" for x, _, _, i in known]
     chart = Chart(f"rate-{name}", f"{title}, p99", "ms", [x for x, *_ in known], lines, "requests/s offered")
     chart.names = names
     chart.y_limit = ("limit", limit) if limit else None

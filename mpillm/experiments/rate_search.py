@@ -16,6 +16,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.errors import StageError
+from mpillm.experiments.table import figure
 from mpillm.files import as_written, read_object, write_json
 
 _WIDEN = 2.0
@@ -94,9 +95,9 @@ def _valid(test: Test, start: float, tolerance: float) -> float:
             overloaded = 0.05 * rate < last.completed < 0.97 * rate
             rate = last.completed if overloaded else rate / _WIDEN
         if rate < start / 2**_MOST_HALVINGS:
-            raise StageError(f"no rate is VALID, not even {high:.4g} per second: {last.why}")
+            raise StageError(f"no rate is VALID, not even {figure(high, 4)} per second: {last.why}")
     if not low or high == math.inf:
-        raise StageError(f"no limit was found: {low:.4g} per second is VALID, as all below")
+        raise StageError(f"no limit was found: {figure(low, 4)} per second is VALID, as all below")
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
         if test(middle, False).valid:
@@ -128,7 +129,9 @@ def _confirm(test: Test, rate: float, tolerance: float) -> Found:
         if best is None or high == math.inf:
             step = min(step**2, _WIDEN)
     if best is None:
-        raise StageError(f"no test of full length is VALID, not even at {high:.4g} per second: {tried.why}")
+        raise StageError(
+            f"no test of full length is VALID, not even at {figure(high, 4)} per second: {tried.why}"
+        )
     return Found(best, high)
 
 

@@ -16,6 +16,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.run_series import must_have_verdict
+from mpillm.experiments.table import figure
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.doubts import late_answers, refused
 from mpillm.report.goodput import late
@@ -201,7 +202,7 @@ class RateTests:
             rows = read_requests(folder)
             span = float((rows["issued"] + rows["latency"]).max())
             return Tried(rate, full, False, ended.stopped, len(rows) / span, str(folder))
-        must_have_verdict(ended, f"the test at {rate:.4g} per second")
+        must_have_verdict(ended, f"the test at {figure(rate, 4)} per second")
         return self._judged(rate, full, ended)
 
     def _judged(self, rate: float, full: bool, ended: EndedRun) -> Tried:

@@ -27,6 +27,7 @@ from mpillm.devices import visible_gpus
 from mpillm.doctor.findings import Status
 from mpillm.doctor.steps import Judge, Step, must_be_named, result_of
 from mpillm.errors import ExitCode
+from mpillm.experiments.table import figure
 from mpillm.files import read_object
 from mpillm.runtime.number_of_ranks import ranks_of
 from mpillm.servers.kinds import kind_of
@@ -111,7 +112,8 @@ def answered(run: Path) -> Judge:
         if failures := result.get("failures"):
             return Status.FAILURE, f"exit code {code}: {failures[0]['cause'].splitlines()[0]}"
         n, errors = result["samples"], result["errors"]
-        told = f"{result['status']}: {n} answers, {errors} errors, {result['tokens_per_second']:.4g} tokens/s"
+        rate = figure(result["tokens_per_second"], 4)
+        told = f"{result['status']}: {n} answers, {errors} errors, {rate} tokens/s"
         if code != ExitCode.DONE or errors or not n:
             return Status.FAILURE, f"{told}, exit code {code}"
         if counted := sum(one.get("server_generated_tokens", 0) for one in result["per_instance"]):

@@ -11,12 +11,12 @@ def milliseconds(value: float) -> str:
 
 
 def short(number: float) -> str:
-    """Return a number in few characters: 0.05, 1.2, 345, 12k, 2.941M."""
+    """Return a number in few characters: 0.05, 1.2, 345, 2,802, 12k, 2.941M."""
     if abs(number) >= 999_950:
         return f"{number / 1e6:.4g}M"
     if abs(number) >= 10_000:
         return f"{number / 1000:.4g}k"
-    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def percent(share: float) -> str:

@@ -20,6 +20,7 @@ from mpillm.experiments.pages import search_page
 from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
+from mpillm.experiments.table import figure
 from mpillm.fields import seconds
 from mpillm.files import write_text
 from mpillm.report.numbers import duration
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         best = record.best()
         if best is not None:
             length = "" if best.full else ", by a short test only"
-            said = f"{best.rate:.5g} per second{length}: {path_shown(Path(best.folder))}"
+            said = f"{figure(best.rate, 5)} per second{length}: {path_shown(Path(best.folder))}"
             print(f"\n{beside('best so far                ', said)}")
         else:
             print("\nno rate has been VALID so far")
@@ -96,7 +97,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     if start is None:
         print(f"measuring the capacity: all queries at once, for {tests.short_s:g} s", flush=True)
         start = tests.capacity()
-        print(f"  {start:.4g} answers per second", flush=True)
+        print(f"  {figure(start, 4)} answers per second", flush=True)
     record.begin(start)
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(beside("", f"{lengths}, in {path_shown(tests.folder)}"))
@@ -118,10 +119,10 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
 
     found = find_max_rate(test, start, options.tolerance)
     best = found.best
-    print(f"\nhighest VALID rate         {best.rate:.5g} per second")
-    print(f"not VALID at               {found.too_high:.5g} per second")
+    print(f"\nhighest VALID rate         {figure(best.rate, 5)} per second")
+    print(f"not VALID at               {figure(found.too_high, 5)} per second")
     for name, value in best.figures.items():
-        print(f"{name.replace('_', ' '):<26} {value:.5g}")
+        print(f"{name.replace('_', ' '):<26} {figure(value, 5)}")
     print(f"confirming run             {path_shown(Path(best.folder))}")
     _leave_page(tests, record, found.too_high)
     figures = {
@@ -160,13 +161,13 @@ def _has_rate(words: Sequence[str]) -> bool:
 def _line(tried: Tried, when: str = "") -> str:
     length = "full " if tried.full else "short"
     latencies = "  ".join(
-        f"{name.upper()} p99 {tried.figures[f'{name}_p99_ms']:.4g} ms"
+        f"{name.upper()} p99 {figure(tried.figures[f'{name}_p99_ms'], 4)} ms"
         for name in ("ttft", "tpot")
         if f"{name}_p99_ms" in tried.figures
     )
     verdict = "VALID  " if tried.valid else "INVALID"
     more = [*([tried.why] if tried.why else []), *(f"doubtful: {doubt}" for doubt in tried.doubts)]
-    head = f"  {tried.rate:9.4g}/s  {length}  {verdict}  "
+    head = f"  {figure(tried.rate, 4):>9}/s  {length}  {verdict}  "
     return "\n".join(
         [beside(head, f"{latencies or 'stopped'}{when}"), *(beside(" " * 13, line) for line in more)]
     )

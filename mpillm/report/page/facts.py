@@ -91,7 +91,7 @@ class Facts:
         # A server in front of which more requests wait than it answers: it may not tell which it has begun.
         # Of halves the one that is not the limit holds some, too.
         result = self.run.result
-        asked_all = result.get("scenario") != "Server" or bool(result.get("queue_grew"))
+        asked_all = not self._as_clients_like or bool(result.get("queue_grew"))
         facts.holding_limits = role == "executor" and asked_all
         if passes_by(result):
             return facts
@@ -121,13 +121,18 @@ class Facts:
         worst = self.bottleneck()
         if worst is None:
             result, told = self.run.result, self.instances.values()
-            too_few = result.get("scenario") == "Server" and result.get("queue_grew") is None
+            too_few = self._as_clients_like and result.get("queue_grew") is None
             known = any(one.knows_steps or (one.load is not None and not too_few) for one in told)
             return "no instance was the bottleneck" if known else ""
         roles = {one.role for one in self.instances.values() if (one.load or 0) >= _SATURATED}
         if {"ctx", "gen"} <= roles:
             return f"context and generation are both saturated; most of all {worst.name}"
         return f"bottleneck: {worst.name}"
+
+    @property
+    def _as_clients_like(self) -> bool:
+        """Whether requests come at times of their own: in a Server test, and to what serves."""
+        return self.run.result.get("scenario") in ("Server", None)
 
     @property
     def _kept_up(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mpillm.bench.loadtest.load_test import Record
+from mpillm.experiments.pages import search_page
 from tests.helpers import series_pages
 from tests.helpers.pages import EVIL, check_made_of, embedded, loads_nothing, words
 from tests.helpers.series_pages import PAGES
@@ -20,6 +21,14 @@ def read(tmp_path: Path, name: str) -> tuple[str, dict[str, Any]]:
     assert loads_nothing(text)
     (tmp_path / "page.html").write_text(text)
     return words(tmp_path / "page.html"), {one["name"]: one for one in json.loads(embedded(text))["charts"]}
+
+
+def test_rates_have_no_exponent(tmp_path: Path) -> None:
+    tests = [replace(one, rate=6172.8 * one.rate) for one in series_pages.TESTS]
+    (tmp_path / "page.html").write_text(search_page(tmp_path, tests, 246_912.0, {}))
+    said = words(tmp_path / "page.html")
+    assert "Highest VALID rate: 123,460 requests per second. Not VALID at 246,910." in said
+    assert "e+" not in said
 
 
 def test_a_search_shows_latency_against_rate(tmp_path: Path) -> None:

@@ -398,6 +398,7 @@ def test_tokens_that_all_come_at_once_have_no_chart(run: Path) -> None:
     [
         (0.05, "0.05"),
         (345, "345"),
+        (2802, "2,802"),
         (12_000, "12k"),
         (999_949, "999.9k"),
         (999_951, "1M"),

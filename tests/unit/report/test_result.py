@@ -230,6 +230,7 @@ def test_who_holds_requests_all_the_time_is_not_no_bottleneck() -> None:
         ("Server", True, "bottleneck: executor 0"),
         ("Server", None, ""),  # too few requests
         ("Server", False, "no limit reached: the system kept up with the rate"),
+        (None, None, ""),  # what served: clients asked as they liked
     ):
         result = {"scenario": scenario, "test_s": 2.0, "per_instance": [held]}
         result |= {"queue_grew": grew} if scenario == "Server" else {}
