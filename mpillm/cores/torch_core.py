@@ -345,8 +345,11 @@ class TorchCore(LLMCore):
 
     @property
     def takes_special(self) -> bool:
-        """On CPUs, with one stage: so far nothing of it has run elsewhere."""
-        return self.config.gpu_bytes is None and self.info.layout.pp_size == 1
+        return self.info.layout.pp_size == 1
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.takes_special and self.config.gpu_bytes is None
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
         from mpillm.engine.lora import Adapter

@@ -17,8 +17,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mpillm.engine.staging import to_device
 
 
 class Beam(NamedTuple):
@@ -54,6 +57,7 @@ class Beams:
         self._size = tokens_per_block
         self._tables: list[list[int]] = []  # of the beams that ran in the last step
         self._parents = [0]  # of the running beams, among those
+        self._taken: list[Tensor] = []  # of the running beams in turn: see `take`
 
     @staticmethod
     def candidates(width: int, n_ends: int) -> int:
@@ -67,14 +71,26 @@ class Beams:
     # --- choice ---
 
     @torch.inference_mode()
-    def advance(self, logprobs: Tensor) -> None:
-        """Continue with log probabilities of the next token: [running beams, vocab] (float32)."""
-        sums = torch.tensor([beam.sum for beam in self.running])
-        best = (logprobs + sums[:, None]).flatten().topk(self.candidates(self.width, len(self._ends)))
+    def take(self, logprobs: Tensor) -> None:
+        """Take a running beam's log probabilities of the next token: [vocab] (float32).
+
+        The beams' turn is their order; with the last one's all go on.
+        """
+        self._taken.append(logprobs)
+        if len(self._taken) == len(self.running):
+            taken, self._taken = torch.stack(self._taken), []
+            self._advance(taken)
+
+    def _advance(self, logprobs: Tensor) -> None:
+        """Continue with log probabilities of the next token: [running beams, vocab]."""
+        sums = to_device(np.array([[beam.sum] for beam in self.running], np.float32), logprobs.device)
+        best = (logprobs + sums).flatten().topk(self.candidates(self.width, len(self._ends)))
+        added = logprobs.flatten().gather(0, best.indices).tolist()
         n = len(self.running[0].tokens) + 1
         running: list[Beam] = []
         parents: list[int] = []
-        for rank, (total, at) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        places = zip(best.values.tolist(), best.indices.tolist(), added, strict=True)
+        for rank, (total, at, logprob) in enumerate(places):
             parent, token = divmod(at, logprobs.shape[1])
             before = self.running[parent]
             ends = token in self._ends or n == self._max_output
@@ -82,7 +98,7 @@ class Beams:
                 continue
             beam = Beam(
                 [*before.tokens, token],
-                [*before.logprobs, float(logprobs[parent, token])],
+                [*before.logprobs, logprob],
                 total,
                 total / n**self._length_penalty,
             )
@@ -106,13 +122,17 @@ class Beams:
         """Return how many blocks of `size` tokens hold a prompt once, and the rest of each beam."""
         return n_prompt // size + width * (-(-n_at_most // size) - n_prompt // size)
 
+    def first_table(self, blocks: list[int], n_prompt: int) -> list[int]:
+        """Return the prompt's blocks: the first ones. The sequence's others are for what beams add."""
+        return blocks[: -(-n_prompt // self._size)]
+
     def tables(self, blocks: list[int], n_cached: int, copies: list[tuple[int, int]]) -> Iterator[list[int]]:
         """Yield each running beam's blocks for `n_cached` tokens and one more, among the sequence's.
 
         `copies` gets (from, to): blocks to copy before anything is written.
         """
         if not self._tables:
-            self._tables = [blocks[: -(-n_cached // self._size)]]
+            self._tables = [self.first_table(blocks, n_cached)]
         self._tables = [[*self._tables[parent]] for parent in self._parents]
         self._parents = [*range(len(self._tables))]
         held = Counter(chain(*self._tables))

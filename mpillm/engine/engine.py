@@ -217,7 +217,8 @@ class Engine:
             sequence.n_unread += 1
         for sequence, _ in plan:
             most = 1 if sequence.hand_over else sequence.max_output
-            sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
+            waits = not self.worker.steps.n_ahead or (sequence.special is not None and sequence.n_unread > 0)
+            sequence.in_flight = waits or sequence.n_output >= most
         self.prompt_tokens += counts.context_tokens
         begun = time.perf_counter()
         tokens = self.worker.run(step)

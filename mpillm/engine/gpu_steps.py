@@ -120,6 +120,8 @@ class GpuSteps:
     # --- a step ---
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        if step.extra is not None and step.extra.copies:
+            self._part.cache.copy(step.extra.copies)
         self._tell_blocks(step.spans)
         slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
         starts = np.cumsum(counts) - counts
@@ -175,7 +177,7 @@ class GpuSteps:
         """Run a step in which some sequences add several tokens.
 
         `starts`: each sequence's first row. Returns this stage's output (on the last stage only the wanted
-        rows), and the slots that the tokens of the wanted rows go to.
+        rows, or all: see `worker.Steps`), and the slots that the tokens of the wanted rows go to.
         """
         n = rows.shape[1]
         n_decoding = sum(span.decodes for span in step.spans)
@@ -184,6 +186,8 @@ class GpuSteps:
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         wanted = np.array(step.wanted, np.int64)
         fed = last_of_each(rows[1, wanted], self._nobody)
+        if step.extra is not None and step.extra.context_logits:
+            wanted = np.arange(n)
         arrays = [self._padded(rows, size), wanted, fed, *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)

@@ -1,9 +1,10 @@
 """What few requests ask for and a row of a message can't say: logits, forbidden words, penalties.
 
 A `Special` comes with its request to the core, in this process, and the engine leaves there what its answer
-has besides tokens. Ordinary requests have none, and pay nothing. Only for an instance of one stage that knows
-every token when it plans the next (see `Steps.n_ahead`). Its other ranks only learn which rows and adapters
-a step has; the leader gathers their logits, and chooses from those.
+has besides tokens. Ordinary requests have none, and pay nothing. A sequence that has one waits for each token
+before its next step, also where others don't (see `Steps.n_ahead`). Only for an instance of one stage. Its
+other ranks only learn which rows and adapters a step has; the leader gathers their logits, and chooses from
+those.
 
 Penalties, and their order, are those of TensorRT-LLM's `penaltyKernels.cu`: the bias, then repetition,
 presence and frequency, over the tokens of the prompt and of the answer so far.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from mpillm.engine.beams import Beams
 from mpillm.engine.lora import Adapter
+from mpillm.engine.staging import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as List
@@ -71,9 +73,10 @@ class Special:
     def adjust(self, logits: Tensor, prompt: List[int], output: List[int], *, may_end: bool) -> None:
         """Change the logits of the next token in place: float32 [vocab]."""
         if self.bias is not None:
-            logits += torch.from_numpy(self.bias)
+            logits += to_device(self.bias, logits.device)
         if self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty:
-            seen, counts = (torch.from_numpy(x) for x in np.unique([*prompt, *output], return_counts=True))
+            counted = np.unique([*prompt, *output], return_counts=True)
+            seen, counts = (to_device(numbers, logits.device) for numbers in counted)
             of_seen = logits[seen]
             penalty = self.repetition_penalty
             of_seen = torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
@@ -81,6 +84,7 @@ class Special:
         for *before, last in self.bad_words:
             n = len(before)
             if not n or [*prompt[max(0, len(prompt) + len(output) - n) :], *output[-n:]][-n:] == before:
-                logits[last] = -torch.inf
+                logits[last].fill_(-torch.inf)
         if self.not_yet and not may_end:
-            logits[[token for token in self.not_yet if token < len(logits)]] = -torch.inf
+            for token in self.not_yet:
+                logits[token : token + 1].fill_(-torch.inf)  # it may be no token of the model

@@ -85,10 +85,14 @@ class Step:
                 step.add_beams(sequence, start, sampled)
                 places += [sequence.n_output] * (len(sampled) - len(places))
                 continue
-            n_told, sequence.n_told = sequence.n_told, len(sequence.blocks)
+            table = sequence.blocks
+            if sequence.width > 1:
+                assert sequence.special is not None and sequence.special.beams is not None
+                table = sequence.special.beams.first_table(table, len(sequence.prompt))
+            n_told, sequence.n_told = sequence.n_told, len(table)
             n_near_told, sequence.n_near_told = sequence.n_near_told, len(sequence.near)
             draft, near = sequence.draft, sequence.near[n_near_told:]
-            blocks = sequence.blocks[n_told:]
+            blocks = table[n_told:]
             step.spans.append(Span(sequence.slot, start, n, n_told, blocks, bool(draft), n_near_told, near))
             step.tokens += sequence.tokens(start, start + n - len(draft))
             step.tokens += draft
@@ -131,20 +135,23 @@ class Step:
         `most` rows at once, where choosing takes copies of their logits.
         """
         n = len(self.wanted)
-        if n <= most or self.is_adjusted or (self.sampling is None and not self.logprobs):
+        copies = self.is_adjusted or self.sampling is not None or self.logprobs
+        if n <= most or not copies:
             yield slice(n), self
             return
         for start in range(0, n, most):
             rows = slice(start, start + most)
-            yield (
-                rows,
-                Step(
-                    not_end=[at - start for at in self.not_end if start <= at < rows.stop],
-                    sampling=None if self.sampling is None else self.sampling[rows],
-                    places=self.places[rows],
-                    logprobs=self.logprobs,
-                ),
+            part = Step(
+                not_end=[at - start for at in self.not_end if start <= at < rows.stop],
+                sampling=None if self.sampling is None else self.sampling[rows],
+                places=self.places[rows],
+                logprobs=self.logprobs,
             )
+            if self.extra is not None and self.is_adjusted:
+                specials = self.extra.specials
+                mine = [(at - start, s, beam) for at, s, beam in specials if start <= at < rows.stop]
+                part.extra = Extra(mine, is_adjusted=True)
+            yield rows, part
 
     def add_beams(self, sequence: Sequence, n_cached: int, sampled: list[Sequence]) -> None:
         """Add a row for each running beam."""

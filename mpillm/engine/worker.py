@@ -25,6 +25,7 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import likeliest, sample
 from mpillm.engine.sequence import Progress
 from mpillm.engine.shared_adapters import ReceivedAdapters
+from mpillm.engine.special import Special
 from mpillm.engine.staging import Sampled, to_device
 from mpillm.engine.step import Step
 from mpillm.engine.weights.memory import CHOSEN_AT_ONCE
@@ -131,14 +132,13 @@ class Worker:
             assert self.peers is not None
             self.peers.send_hidden(x)
             return None
-        if step.extra is not None and step.extra.context_logits:  # then these are all rows
-            for special, rows in step.extra.context_logits:
-                whole = self._whole(self.part.model.logits(x[rows]))
-                if special is not None and whole is not None:
-                    special.context_logits.append(whole.numpy())
-            x = x[step.wanted]
+        keeps_all = step.extra is not None and bool(step.extra.context_logits)
+        if step.extra is not None and keeps_all:
+            self._keep_logits(x, step.extra.context_logits)
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
+        if keeps_all:  # then these are all rows
+            x = x.index_select(0, to_device(step.wanted, x.device))
         logits = self.part.model.logits(x)
         pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(CHOSEN_AT_ONCE)]
         chosen = [piece for piece in pieces if piece is not None]
@@ -158,6 +158,15 @@ class Worker:
     def warm_up(self, max_num_tokens: int) -> None:
         """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
+
+    def _keep_logits(self, x: Tensor, wanted: list[tuple[Special | None, slice]]) -> None:
+        """Keep the logits of some rows, on the leader, whose host waits for them. Collective."""
+        for special, rows in wanted:
+            for start in range(rows.start, rows.stop, CHOSEN_AT_ONCE):
+                some = x[start : min(start + CHOSEN_AT_ONCE, rows.stop)]
+                whole = self._whole(self.part.model.logits(some))
+                if special is not None and whole is not None:
+                    special.context_logits.append(whole.cpu().numpy())
 
     def _chosen(self, logits: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return a token for each row, and what `run` returns of them (int64); or None, as `_choose`.
@@ -220,11 +229,11 @@ def _adjusted(logits: Tensor, step: Step) -> Tensor:
         if special.beams is not None:
             output = special.beams.running[beam].tokens
         if special.keeps_generation_logits:
-            special.generation_logits.append(logits[row].clone().numpy())
+            special.generation_logits.append(logits[row].to("cpu", copy=True).numpy())
         may_end = len(output) >= sequence.min_output
         special.adjust(logits[row], sequence.prompt, output, may_end=may_end)
-        if special.beams is not None and beam == len(special.beams.running) - 1:
-            special.beams.advance(logits[row - beam : row + 1].log_softmax(-1))
+        if special.beams is not None:
+            special.beams.take(logits[row].log_softmax(-1))
     return logits
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import worker as worker_module
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.staging import Sampled
@@ -22,6 +24,12 @@ class Late(Sampled):
     def ready(self) -> bool:
         self._looks += 1
         return self._looks > 3
+
+
+def compute_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all cores that a test makes compute so."""
+    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
+    monkeypatch.setattr(worker_module, "Sampled", Late)
 
 
 def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:

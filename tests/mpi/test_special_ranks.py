@@ -40,11 +40,15 @@ def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
     return [*answers, *(beam.tokens for beam in beams)], [*left, np.array([beam.sum for beam in beams])]
 
 
-def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["CPUs", "GPUs"])
+def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     """Logits, beams, penalties and adapters of one batch; an adapter that is forgotten goes everywhere."""
     world = MPI.COMM_WORLD
     if world.size != 2:
         pytest.skip("for two ranks")
+    torch = pytest.importorskip("torch")
+    if on_gpus and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     # Not before: they import PyTorch.
     from mpillm.engine.weights.sources import save_preset
     from mpillm.nvidia.triton.peft_adapter import convert
@@ -59,23 +63,31 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
     options: dict[str, Any] = {"model_path": str(folder / "model"), "max_seq_len": 256, "end_ids": (3,)}
     options |= {"tokens_per_block": 8, "enable_chunked_context": True, "max_num_tokens": 24, "n_threads": 1}
+    on_one: dict[str, Any] = {}
+    if on_gpus:
+        on_one = {"gpu_bytes": 8 << 30, "device": 0}
+        options |= on_one | {"device": world.rank}
     core = TorchCore(CoreConfig("torch", tp_size=2, tp_rank=world.rank, **options), comms)
     core.load()
-    assert core.takes_special
+    assert core.takes_special and core.takes_adapters != on_gpus
     if world.rank:
         follow(core, world)
         return
-    alone = make_core(folder / "model", end_ids=(3,), max_num_tokens=24)
-    weights, config = convert(folder / "adapter", "float32")
-    adapter = core.make_adapter(weights[0], config[0])
+    alone = make_core(folder / "model", end_ids=(3,), max_num_tokens=24, **on_one)
+    adapter = adapter_alone = None
+    if core.takes_adapters:
+        weights, config = convert(folder / "adapter", "float32")
+        adapter = core.make_adapter(weights[0], config[0])
+        adapter_alone = alone.make_adapter(weights[0], config[0])
     answers, left = ask(core, adapter)
-    expected, expected_left = ask(alone, alone.make_adapter(weights[0], config[0]))
+    expected, expected_left = ask(alone, adapter_alone)
     assert answers == expected
     for found, wanted in zip(left, expected_left, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     del adapter
     plain = answer_specials(core, PROMPTS[:1], {}, N_OUTPUT)
-    assert plain == answer_specials(alone, PROMPTS[:1], {}, N_OUTPUT) != answers[:1]
+    assert plain == answer_specials(alone, PROMPTS[:1], {}, N_OUTPUT)
+    assert (plain == answers[:1]) == on_gpus  # where nothing adapted it
     world.send(None, 1, STOP)
     assert world.recv(source=1, tag=STOP) == 0, "adapters that are kept"
 

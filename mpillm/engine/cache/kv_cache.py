@@ -80,9 +80,9 @@ class KVCache:
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks: from, to. No block is both."""
-        old, new = (list(blocks) for blocks in zip(*copies, strict=True))
-        for pool in self.pools:
-            pool[:, new] = pool[:, old]
+        old, new = to_device(np.array(copies, np.int64).T, self.keys.device)
+        for pool in map(_movable, self.pools):
+            pool.index_copy_(1, new, pool.index_select(1, old))
 
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)

@@ -144,12 +144,13 @@ class TritonPythonModel:
             self._engine.submit(opened.answers)
 
     def _read(self, tensors: Tensors) -> Asked:
+        can = self._core if isinstance(self._core, TakesSpecial) else None
         return read(
             tensors,
             self._exclude_input,
-            takes_special=isinstance(self._core, TakesSpecial) and self._core.takes_special,
+            takes_special=can is not None and can.takes_special,
             max_beam_width=self._max_beam_width,
-            find_adapter=self._adapter,
+            find_adapter=self._adapter if can is not None and can.takes_adapters else None,
         )
 
     def _adapter(self, task_id: int, weights: NDArray[Any] | None, config: NDArray[Any] | None) -> Adapter:

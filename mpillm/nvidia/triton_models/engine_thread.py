@@ -90,7 +90,11 @@ class TakesSpecial(Protocol):
 
     @property
     def takes_special(self) -> bool:
-        """Whether `enqueue_special` works here; known after `load`."""
+        """Whether `enqueue_special` works here, as nowhere with several stages; known after `load`."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `make_adapter` does, too: so far on CPUs."""
 
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
         """As `enqueue`, with what some of them ask for besides, by id; see there what comes back."""

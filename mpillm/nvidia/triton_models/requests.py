@@ -130,7 +130,7 @@ def read(
 ) -> Asked:
     """Return what one prompt asks for. `exclude_input`: unless the request says it. Raises Refused.
 
-    `takes_special`: whether the engine does (`LLMCore.takes_special`).
+    `takes_special`: whether the engine does (see `TakesSpecial`); `find_adapter`: None if no adapters.
     """
     _refuse(tensors)
 
@@ -159,10 +159,10 @@ def read(
     n_before_end = number("min_tokens", int, 0)
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
-        raise Refused(f"{because}: the embedded engine has it only on CPUs, so far")
+        raise Refused(f"{because}: the embedded engine has it only without pipeline parallelism")
     task_id = number("lora_task_id", int, 0)
     if task_id or _is_there(tensors, "lora_weights"):
-        if not takes_special or find_adapter is None:
+        if find_adapter is None:
             name = "lora_task_id" if task_id else "lora_weights"
             raise Refused(f"{name}: the embedded engine has it only on CPUs, so far")
         special = special or Special()

@@ -9,12 +9,18 @@ import pytest
 
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.special import Special
+from tests.helpers.gpu_steps_on_cpu import compute_as_on_a_gpu
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_batch, make_core
 
 # In blocks of 8: less than one, several and a part, exactly two, one token.
 PROMPTS = [[5, 6, 7], [100 + i for i in range(43)], [8, 9] * 8, [11]]
 N_OUTPUT = 20
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_as_on_a_gpu(monkeypatch)
 
 
 def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
@@ -53,6 +59,11 @@ def check(special: Special, oracle: Oracle, prompt: list[int]) -> None:
 def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
     """Beams of widths 2 to 4 are those of transformers beside greedy requests, also when these are
     evicted."""
+    assert ("kv_cache_tokens" in options) == (check_beside_others(options, folder, oracle) > 0)
+
+
+def check_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> float:
+    """Return how often greedy requests were evicted."""
     core = make_core(folder, **options)
     greedy = run(make_core(folder), PROMPTS, {})
     free = core.engine.blocks.n_free
@@ -67,7 +78,7 @@ def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) ->
             assert answers[i] == special.beams.answers()[0].tokens  # type: ignore[union-attr]
         assert answers[1::2] == greedy
         assert core.engine.blocks.n_free == free and not core.has_work()
-    assert ("kv_cache_tokens" in options) == (core.statistics()["preemptions"] > 0)
+    return core.statistics()["preemptions"]
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -83,6 +94,14 @@ def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -
         assert special.beams is not None
         lengths |= {len(beam.tokens) for beam in special.beams.answers()}
     assert len(lengths) > 1 or early or penalty > 1, "a large penalty prefers long answers"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("n_tokens", [None, 280])
+def test_as_on_a_gpu(n_tokens: int | None, folder: Path, oracle: Oracle) -> None:
+    """There tables of blocks have the width of a longest sequence, and tokens come late."""
+    scarce = {"max_seq_len": 80, "kv_cache_tokens": n_tokens, "max_batch_size": 12}
+    check_beside_others({} if n_tokens is None else scarce, folder, oracle)
 
 
 def test_forks_share_full_blocks(folder: Path) -> None:

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import worker as worker_module
 from mpillm.engine.special import Special
+from tests.helpers.gpu_steps_on_cpu import compute_as_on_a_gpu
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
 N_OUTPUT = 9
+
+
+@pytest.fixture(params=["cpu", "as on a gpu"], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "cpu":
+        compute_as_on_a_gpu(monkeypatch)
 
 
 def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> list[list[int]]:
@@ -111,3 +119,25 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, 
 def test_what_the_vocabulary_does_not_have(special: Special, message: str, folder: Path) -> None:
     answers(core := make_core(folder), {0: special})
     assert message in special.error and not core.has_work()
+
+
+def test_more_rows_than_are_chosen_at_once(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's choice goes in pieces: each adjusts its own rows, a search takes its beams out of several."""
+    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", 2)
+    specials = {
+        0: Special(repetition_penalty=1.7),
+        1: Special(beam_width=4, ends=(), keeps_context_logits=True),
+        3: Special(bad_words=((8,),), keeps_generation_logits=True),
+    }
+    found = answers(make_core(folder), specials, min_output=[0, 0, 4, 0])
+    assert found[0] == oracle.tokens(PROMPTS[0], N_OUTPUT, repetition_penalty=1.7)
+    assert specials[1].beams is not None
+    beams = [beam.tokens for beam in specials[1].beams.answers()]
+    assert beams == [tokens for tokens, _ in oracle.beams(PROMPTS[1], N_OUTPUT, 4)]
+    context = torch.from_numpy(np.concatenate(specials[1].context_logits))
+    torch.testing.assert_close(context, oracle.logits(PROMPTS[1]), atol=1e-4, rtol=1e-4)
+    assert found[2] == oracle.tokens(PROMPTS[2], N_OUTPUT)
+    assert found[3] == oracle.tokens(PROMPTS[3], N_OUTPUT, bad_words_ids=[[8]])
+    assert len(specials[3].generation_logits) == N_OUTPUT

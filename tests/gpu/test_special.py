@@ -1,0 +1,147 @@
+"""What few requests ask for (`engine.special`), on one GPU: the checks of tests/unit/engine, there.
+
+Logits of every family, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from mpillm.engine.model.families import FAMILIES
+from mpillm.engine.special import Special
+from mpillm.engine.weights.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
+from mpillm.engine.weights.sources import save_preset
+from tests.helpers import torch_cores
+from tests.helpers.families import make_family
+from tests.helpers.gpu_cores import random_prompts
+from tests.helpers.oracle import Oracle
+from tests.helpers.torch_cores import answer_specials, make_core
+from tests.unit.engine import test_beams, test_engine_special, test_families_logits
+
+SCARCE: dict[str, Any] = {"max_seq_len": 56, "kv_cache_tokens": 56, "max_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    save_preset("tiny-llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: list[ModuleType] = [test_beams, test_engine_special, test_families_logits]
+    for module in modules:
+        make = functools.partial(torch_cores.make_core, gpu_bytes=8 << 30, device=0)
+        monkeypatch.setattr(module, "make_core", make)
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["one cache", "near blocks"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_families(tmp_path: Path, name: str, chunked: bool, near: bool) -> None:
+    """Near blocks: those of layers with a window, in families that have some."""
+    options = {"max_batch_size": 3, "kv_cache_tokens": 2048} if near else {"kv_cache_tokens": 256}
+    if chunked:
+        options["max_num_tokens"] = 16
+    worst = test_families_logits.check(name, tmp_path, **options)
+    print(f"{name}, chunked {chunked}, near {near}: logits differ by at most {worst:.1e} of their norm")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_tokens": 16}, {"enable_kv_cache_reuse": True}, SCARCE],
+    ids=["plain", "chunked", "reuse", "evicted"],
+)
+def test_logits(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
+    test_engine_special.test_logits(options, folder, oracle)
+
+
+def test_penalties_and_what_is_forbidden(folder: Path, oracle: Oracle) -> None:
+    test_engine_special.test_bad_words_and_repetition(folder, oracle)
+    test_engine_special.test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder, oracle)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_tokens": 16, "enable_kv_cache_reuse": True},
+        {"max_seq_len": 80, "kv_cache_tokens": 280, "max_batch_size": 12},
+    ],
+    ids=["plain", "chunked, reuse", "evicting"],
+)
+def test_beams_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
+    test_beams.check_beside_others(options, folder, oracle)
+
+
+def test_beams_that_end(folder: Path, oracle: Oracle) -> None:
+    test_beams.test_end_tokens(early=False, penalty=1.0, folder=folder, oracle=oracle)
+
+
+def test_blocks_in_fp8_are_copied(folder: Path) -> None:
+    """As beams need it, which then find much the same."""
+    found = []
+    for _ in range(2):
+        special = Special(beam_width=4, ends=())
+        core = make_core(folder, gpu_bytes=8 << 30, device=0, kv_cache_dtype="fp8")
+        answer_specials(core, [test_beams.PROMPTS[1]], {0: special}, 20)
+        assert special.beams is not None
+        found.append([beam.tokens for beam in special.beams.answers()])
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle) -> None:
+    """Beside greedy requests, of which none is another's."""
+    n = CHOSEN_AT_ONCE + 20
+    prompts = random_prompts(np.random.default_rng(5).integers(1, 30, n).tolist())
+    specials = {i: Special(repetition_penalty=1.7, keeps_generation_logits=i == 3) for i in range(0, n, 3)}
+    core = make_core(folder, gpu_bytes=8 << 30, device=0, max_batch_size=n)
+    found = answer_specials(core, prompts, specials, 9)
+    for i, prompt in enumerate(prompts[:12]):
+        penalty = {} if i % 3 else {"repetition_penalty": 1.7}
+        assert found[i] == oracle.tokens(prompt, 9, **penalty)
+    plain = answer_specials(make_core(folder, gpu_bytes=8 << 30, device=0), prompts, {}, 9)
+    assert sum(a == b for i, (a, b) in enumerate(zip(found, plain, strict=True)) if i % 3) >= n * 2 // 3 - 1
+
+
+def test_beams_where_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
+    make_family("GptOssForCausalLM", tmp_path)
+    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, max_batch_size=3, kv_cache_tokens=2048)
+    special = Special(beam_width=2, ends=())
+    answer_specials(core, [[3, 4, 5]], {0: special}, 9)
+    assert special.error.startswith("beam_width 2: not on a GPU where layers with a window")
+
+
+def test_choosing_takes_no_more_memory_than_is_kept() -> None:
+    """A step of as many rows as are chosen at once, each with all there is; then one of a long prompt."""
+    n = CHOSEN_AT_ONCE
+    core = make_core("llama3.2-1b", gpu_bytes=20 << 30, device=0, load_format="dummy", max_batch_size=n)
+    vocab, bias = core.info.vocab_size, np.ones(core.info.vocab_size, np.float32)
+    for prompts in ([[5, 6, 7]] * n, [[*range(200)]]):
+        specials = {
+            i: Special(bias, 1.7, 0.5, 0.5, ((8,),), keeps_context_logits=len(prompts) == 1)
+            for i in range(len(prompts))
+        }
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        answer_specials(core, prompts, specials, 3, temperature=0.7, top_p=0.9)
+        taken = (torch.cuda.max_memory_allocated() - before) / (n * vocab)
+        print(f"{len(prompts)} prompts: {taken:.1f} bytes a number")
+        assert taken <= BYTES_TO_CHOOSE
