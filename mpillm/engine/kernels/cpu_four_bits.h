@@ -1,7 +1,8 @@
 /* Weights of four bits, two in a byte, for cpu_products.c: the first half of a panel's row in the lower ones.
 
    With -DMXFP4=1 a number is one of e2m1, and BLOCK inputs of an output share an exponent. With -DINT4=1 it is from 0 to
-   15, less a zero from 0 to 16, and BLOCK inputs share a zero and a factor. Both are summed without their factor. */
+   15, less a zero from 0 to 16, and BLOCK inputs share a zero and a factor. Both are summed without their factor, and
+   int4 without its zero: what that takes away is the zero times the sum of those inputs. */
 
 #define ROW_BYTES (WIDTH * TAKEN / 2) /* of a panel */
 typedef uint8_t weight;
@@ -24,64 +25,39 @@ static inline block block_of(const scale *exponents)
 #define MAGNITUDES(of) of(0), of(0.5), of(1), of(1.5), of(2), of(3), of(4), of(6)
 #define NEGATIVE(x) -(x)
 #define SAME(x) x
-static const float e2m1[16] = {MAGNITUDES(SAME), MAGNITUDES(NEGATIVE)};
+static const float number_of_code[16] = {MAGNITUDES(SAME), MAGNITUDES(NEGATIVE)};
 #else
 typedef float scale; /* factors [WIDTH], zeros [WIDTH] */
 #define SCALES (2 * WIDTH)
-typedef struct {
-    floats factor[2];
-    codes zero[2]; /* of pairs of bfloat16: what is added to their codes, twice */
-} block;
+typedef struct { floats factor[2], zero[2]; } block; /* zeros times factors */
 
 static inline block block_of(const scale *scales)
 {
     block of;
     for (int v = 0; v < 2; v++) {
         of.factor[v] = *(const floats *)(scales + v * LANES);
-        of.zero[v] = __builtin_convertvector(*(const floats *)(scales + WIDTH + v * LANES), codes);
-#if PAIRS
-        of.zero[v] = (16 - of.zero[v]) * 0x10001;
-#endif
+        of.zero[v] = *(const floats *)(scales + WIDTH + v * LANES) * of.factor[v];
     }
     return of;
 }
+
+static const float number_of_code[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #endif
 
 #if PAIRS
-/* What codes from 0 to 31 stand for as bfloat16: the upper halves of floats. */
+/* As bfloat16, the upper halves of floats: twice, as one bit too many chooses, which spares taking it away. */
 static inline __m512i table(void)
 {
-#if MXFP4 /* twice, as one bit too many chooses */
-    __m512i upper = _mm512_srli_epi32(_mm512_loadu_si512(e2m1), 16);
+    __m512i upper = _mm512_srli_epi32(_mm512_loadu_si512(number_of_code), 16);
     return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(upper));
-#else /* from -16 to 15 */
-    __m512 lower = _mm512_cvtepi32_ps(_mm512_set_epi32(-1, -2, -3, -4, -5, -6, -7, -8, -9, -10, -11, -12, -13, -14, -15,
-                                                       -16));
-    __m512 upper = _mm512_add_ps(lower, _mm512_set1_ps(16));
-    return (__m512i)_mm512_cvtne2ps_pbh(upper, lower);
-#endif
 }
 
 static inline __m512i both_halves(const weight *w) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)w)); }
+static inline floats first(const weight *w) { return (floats)_mm512_permutexvar_epi16(both_halves(w), table()); }
 
-static inline floats number_of(__m512i code, const block *of, int half)
+static inline floats second(const weight *w)
 {
-#if INT4
-    code = _mm512_add_epi16(code, (__m512i)of->zero[half]);
-#else
-    (void)of, (void)half;
-#endif
-    return (floats)_mm512_permutexvar_epi16(code, table());
-}
-
-static inline floats first(const weight *w, const block *of)
-{
-    return number_of(_mm512_and_si512(both_halves(w), _mm512_set1_epi16(15)), of, 0);
-}
-
-static inline floats second(const weight *w, const block *of)
-{
-    return number_of(_mm512_srli_epi16(both_halves(w), 4), of, 1);
+    return (floats)_mm512_permutexvar_epi16(_mm512_srli_epi16(both_halves(w), 4), table());
 }
 #else
 static inline codes both_halves(const weight *w)
@@ -95,26 +71,24 @@ static inline codes both_halves(const weight *w)
 #endif
 }
 
-static inline floats number_of(codes code, const block *of, int half)
+/* Of the lower four bits of each code. */
+static inline floats numbers_of(codes code)
 {
-#if INT4
-    return __builtin_convertvector(code - of->zero[half], floats);
-#else
-    (void)of, (void)half;
 #if defined __AVX512F__
-    return (floats)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(e2m1));
+    return (floats)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(number_of_code));
+#elif INT4
+    return __builtin_convertvector(code & 15, floats);
 #elif defined __AVX2__ /* a table of eight, and the sign */
-    __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(e2m1), (__m256i)code);
-    return (floats)((codes)magnitude | code >> 3 << 31);
+    __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(number_of_code), (__m256i)code);
+    return (floats)((codes)magnitude | (code >> 3 & 1) << 31);
 #else
     floats number;
     for (int i = 0; i < LANES; i++)
-        number[i] = e2m1[code[i]];
+        number[i] = number_of_code[code[i] & 15];
     return number;
-#endif
 #endif
 }
 
-static inline floats first(const weight *w, const block *of) { return number_of(both_halves(w) & 15, of, 0); }
-static inline floats second(const weight *w, const block *of) { return number_of(both_halves(w) >> 4, of, 1); }
+static inline floats first(const weight *w) { return numbers_of(both_halves(w)); }
+static inline floats second(const weight *w) { return numbers_of(both_halves(w) >> 4); }
 #endif

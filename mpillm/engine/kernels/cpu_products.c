@@ -26,6 +26,7 @@
 #define TAKEN (1 + PAIRS) /* inputs at a time */
 #define FOUR_BITS (MXFP4 || INT4)
 #define DEPTH 600    /* inputs, or pairs, at most of a panel's piece, which stays in a core's cache for all tiles */
+#define AHEAD 4      /* blocks whose scales are fetched: those of the next one come too late */
 #define MOST_ROWS 96 /* that are copied at once */
 
 /* `first` and `second` are the halves of a panel's row, of floats or of pairs. */
@@ -70,15 +71,10 @@ static inline floats first(const weight *w) { return *(const floats *)w; }
 static inline floats second(const weight *w) { return first(w + TAKEN * LANES); }
 #endif
 
-#if FOUR_BITS
-#define FIRST(w, of) first(w, of)
-#define SECOND(w, of) second(w, of)
-#else
+#if !FOUR_BITS
 #define BLOCK 1
 #define SCALES 1
 #define ROW_BYTES (WIDTH * TAKEN * (int64_t)sizeof(weight)) /* of a panel */
-#define FIRST(w, of) first(w)
-#define SECOND(w, of) second(w)
 typedef float scale;
 #endif
 #define ROW (ROW_BYTES / (int64_t)sizeof(weight))
@@ -99,15 +95,17 @@ static inline floats add_product(floats sum, floats w, float x)
 typedef float aligned_floats __attribute__((vector_size(4 * LANES)));
 
 /* Add to sums [rows, WIDTH], or begin them, what `depth` inputs of x [depth, rows] and w [depth, WIDTH] give. Of four
-   bits these are a block, with `scales`.
+   bits these are a block, with `scales`, and for int4 `totals` [rows] of its inputs.
 
    What is needed next is fetched meanwhile, `step` bytes for each input: memory is read all the time, not only
    while a panel meets its first tile. */
 static inline __attribute__((always_inline)) void multiply_tile(const int rows, const float *x, const weight *w,
-                                                                const scale *scales, float *sums, int64_t depth,
-                                                                int begins, const char *next, int64_t step)
+                                                                const scale *scales, const float *totals,
+                                                                float *sums, int64_t depth, int begins,
+                                                                const char *next, int64_t step)
 {
     aligned_floats held[ROWS][2];
+    (void)totals;
 #if FOUR_BITS
     const block of = block_of(scales);
 #else
@@ -117,7 +115,7 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
         for (int v = 0; v < 2; v++)
             held[r][v] = begins || FOUR_BITS ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
     for (int64_t k = 0; k < depth; k++, x += rows, w += ROW, next += step) {
-        floats some = FIRST(w, &of), others = SECOND(w, &of);
+        floats some = first(w), others = second(w);
         __builtin_prefetch(next, 0, 1);
         if (step > 64)
             __builtin_prefetch(next + 64, 0, 1);
@@ -132,20 +130,30 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
         for (int v = 0; v < 2; v++) {
             floats before = begins ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
             held[r][v] = before + held[r][v] * of.factor[v];
+#if INT4
+            held[r][v] -= of.zero[v] * totals[r];
+#endif
         }
+    /* before the loop above, GCC 12 would keep sums in memory for it */
+    for (int64_t i = 0; i < SCALES * (int64_t)sizeof(scale); i += 64)
+        __builtin_prefetch((const char *)(scales + AHEAD * SCALES) + i, 0, 2);
 #endif
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 2; v++)
             *(floats *)(sums + r * WIDTH + v * LANES) = held[r][v];
 }
 
-/* The same; for each number of rows the compiler makes a loop of its own, whose sums are registers. */
-static void multiply_rows(int rows, const float *x, const weight *w, const scale *scales, float *sums,
-                          int64_t depth, int begins, const char *next, int64_t step)
+/* The same for `blocks`, which for other weights is one; for each number of rows the compiler makes loops of its own,
+   whose sums are registers. */
+static void multiply_rows(int rows, const float *x, const weight *w, const scale *scales, const float *totals,
+                          float *sums, int64_t blocks, int64_t depth, int begins, const char *next, int64_t step)
 {
 #define CASE(n) \
     case n: \
-        multiply_tile(n, x, w, scales, sums, depth, begins, next, step); \
+        for (; blocks > 0; blocks--, begins = 0) { \
+            multiply_tile(n, x, w, scales, totals, sums, depth, begins, next, step); \
+            x += n * depth, w += depth * ROW, scales += SCALES * FOUR_BITS, totals += n * INT4, next += depth * step; \
+        } \
         break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -215,6 +223,21 @@ static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs
             *tile++ = take_last(x + r * inputs + k, inputs - k);
 }
 
+#if INT4
+/* Add up each block's inputs of a tile [inputs, rows], or of pairs: totals [blocks, rows]. */
+static void add_up_blocks(const float *tile, float *totals, int64_t rows, int64_t inputs)
+{
+    for (int64_t k = 0; k < inputs; k++, tile += rows) {
+        float *of = totals + k / (BLOCK / TAKEN) * rows;
+        for (int64_t r = 0; r < rows; r++) {
+            both x = {.real = tile[r]};
+            float some = PAIRS ? ((both){.bits = x.bits << 16}).real + ((both){.bits = x.bits & 0xffff0000}).real : x.real;
+            of[r] = k % (BLOCK / TAKEN) ? of[r] + some : some;
+        }
+    }
+}
+#endif
+
 /* Store sums [rows, WIDTH], times scales or NULL, to rows of out [rows, outputs], WIDTH of its columns or fewer. */
 static inline void store_rows(const float *sums, const float *scales, number *out, int64_t rows, int64_t columns,
                               int64_t outputs)
@@ -232,14 +255,15 @@ static inline void store_rows(const float *sums, const float *scales, number *ou
     }
 }
 
-/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales, one for each
-   output. `inputs` are inputs or pairs. */
-static void multiply_panel(const float *tiles, const weight *panel, const scale *scales, number *out,
-                           int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
+/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows, what `add_up_blocks` makes of them, and a
+   panel's weights and scales, one for each output. `inputs` are inputs or pairs. */
+static void multiply_panel(const float *tiles, const float *totals, const weight *panel, const scale *scales,
+                           number *out, int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
 {
+    (void)totals;
     int64_t n_tiles = (rows + ROWS - 1) / ROWS, step = ROW_BYTES / n_tiles;
 #if FOUR_BITS
-    int64_t depth = BLOCK / TAKEN;
+    const int64_t block = BLOCK / TAKEN, depth = block < DEPTH ? DEPTH / block * block : block;
 #else
     int64_t pieces = (inputs + DEPTH - 1) / DEPTH, depth = (inputs + pieces - 1) / pieces;
 #endif
@@ -248,11 +272,15 @@ static void multiply_panel(const float *tiles, const weight *panel, const scale 
         int64_t some = inputs - k < depth ? inputs - k : depth;
         const weight *piece = panel + k * ROW;
         const char *next = (const char *)(piece + some * ROW);
-        const scale *of_block = FOUR_BITS ? scales + k / depth * SCALES : NULL;
         for (int64_t t = 0; t < n_tiles; t++) {
             int64_t start = tile_start(t, rows), n = tile_start(t + 1, rows) - start;
-            multiply_rows(n, tiles + start * inputs + t * LANES + k * n, piece, of_block, sums + start * WIDTH, some,
-                          k == 0, next + t * step * some, step);
+            const float *x = tiles + start * inputs + t * LANES + k * n;
+#if FOUR_BITS
+            multiply_rows(n, x, piece, scales + k / block * SCALES, totals + start * (inputs / block) + k / block * n,
+                          sums + start * WIDTH, some / block, block, k == 0, next + t * step * some, step);
+#else
+            multiply_rows(n, x, piece, NULL, NULL, sums + start * WIDTH, 1, some, k == 0, next + t * step * some, step);
+#endif
         }
     }
     store_rows(sums, FOUR_BITS ? NULL : (const float *)scales, out, rows, columns, outputs);
@@ -287,7 +315,8 @@ void multiply(const number *x, const weight *weights, const scale *scales, numbe
     }
 #endif
     int64_t most = n < MOST_ROWS ? n : MOST_ROWS, taken = (inputs + TAKEN - 1) / TAKEN;
-    float *tiles = malloc((most * taken + MOST_ROWS / ROWS * LANES) * sizeof(float));
+    int64_t blocks = INT4 ? inputs / BLOCK : 0, all = most * taken + MOST_ROWS / ROWS * LANES;
+    float *tiles = malloc((all + most * blocks) * sizeof(float)), *totals = tiles + all;
     if (!tiles)
         abort();
     for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
@@ -296,13 +325,16 @@ void multiply(const number *x, const weight *weights, const scale *scales, numbe
         {
 #pragma omp for
             for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++) {
-                int64_t start = tile_start(t, rows);
-                copy_tile(x + start * inputs, tiles + start * taken + t * LANES, tile_start(t + 1, rows) - start,
-                          inputs);
+                int64_t start = tile_start(t, rows), some = tile_start(t + 1, rows) - start;
+                float *tile = tiles + start * taken + t * LANES;
+                copy_tile(x + start * inputs, tile, some, inputs);
+#if INT4
+                add_up_blocks(tile, totals + start * blocks, some, taken);
+#endif
             }
 #pragma omp for nowait /* the end of the region waits */
             for (int64_t j = 0; j < outputs; j += WIDTH)
-                multiply_panel(tiles, weights + j / WIDTH * taken * ROW,
+                multiply_panel(tiles, totals, weights + j / WIDTH * taken * ROW,
                                scales ? scales + j / WIDTH * (FOUR_BITS ? inputs / BLOCK * SCALES : WIDTH) : NULL, out + j, rows, taken,
                                outputs - j < WIDTH ? outputs - j : WIDTH, outputs);
         }
