@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mpillm.engine.model.families import FAMILIES  # noqa: E402
+from mpillm.engine.model.read_config import load_model_config  # noqa: E402
 from tests.e2e.test_families import GUESSES, N_PROMPTS, NEW_TOKENS, make_answers  # noqa: E402
 from tests.e2e.test_handoff_layouts import sections  # noqa: E402
 from tests.e2e.test_parallel import Answers, layout  # noqa: E402
@@ -122,7 +123,7 @@ def test_tokens(one: Starter, family: tuple[Path, Answers], device: str, place: 
     assert [found[index] for index in range(N_PROMPTS)] == expected
     instances = ended.result["per_instance"]
     print(place, variant, instances)
-    if variant == "evictions" and len(instances) == 1:
-        assert instances[0]["preemptions"] > 0
+    if variant == "evictions" and len(instances) == 1 and not load_model_config(str(model)).widest_window:
+        assert instances[0]["preemptions"] > 0  # no sequence needs more than its window's blocks
     if "guesses" in variant:
         assert sum(instance.get("drafted_tokens", 0) for instance in instances) > 0  # contexts guess nothing

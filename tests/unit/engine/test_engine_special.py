@@ -69,20 +69,20 @@ def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> N
 def test_bad_words_and_repetition(folder: Path, oracle: Oracle) -> None:
     plain = answers(make_core(folder), {})
     assert plain == [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
-    # What each would say: a token, two in a row, the first one behind the prompt's last.
-    bad = [
-        ((plain[0][0],),),
-        ((plain[1][2], plain[1][3]),),
-        ((PROMPTS[2][0], plain[2][0]), (plain[2][4],)),
-        (),
-    ]
-    specials = {i: Special(bad_words=words) for i, words in enumerate(bad[:3])}
-    specials[3] = Special(repetition_penalty=1.7)
+    # What each would say: a token, two in a row, the first one behind the prompt's last. (transformers 5.17 passes
+    # over a word that is longer than the prompt.)
+    bad = {
+        0: ((plain[0][0],),),
+        1: ((plain[1][2], plain[1][3]),),
+        3: ((PROMPTS[3][-1], plain[3][0]), (plain[3][4],)),
+    }
+    specials = {i: Special(bad_words=words) for i, words in bad.items()}
+    specials[2] = Special(repetition_penalty=1.7)
     ours = answers(make_core(folder), specials)
-    for i, words in enumerate(bad[:3]):
+    for i, words in bad.items():
         expected = oracle.tokens(PROMPTS[i], N_OUTPUT, bad_words_ids=[list(word) for word in words])
         assert ours[i] == expected != plain[i]
-    assert ours[3] == oracle.tokens(PROMPTS[3], N_OUTPUT, repetition_penalty=1.7)
+    assert ours[2] == oracle.tokens(PROMPTS[2], N_OUTPUT, repetition_penalty=1.7)
 
 
 def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Oracle) -> None:
