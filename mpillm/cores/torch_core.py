@@ -345,7 +345,9 @@ class TorchCore(LLMCore):
 
     @property
     def takes_special(self) -> bool:
-        return self.info.layout.pp_size == 1
+        """In one stage; on GPUs, so far, alone."""
+        layout = self.info.layout
+        return layout.pp_size == 1 and (self.config.gpu_bytes is None or layout.tp_size == 1)
 
     @property
     def takes_adapters(self) -> bool:

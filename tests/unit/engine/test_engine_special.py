@@ -69,8 +69,8 @@ def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> N
 def test_bad_words_and_repetition(folder: Path, oracle: Oracle) -> None:
     plain = answers(make_core(folder), {})
     assert plain == [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
-    # What each would say: a token, two in a row, the first one behind the prompt's last. (transformers 5.17 passes
-    # over a word that is longer than the prompt.)
+    # What each would say: a token, two in a row, the first one behind the prompt's last. The prompt has more
+    # tokens than the word, which transformers 5.17 passes over otherwise.
     bad = {
         0: ((plain[0][0],),),
         1: ((plain[1][2], plain[1][3]),),
