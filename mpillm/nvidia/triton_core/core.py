@@ -59,12 +59,13 @@ _STATUSES = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 42
 class _Call:
     """A request in progress."""
 
-    def __init__(self, id_: int, model: Model, stream: Stream, live: bool) -> None:
-        """`live`: its tokens are wanted as they come."""
+    def __init__(self, id_: int, model: Model, stream: Stream, live: bool, most: int) -> None:
+        """`live`: its tokens are wanted as they come; `most`: how many there may be."""
         self.id = id_
         self.model = model
         self.stream = stream
         self.live = live
+        self.most = most
         self.asked_at = time.monotonic()
         self.tokens: list[int] = []
         self.n_told = 0  # of the tokens
@@ -268,7 +269,8 @@ class TritonGrpcCore(LLMCore):
         model, number = next(self._models[stream.url]), next(self._number)
         if not model.decoupled:
             wanted = wanted._replace(streaming=False)
-        call = _Call(id_, model, stream, live)
+        # Some servers send the prompt, too.
+        call = _Call(id_, model, stream, live, len(prompt) + wanted.max_output)
         self._calls[number], self._numbers[id_] = call, number
         self._prompt_tokens += len(prompt)
         stream.ask(number, request_of(model.name, str(number), prompt, wanted, seed), model.decoupled)
@@ -358,6 +360,11 @@ class TritonGrpcCore(LLMCore):
             self._fail(number, call, error)
             return
         tokens = tokens_of(response)
+        if len(call.tokens) + len(tokens) > call.most:
+            if not is_last(response):
+                self._stop(number, call)
+            self._fail(number, call, f"more tokens than the prompt and the answer may have: {call.most}")
+            return
         call.tokens += tokens
         self._generated_tokens += len(tokens)
         if is_last(response):

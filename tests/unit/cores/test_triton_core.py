@@ -125,7 +125,7 @@ def test_tokens_behind_the_first_are_told_to_those_who_want_them(
     monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True))
     stream: Any = SimpleNamespace(open={1})
-    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, live)
+    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, live, 4)
     told = []
     try:
         for response in (part(1), part(1, 5, 6), part(1, 8), part(1, is_last=True)):
@@ -138,6 +138,23 @@ def test_tokens_behind_the_first_are_told_to_those_who_want_them(
     assert told == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
 
 
+def test_a_server_that_sends_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would take memory without end; it is told to stop."""
+    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: TritonHarnessConfig())
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    sent: list[int] = []
+    stream: Any = SimpleNamespace(open={1}, url="h:1", send=lambda number, *_: sent.append(number))
+    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, False, 4)
+    try:
+        for _ in range(3):
+            core._heard(stream, part(1, 5, 6), "")
+        batch = core.poll_responses()
+    finally:
+        core.notify_stop()
+    assert batch is not None and sent == [1] and not core._calls
+    assert batch.rows["flags"][-1] & ResponseFlag.ERROR and len(batch.tokens) == 1
+
+
 @pytest.mark.parametrize("serves", [False, True])
 def test_who_asks_an_endpoint_is_told_why_the_server_refuses(
     serves: bool, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +165,7 @@ def test_who_asks_an_endpoint_is_told_why_the_server_refuses(
     stream: Any = SimpleNamespace(open={1, 2}, url="h:1")
     try:
         for number, error in ((1, "UNAVAILABLE: Exceeds maximum queue size"), (2, "too\nlong")):
-            core._calls[number] = module._Call(number, Model("llm", decoupled=True), stream, live=True)
+            core._calls[number] = module._Call(number, Model("llm", decoupled=True), stream, True, 4)
             core._heard(stream, part(number), error)
         batch = core.poll_responses()
         assert batch is not None

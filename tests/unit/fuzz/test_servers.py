@@ -22,6 +22,7 @@ pytest.importorskip("tritonclient.grpc")
 from tritonclient.grpc import InferResult, service_pb2
 
 from launch.outside import one_line
+from mpillm.comms.messages import ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS
@@ -182,12 +183,12 @@ def core() -> Any:
 )
 def test_responses_over_grpc(_: Path, sent: list[bytes], error: str, live: bool) -> None:
     """What a stream can't read ends it, with these words (`Stream._read`)."""
-    stream: Any = SimpleNamespace(url="a:1", open={1})
-    core()._calls = {1: triton_core._Call(7, Model("m", True), stream, live)}
+    stream: Any = SimpleNamespace(url="a:1", open={1}, send=lambda *_: None)
+    core()._calls = {1: triton_core._Call(7, Model("m", True), stream, live, 8)}
     for one in sent:
         core()._heard(stream, service_pb2.ModelInferResponse.FromString(one), error)
     while (answer := core()._answers.take()) is not None:
-        assert all(type(token) is int for token in answer.tokens.tolist())
+        assert len(answer.tokens) <= 8 or answer.rows["flags"][0] & ResponseFlag.REFUSED
 
 
 class Answered(Connection):
