@@ -63,8 +63,7 @@ def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
         cells = {one["figure"]: one["runs"][i] for one in result["figures"]}
         found = {figure: cell for figure, cell in cells.items() if cell is not None and cell.get("differs")}
         told = [
-            f"{figure} {percent(cell['change'])}\N{NO-BREAK SPACE}%"
-            f" ({'better' if is_better(figure, cell['change']) else 'worse'})"
+            f"{figure} {percent(cell['change'])}\N{NO-BREAK SPACE}% ({_kind(figure, cell) or 'as offered'})"
             for figure, cell in found.items()
             if figure in _HEADLINES or found.keys().isdisjoint(_HEADLINES)
         ]
@@ -127,7 +126,7 @@ def _judged(figure: str, cell: Mapping[str, Any] | None) -> Html:
 
 
 def _kind(figure: str, cell: Mapping[str, Any] | None) -> str:
-    if cell is None or not cell.get("differs"):
+    if cell is None or not cell.get("differs") or cell.get("as_offered"):
         return ""
     return "better" if is_better(figure, cell["change"]) else "worse"
 

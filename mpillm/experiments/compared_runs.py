@@ -156,13 +156,15 @@ def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
     With each figure's `value`, `half_width` of its 95 % interval, and against the first run `change` and
     `change_half_width` (shares) and `differs`: the interval of the change leaves out 0. What is not known is
-    None.
+    None. `as_offered`: of the rates of Server tests that were kept up with, which say nothing of the system.
     """
     figures = []
     for figure in FIGURES:
         estimates = [run.estimate(figure) for run in runs]
         if any(estimates):
             cells = [_cell(estimate, estimates[0]) for estimate in estimates]
+            if figure.rate and all(run.files.result.get("queue_grew") is False for run in runs):
+                cells = [cell and {**cell, "as_offered": True} for cell in cells]
             figures.append({"figure": figure.name, "unit": figure.unit, "runs": cells})
     return {
         "runs": [

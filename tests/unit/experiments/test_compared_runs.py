@@ -150,6 +150,28 @@ def test_rates_are_those_that_the_run_told(tmp_path: Path) -> None:
     assert cells["samples/s"]["change"] == 0
 
 
+def test_the_rate_of_a_test_that_was_kept_up_with_is_no_merit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the rate that was offered."""
+    names = []
+    for name, n in (("a", 1000), ("b", 2000)):
+        path = run(tmp_path / name, 0.1, n=n)
+        rows = np.fromfile(path / "requests.bin", RECORD)
+        rows["issued"] = np.linspace(0, 10, n)
+        rows.tofile(path / "requests.bin")
+        result = json.loads((path / "result.json").read_text())
+        write(path / "result.json", {**result, "queue_grew": False})
+        names.append(str(path))
+    assert main(["compare", *names]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"B against A: samples/s \+99.8\s% \(as offered\)", out), out
+    result = json.loads((tmp_path / "b" / "result.json").read_text())
+    write(tmp_path / "b" / "result.json", {**result, "queue_grew": True})
+    assert main(["compare", *names]) == 0
+    assert re.search(r"samples/s \+99.8\s% \(better\)", " ".join(capsys.readouterr().out.split()))
+
+
 def test_offline_has_no_first_tokens_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All is issued at once: how long a sample waits is its place in the queue."""
     names = [str(run(tmp_path / name, 0.1, "Offline")) for name in "ab"]
