@@ -188,7 +188,8 @@ class Hit:
         if one.whom == "guard":
             return f"its guard (pid {self.pid})" in text or f"process {self.pid} (" in text
         # A parent that was faster to ask how its child has ended keeps it from others.
-        how_known = how in text or "has ended, then the server" in text
+        of_itself = self.number != signal.SIGSTOP and re.search(rf"process {self.pid} \(.*\) has ended", text)
+        how_known = how in text or of_itself is not None
         whole = f"({one.kind}): was ended by" in text
         return how_known and (f"process {self.pid} (" in text or whole)
 
