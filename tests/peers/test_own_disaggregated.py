@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.clusters import UnderSlurm, or_skip
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter
 from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
 from tests.peers.test_own_servers import LENGTH, VLLM, options, processes, titled
 from tests.peers.test_own_servers import in_path as in_path
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
+from tools.slurm import slurm
 
 pytestmark = pytest.mark.peers
 
@@ -63,6 +65,34 @@ def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Start
         f" {handed} contexts handed over, {transfers:.0f} transfers"
     )
     assert handed == transfers == result["samples"]
+
+
+@pytest.mark.slurm
+def test_under_slurm(
+    model: Path,
+    prompts: Callable[[int], Path],
+    one: Starter,
+    in_path: dict[str, str],
+    say: Says,
+) -> None:
+    """The generation server takes KV caches from another node's context server."""
+    n = 16
+    data = options(model, prompts(n))
+    ours = offline(one, "ours", "torch", *data)
+    words = ("--num_gen_servers", 1, "--min_duration", 0, "--save_outputs")
+    with or_skip(slurm(2)) as cluster:
+        under, folder = UnderSlurm(cluster, one), one.folder / "run"
+        line = ("run", *data, *DISAGG, *words, "--log_dir", folder)
+        ended = under.start(["-n", 3, "-N", 2], *line, env=in_path).end(TIMEOUT_S).must(DONE)
+    nodes = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
+    equal = sum(line["output_tokens"] == ours[line["index"]][0] for line in ended.outputs())
+    transfers = sum(client["server_transfers"] for client in ended.result["per_instance"])
+    say(
+        f"1 + 1 x vLLM on nodes {nodes} of a Slurm: Offline {ended.result['status']}; {equal} of {n}"
+        f" answers have our tokens; {transfers:.0f} transfers"
+    )
+    assert nodes == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    assert equal == transfers == n
 
 
 def test_contexts_that_are_computed_again(
