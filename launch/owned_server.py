@@ -23,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from launch.children import tail
 from launch.command import Command
@@ -72,13 +73,14 @@ class OwnedServer:
         most_bytes: float = math.inf,
         limited_by: str = "--server_memory_limit",
         outlives_s: float = 0.0,
+        unshown: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start it; its output is appended to `log`. `wake`: called once, when `ended` has something to say.
 
         `grace_s`: what it gets to end by itself if this process is killed; `most_bytes`: of memory that its
         processes may hold together, as the option `limited_by` says. `outlives_s`: how long it may go on
-        after one of them was killed: it may do so to its own, at its end. Raises OSError if the log can't be
-        written.
+        after one of them was killed: it may do so to its own, at its end. `unshown`: of its environment, and
+        not written to the log. Raises OSError if the log can't be written.
         """
         self.log = log
         self._wake = wake
@@ -100,7 +102,7 @@ class OwnedServer:
             output.flush()
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), str(grace_s), *command.argv],
-                env={**environment_of_this_node(os.environ), **command.env},
+                env={**environment_of_this_node(os.environ), **command.env, **unshown},
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -306,6 +306,7 @@ class Setup(NamedTuple):
     outlives_losses: bool  # --on_instance_loss continue
     server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
     server_ports: dict[int, int]  # by rank; see `JoinReport.port`
+    server_secret: str  # of the servers that this run's ranks own
 
 
 class Stop(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -143,12 +144,22 @@ class ServerRole(Role):
 
     owns = True
 
-    def __init__(self, plan: ServerPlan, folder: Path, deadline_s: float, wake: Callable[[], None]) -> None:
-        """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank."""
+    def __init__(
+        self,
+        plan: ServerPlan,
+        folder: Path,
+        deadline_s: float,
+        wake: Callable[[], None],
+        secret: str = "",
+    ) -> None:
+        """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank;
+        `secret`: see `ServerKind.secret`."""
         self._plan = plan
         self._folder = folder
         self._deadline_s = deadline_s
         self._wake = wake
+        secret_in = plan.kind.secret if plan.role else ""
+        self._secret = {} if not secret_in or secret_in in os.environ else {secret_in: secret}
         self._server: OwnedServer | None = None
         self._ports: list[HeldPort] = []  # that of HTTP, and the kind's others
         self._wanted: Wanted | None = None
@@ -232,7 +243,9 @@ class ServerRole(Role):
         command = Command((program, *command.argv[1:]), command.env)
         _log.info("%s: %s", plan.name, command)
         log = base.with_suffix(".log")
-        self._server = OwnedServer(command, log, self._wake, _SHORT_GRACE_S, plan.most_bytes)
+        self._server = OwnedServer(
+            command, log, self._wake, _SHORT_GRACE_S, plan.most_bytes, unshown=self._secret
+        )
         self._check = None
 
     def poll(self) -> bool:

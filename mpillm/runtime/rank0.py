@@ -98,6 +98,7 @@ class Rank0:
             planned.outlives_losses,
             planned.server_gpus,
             {rank: report.port for rank, report in reports.items() if report.port},
+            secrets.token_hex(),
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:

@@ -71,7 +71,8 @@ def make_roles(
 
         plans = server_plans(config, plan, setup.server_gpus, setup.server_ports)
         mine = next(one for one in plans if one.rank == rank)
-        server = ServerRole(mine, Path(setup.log_dir), EARLIER * config.load_deadline, loop.wake)
+        folder, deadline_s = Path(setup.log_dir), EARLIER * config.load_deadline
+        server = ServerRole(mine, folder, deadline_s, loop.wake, setup.server_secret)
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)

@@ -71,6 +71,7 @@ class ServerKind:
     no_handover: str = "mpillm starts no context and generation servers of it"  # why they can't
     half: Callable[[Wanted], Command] | None = None  # more words, and environment, of a half
     half_ports: tuple[str, ...] = ()  # as `more_ports`, of a half
+    secret: str = ""  # the variable with the secret that a run's halves share, unless the user has set it
     of_nodes: Callable[[Wanted], Command] | None = None  # as `half`, of a part; None: it has none
     takes_llm_args: bool = False  # those of TensorRT-LLM in its section of a YAML
 

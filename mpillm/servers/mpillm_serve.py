@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from launch.command import Command
+from launch.environment import SECRETS
 from mpillm.servers.kind import Option, ServerKind, Wanted, named
 
 
@@ -40,4 +41,5 @@ MPILLM = ServerKind(
     {name: _same(name) for name in _SAME},
     handover="disaggregated_params",
     half=lambda wanted: Command(("--server_role", wanted.role)),
+    secret=SECRETS["kv_secret"],
 )

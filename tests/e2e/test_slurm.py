@@ -165,6 +165,16 @@ def test_servers_that_ranks_own(both_under: UnderSlurm) -> None:
     assert not python_on(both_under.slurm.hosts, "h2", "serve")
 
 
+def test_disaggregated_servers_that_ranks_own(under: UnderSlurm) -> None:
+    log_dir = under.starter.folder / "run"
+    words = (*OWN, "--mode=disaggregated", "--num_gen_servers=1", "--log_dir", log_dir)
+    ended = under.start(["-n", 3, "-N", 2], *words).end(150).must(DONE)
+    owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
+    assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    handed = sum(client["handed_over"] for client in ended.result["per_instance"])
+    assert handed == ended.result["samples"] > 0
+
+
 def test_servers_that_the_ranks_of_a_job_own(under: UnderSlurm) -> None:
     command = sbatch(under, "--ntasks", 3, command=[*OWN, "--min_duration", 0])
     ended = command.end(150).must(DONE)

@@ -119,3 +119,29 @@ def test_under_slurm(cluster: Slurm, both: Starter) -> None:
     step = [*allocation, *tasks, "--overlap", "--ntasks=1"]
     server = launch(both, f"--world_size={RANKS}", "--log_dir=servers")
     check(under, under.on_head([*step, *server], both.folder), expected)
+
+
+@pytest.mark.slurm
+def test_servers_that_ranks_own_under_slurm(cluster: Slurm, both: Starter) -> None:
+    """One srun starts a server on each of two nodes, and two clients of each: the engine's own tokens."""
+    data = make_samples(both.folder / "samples.jsonl", [3 + 5 * i % 60 for i in range(32)])
+    words = ["--dataset_path", data.path, "--max_output_len", 8, "--min_query_count", 64, "--save_outputs"]
+    words += ["--min_duration", 0.1]
+    model = ("--model_path", "tiny-llama")
+    ours = both.run(2, *words, *model, core="torch", timeout=WITHIN_S, log_dir=both.folder / "ours").must(
+        DONE
+    )
+    generate(both, "--triton_num_servers=2", "--triton_num_models_per_server=1", scenario="Offline")
+    own = ("--server=tritonserver", "--triton_model_repo=repo", f"--tritonserver={TRITONSERVER}")
+    line = ("run", *own, "--clients_per_server", 2, *words, "--log_dir", both.folder / "run")
+    ended = (
+        UnderSlurm(cluster, both)
+        .start(["-n", 5, "-N", 2, "--ntasks-per-node", 3], *line)
+        .end(WITHIN_S)
+        .must(DONE)
+    )
+    owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
+    assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0), ended
+    assert min(client["samples"] for client in ended.result["per_instance"]) > 0
+    expected = {line["index"]: line["output_tokens"] for line in ours.outputs()}
+    assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == expected

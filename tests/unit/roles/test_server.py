@@ -49,6 +49,26 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
     assert made._wanted is not None and made._wanted.address == "10.1.2.3"
 
 
+@pytest.mark.parametrize("set_by_user", [False, True])
+def test_halves_share_a_secret_that_is_not_shown(
+    set_by_user: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.0.1")
+    if set_by_user:
+        monkeypatch.setenv("KV_SECRET", "theirs")
+    kind = replace(kind_of("command:sh -c 'printenv KV_SECRET' {port}"), secret="KV_SECRET")
+    made = ServerRole(replace(PLAN, kind=kind, role="context"), tmp_path, 5.0, lambda: None, "ours")
+    made.load()
+    try:
+        log = tmp_path / "server_3.log"
+        wait_until(lambda: log.read_text().count("\n") > 1, "the server's secret", 5)
+    finally:
+        made.stop()
+    shown, told = log.read_text().splitlines()
+    assert shown.startswith("$ ") and "ours" not in shown
+    assert told == ("theirs" if set_by_user else "ours")
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
