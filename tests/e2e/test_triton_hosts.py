@@ -134,12 +134,8 @@ def test_servers_that_ranks_own_under_slurm(cluster: Slurm, both: Starter) -> No
     generate(both, "--triton_num_servers=2", "--triton_num_models_per_server=1", scenario="Offline")
     own = ("--server=tritonserver", "--triton_model_repo=repo", f"--tritonserver={TRITONSERVER}")
     line = ("run", *own, "--clients_per_server", 2, *words, "--log_dir", both.folder / "run")
-    ended = (
-        UnderSlurm(cluster, both)
-        .start(["-n", 5, "-N", 2, "--ntasks-per-node", 3], *line)
-        .end(WITHIN_S)
-        .must(DONE)
-    )
+    where = ["-n", 5, "-N", 2, "--distribution=arbitrary", "-w", "h1,h1,h1,h2,h2"]
+    ended = UnderSlurm(cluster, both).start(where, *line).end(WITHIN_S).must(DONE)
     owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
     assert owners == ["h1", "h2"] and (ended.result["status"], ended.result["errors"]) == ("VALID", 0), ended
     assert min(client["samples"] for client in ended.result["per_instance"]) > 0
