@@ -22,7 +22,6 @@ pytest.importorskip("tritonclient.grpc")
 from tritonclient.grpc import InferResult, service_pb2
 
 from launch.outside import one_line
-from mpillm.comms.messages import ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS
@@ -188,7 +187,7 @@ def test_responses_over_grpc(_: Path, sent: list[bytes], error: str, live: bool)
     for one in sent:
         core()._heard(stream, service_pb2.ModelInferResponse.FromString(one), error)
     while (answer := core()._answers.take()) is not None:
-        assert len(answer.tokens) <= 8 or answer.rows["flags"][0] & ResponseFlag.REFUSED
+        assert answer.rows["n_tokens"].max() <= 8  # those of an earlier example may be in it, too
 
 
 class Answered(Connection):
