@@ -149,24 +149,33 @@ class Hit:
                 raise Over
             return []
 
+        def lasting() -> list[int]:
+            """Return the server's processes, but for short probes, without which it goes on."""
+            titles = {pid: title_of(pid) for pid in descendants(self.guard)}
+            return [pid for pid, title in titles.items() if title and " -c " not in title] or over()
+
+        def hit() -> bool:
+            """Choose and hit; return whether it was still there."""
+            below = wait_until(lasting, "a server's process", WITHIN_S)
+            self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
+            self.title = title_of(self.pid)
+            below = descendants(self.guard)  # of which some may have ended, and wait to be asked for
+            self.tree = {pid: at for pid in (self.guard, *below) if (at := started_at(pid))}
+            self.shared = {path: inode for pid in self.tree for path, inode in mapped(pid).items()}
+            self.loaded = is_over(command, "load")
+            self.at = time.monotonic()
+            try:
+                os.kill(self.pid, self.number)
+            except ProcessLookupError:
+                return False
+            return True
+
         self.number = signal.Signals(one.number)
         found = wait_until(lambda: guards(command) or over(), "what stands over a server", WITHIN_S)
         self.guard = chance.choice(sorted(found))
         owner = parent_of(self.guard)
-        below = wait_until(
-            lambda: [pid for pid in descendants(self.guard) if title_of(pid)] or over(),
-            "a server's process",
-            WITHIN_S,
-        )
-        self.pid = {"process": chance.choice(below), "guard": self.guard, "owner": owner}[one.whom]
-        self.title = title_of(self.pid)
-        below = descendants(self.guard)  # of which some may have ended, and wait to be asked for
-        self.tree = {pid: at for pid in (self.guard, *below) if (at := started_at(pid))}
         self.owner_at = started_at(owner)
-        self.shared = {path: inode for pid in self.tree for path, inode in mapped(pid).items()}
-        self.loaded = is_over(command, "load")
-        self.at = time.monotonic()
-        os.kill(self.pid, self.number)
+        wait_until(hit, "a process to hit", WITHIN_S)
         self.ended_s: float | None = None  # until it had: some write where they were, first
         self.named_s = 0.0
         self.over_s: float | None = None  # until the test was: then nothing is started again
