@@ -91,6 +91,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
     r"(\S+ )?make test(-slow|-cross)?": Elsewhere("these are the tests"),
+    r"make size": Elsewhere("tests/unit/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
