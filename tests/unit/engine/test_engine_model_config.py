@@ -218,7 +218,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"architectures": {"a": 1}}, "architecture {'a': 1} is not supported"),
         ({"rope_scaling": 8, "rope_parameters": None}, "no config.json of a model: TypeError"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; must be 10000 at most"),
-        ({"vocab_size": 10**400}, r"vocab_size is 1000.*\.\.\.; must be 2147483647 at most"),
+        ({"vocab_size": 10**400}, "not valid JSON: a number of too many digits"),
+        ({"vocab_size": 10**300}, r"vocab_size is 1000.*\.\.\.; must be 2147483647 at most"),
         ({"mlp_bias": True}, "mlp_bias true"),
         (
             {"architectures": ["GPT2LMHeadModel"], "activation_function": "relu"},
