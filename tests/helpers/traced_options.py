@@ -63,11 +63,11 @@ READ_ALL = (
 )
 RECORDS = {  # a comprehension is a function of its own up to Python 3.11
     *(
-        ("mpillm.runtime.core_configs", name) for name in ("_core_config", "<dictcomp>")
-    ),  # every core's record
+        ("mpillm.runtime.core_configs", name) for name in ("_core_config", "check_flags", "<dictcomp>")
+    ),  # every core's record, and its flags' limits
     *(("mpillm.runtime.core_configs", name) for name in ("in_force", "<dictcomp>")),  # the YAML of what ran
 }
-CHECKS = ("__post_init__", "_fit", "check_flags")  # of configurations
+CHECKS = ("__post_init__", "_fit")  # of configurations
 # What chooses the layout, the test or the core is read where the configuration is made.
 READ_EARLY = {
     *("benchmarks", "scenarios", "accuracy_target", "model_scale", "dry_run", "log_dir", "disagg_config"),
