@@ -31,6 +31,11 @@
     if (chart.y_limit) { const y = u.valToPos(chart.y_limit[1], "y", true); line(left, y, left + width, y, "bad", 2); }
     c.restore();
   };
+  /** Ticks' labels: as `write` writes them, or, where two would be alike, with all digits. */
+  const labels = (vs, write) => {
+    const found = vs.map(v => v == null ? "" : write(v)), shown = found.filter(Boolean);
+    return write === number && new Set(shown).size < shown.length ? vs.map(v => v == null ? "" : String(v)) : found;
+  };
   /** Round numbers from a to b, some `most` of them; `logTicks`: on a logarithmic axis. */
   const ticks = (a, b, most) => {
     const rough = (b - a || Math.abs(b) || 1) / most, power = 10 ** Math.floor(Math.log10(rough));
@@ -104,8 +109,8 @@
       width: box.clientWidth, height: box.closest(".wide") ? 340 : 210,
       scales: { x, y },
       axes: [
-        { ...axis, values: (u, vs) => vs.map(v => v == null ? "" : way.tick(v)), splits: (u, i, a, b) => (log ? logTicks : ticks)(a, b, most), filter: (u, vs) => vs, size: 32, label: chart.x_axis, labelSize: 18, labelFont: axis.font },
-        { ...axis, size: 52, values: (u, vs) => vs.map(number), splits: (u, i, a, b) => whole && b <= 5 ? ticks(0, b, b) : yLog ? logTicks(a, b, 5) : chart.unit.startsWith("%") ? [0, 25, 50, 75, 100] : ticks(a, b, 5), filter: (u, vs) => vs, ...(chart.unit ? { label: chart.unit + (yLog ? ", log scale" : ""), labelSize: 16, labelFont: axis.font } : {}) }],
+        { ...axis, values: (u, vs) => labels(vs, way.tick), splits: (u, i, a, b) => (log ? logTicks : ticks)(a, b, most), filter: (u, vs) => vs, size: 32, label: chart.x_axis, labelSize: 18, labelFont: axis.font },
+        { ...axis, size: 52, values: (u, vs) => labels(vs, number), splits: (u, i, a, b) => whole && b <= 5 ? ticks(0, b, b) : yLog ? logTicks(a, b, 5) : chart.unit.startsWith("%") ? [0, 25, 50, 75, 100] : ticks(a, b, 5), filter: (u, vs) => vs, ...(chart.unit ? { label: chart.unit + (yLog ? ", log scale" : ""), labelSize: 16, labelFont: axis.font } : {}) }],
       cursor: { drag: { x: true, y: false }, sync: { key: log || box.closest("section") !== document.getElementById("generated")?.closest("section") ? chart.name : "time" } },
       legend: { live: true },
       series: [{ label: way.label, value: say },
