@@ -37,7 +37,7 @@ def ab_page(
         (side, [round(pair[side][metric], 6) for pair in pairs], colour) for colour, side in enumerate("AB")
     ]
     values = Chart("pairs", metric.replace("_", " "), unit, numbers, lines, "pair")
-    values.names = [f"{i:g}" for i in numbers]
+    values.names, values.joined = [f"{i:g}" for i in numbers], len(lines)
     head, _, test = verdict.partition("\n")
     sides = "".join(
         f'<li><i class="c{colour}"></i><strong>{side}</strong> {escape(text or "(no options)")}</li>'

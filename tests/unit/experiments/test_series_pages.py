@@ -46,6 +46,7 @@ def test_the_page_of_ab_says_whether_they_differ(tmp_path: Path) -> None:
     assert "B differs: -10 % paired t test" in said and "(no options)" in said
     assert "1 10 9 -10.00 %" in said
     assert [line["y"] for line in charts["pairs"]["lines"]] == [[10, 11, 12], [9, 10, 11]]
+    assert charts["pairs"]["joined"] == 2, "both sides are drawn alike"
 
 
 def test_the_page_of_advise_has_the_curve_and_the_proposals(tmp_path: Path) -> None:
