@@ -345,9 +345,7 @@ class TorchCore(LLMCore):
 
     @property
     def takes_special(self) -> bool:
-        """In one stage; on GPUs, so far, alone."""
-        layout = self.info.layout
-        return layout.pp_size == 1 and (self.config.gpu_bytes is None or layout.tp_size == 1)
+        return self.info.layout.pp_size == 1
 
     @property
     def takes_adapters(self) -> bool:

@@ -90,7 +90,7 @@ class TakesSpecial(Protocol):
 
     @property
     def takes_special(self) -> bool:
-        """Whether `enqueue_special` works here; known after `load`."""
+        """Whether `enqueue_special` works here, as nowhere with several stages; known after `load`."""
 
     @property
     def takes_adapters(self) -> bool:

@@ -159,7 +159,7 @@ def read(
     n_before_end = number("min_tokens", int, 0)
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
-        raise Refused(f"{because}: the embedded engine has it neither in several stages nor on several GPUs")
+        raise Refused(f"{because}: the embedded engine has it only without pipeline parallelism")
     task_id = number("lora_task_id", int, 0)
     if task_id or _is_there(tensors, "lora_weights"):
         if find_adapter is None:

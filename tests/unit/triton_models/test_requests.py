@@ -142,7 +142,7 @@ def test_what_few_ask_for() -> None:
 def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
     """An engine of several stages refuses them by the tensor's name."""
     values = {name: np.array(value) for name, value in {**BASE, **tensors}.items()}
-    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it neither in"):
+    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only without"):
         read(values, exclude_input=False, takes_special=False)
 
 
