@@ -42,7 +42,7 @@ help:
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make test-kills  ranks killed and stopped at random, with --on_instance_loss fail and continue: MPILLM_KILLS rounds (20), about 10 s each; and each kind of rank in each phase"
-	@echo "make fuzz       whatever strangers' files and messages may hold, to each reader and listener for SECONDS (60): 55 minutes"
+	@echo "make fuzz       whatever strangers' files and messages may hold, to each reader and listener for SECONDS (60): 70 minutes"
 	@echo "make triton     install a real tritonserver into $(TRITON); make test-triton runs the tests with it"
 	@echo "make test-peers  real vLLM, transformers serve, openai, AIPerf and GuideLLM, installed into .venv-peers (4 GB): half an hour on 2 cores"
 	@echo "make slurm      install a real Slurm (Debian, root) and open a shell on two nodes of it; make test-slurm runs the tests with it"

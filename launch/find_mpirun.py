@@ -59,7 +59,7 @@ def parse_library_version(text: str) -> Kind | None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
+    return tuple(int(part[:9]) for part in text.split("."))
 
 
 def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:

@@ -27,7 +27,7 @@ ROLL_CALL = "MPILLM_ROLL_CALL"
 
 _HELLO = struct.Struct(f"!{KEY}IIH64s")  # the key, rank, process id, port, host
 _JOINED, _LEAVES = b"+", b"."
-_HERE = re.compile(r"\x1b_mpillm-here:(\d+) (\S+)\x1b")  # a terminal ignores it
+_HERE = re.compile(r"\x1b_mpillm-here:([0-9]{1,9}) (\S+)\x1b")  # a terminal ignores it
 _SOON_S = 0.5
 _SURE_S = 5.0  # by then the launcher has been reached, or can't be
 _NAMED = 8  # ranks, at most

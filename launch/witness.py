@@ -23,7 +23,7 @@ from launch.roll_call import RollCall
 _LOSES = re.compile(r"has lost communication with a remote daemon|A daemon failed to report back")
 _WHERE = re.compile(r"Remote (?:daemon\s*:.* on node|host:)\s+(\S+)")
 _PROXY = re.compile(r"--proxy-id (\d+)")
-_STATUS = re.compile(r"Daemon exit status:\s+(\d+)")
+_STATUS = re.compile(r"Daemon exit status:\s+([0-9]{1,9})")
 _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end
 _HYDRA_LOOKS_S = 0.5
 _HYDRA_ENDS_S = 2.0  # after its own end, the ranks on all hosts

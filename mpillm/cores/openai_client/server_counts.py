@@ -73,7 +73,7 @@ def reading_of(text: str) -> Reading:
         if math.isfinite(value):
             before = found.get(meaning, 0.0)
             found[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
-    return _finite(Reading(**found))
+    return finite(Reading(**found))
 
 
 def of_iterations(text: str, before: Reading) -> Reading:
@@ -101,10 +101,10 @@ def of_iterations(text: str, before: Reading) -> Reading:
         if guessed
         else before.accepted_guesses,
     )
-    return _finite(found)
+    return finite(found)
 
 
-def _finite(reading: Reading) -> Reading:
+def finite(reading: Reading) -> Reading:
     """Return it without sums and shares that no float holds."""
     return Reading(*(value if value is None or math.isfinite(value) else None for value in reading))
 

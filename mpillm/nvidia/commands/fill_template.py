@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from disagg.errors import ConfigError, nearest
+from disagg.text_file import read_text
 from launch.help_format import HelpFormatter
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable, write_text
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("substitutions", help=_FORM)
     parser.add_argument("-i", "--in_place", "--in-place", action="store_true", help="write the file")
     words = parser.parse_args(argv)
-    text = words.file_path.read_text(encoding="utf-8")
+    text = read_text(str(words.file_path)).replace("\r\n", "\n")
     values = substitutions(words.substitutions)
     known = placeholders(text)
     for name, value in values.items():

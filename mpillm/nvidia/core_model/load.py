@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.outside import one_line
 from mpillm.bench.loadtest.load_test import Record
+from mpillm.files import excerpt
 from mpillm.nvidia.triton_client.connection import AnswerError
 from mpillm.nvidia.triton_client.kserve_http import HttpConnection
 from mpillm.nvidia.triton_core.stream import Stream, Streams, open_channel
@@ -105,12 +107,16 @@ class _GrpcLoad:
         number = int(response.id or 0)
         if not number:
             raise ValueError(error or "a response without an id")
+        if number not in stream.open:  # it has failed by then, or nobody has asked
+            return
         record = self.records[number - 1]
-        if error:
-            record.error = error
-        else:
-            _note(record, now, len(tokens_of(response)))
-        if error or is_last(response):
+        try:
+            if error:
+                raise AnswerError(error)
+            _note(record, self._requests[number - 1], now, len(tokens_of(response)))
+        except AnswerError as failure:
+            record.error = one_line(str(failure))
+        if record.error or is_last(response):
             _end(record)
             stream.open.discard(number)
             self._room.release()
@@ -119,8 +125,14 @@ class _GrpcLoad:
                 self._ended.set()
 
 
-def _note(record: Record, now: float, n_tokens: int) -> None:
-    """Note a response with so many tokens."""
+def _note(record: Record, request: Request, now: float, n_tokens: Any) -> None:
+    """Note a response with so many tokens, as a server says.
+
+    Raises AnswerError if it can't have them.
+    """
+    most = len(request.prompt) + request.output_len - record.output_len
+    if type(n_tokens) is not int or not 0 <= n_tokens <= most:
+        raise AnswerError(f"an answer of {excerpt(n_tokens)} tokens, to a request for {request.output_len}")
     if not n_tokens:
         return
     elapsed = now - record.start
@@ -155,7 +167,7 @@ def over_http(
             try:
                 record.start = time.perf_counter()
                 for part in connection.generate(target.model, _values(target, request), target.streaming):
-                    _note(record, time.perf_counter(), int(part.get("sequence_length", 0)))
+                    _note(record, request, time.perf_counter(), part.get("sequence_length", 0))
                 _end(record)
             except AnswerError as error:
                 record.error = str(error)

@@ -49,5 +49,7 @@ def scalar(value: Any) -> str:
 def _escaped(character: str) -> str:
     if character in _ESCAPES:
         return _ESCAPES[character]
-    # What is no printable ASCII goes as the octal of its bytes in UTF-8.
-    return character if " " <= character <= "~" else "".join(f"\\{byte:03o}" for byte in character.encode())
+    # What is no printable ASCII goes as the octal of its bytes in UTF-8; a command line's need not be that.
+    if " " <= character <= "~":
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))

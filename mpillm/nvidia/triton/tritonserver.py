@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.errors import ConfigError
+from disagg.text_file import read_text
 from launch.bounded_http import ReplyError, page
 from launch.command import Command, NotHere, find_program
 from launch.find_mpirun import detect
@@ -112,7 +113,7 @@ def read_repository(folder: Path, option: str) -> Repository:
     files = sorted(folder.glob("*/config.pbtxt"))
     if not files:
         raise ConfigError(f"{option}: {folder} has no model in it (a folder with a config.pbtxt)")
-    texts = {file.parent.name: file.read_text(encoding="utf-8") for file in files}
+    texts = {file.parent.name: read_text(str(file), f"{option}: ") for file in files}
     is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
     return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.configurator.command_line import Parser
+from mpillm.data.preprocessed.converted import load_npy
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -115,9 +116,11 @@ def given_tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
 def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Return the array of a .npy file. Raises ConfigError if it can't be read."""
     try:
-        array: NDArray[Any] = np.load(path)
-    except (OSError, ValueError) as error:
+        array = load_npy(Path(path), is_mapped=False)
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(f"{path}: an archive of arrays, not a .npy file")
     return array
 
 

@@ -174,9 +174,12 @@ def _tokens_of(path: Path) -> list[int]:
     """Return the tokens in the first line of a CSV file. Raises ConfigError if the file is wrong."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [int(word) for word in next(csv.reader(file), [])]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+            tokens = [int(word) for word in next(csv.reader(file), [])]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{path}: {str(error)[:200]}") from None
+    if wrong := [token for token in tokens if not -(1 << 31) <= token < 1 << 31]:
+        raise ConfigError(f"{path}: {str(wrong[0])[:40]} is no token")
+    return tokens
 
 
 def _numbers(text: str) -> list[int]:

@@ -6,11 +6,12 @@ last step; tokens and reused blocks are counted since the server's start.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 
 from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import Reading, metrics_page
+from mpillm.cores.openai_client.server_counts import Reading, finite, metrics_page
 
 _LINE = re.compile(r"^(nv_\w+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -29,6 +30,8 @@ def reading_of(text: str) -> Reading:
             value = float(number)
         except ValueError:
             continue
+        if not math.isfinite(value):
+            continue
         sums[name] += value
         if name == _REQUESTS:
             sums[f"{name}/{known.get('request_type')}"] += value
@@ -37,7 +40,7 @@ def reading_of(text: str) -> Reading:
     usages = [one["used"] / one["max"] for one in blocks.values() if one.get("max") and "used" in one]
     reused = [one["reused"] * one.get("tokens_per", 0) for one in blocks.values() if "reused" in one]
     waits = next((name for name in (f"{_REQUESTS}/waiting", _PENDING) if name in sums), "")
-    return Reading(
+    found = Reading(
         running=sums.get(f"{_REQUESTS}/active"),
         waiting=sums.get(waits),
         kv_cache_usage=max(usages, default=None),
@@ -45,6 +48,7 @@ def reading_of(text: str) -> Reading:
         generated_tokens=sums.get(_ANSWERS),
         cached_tokens=sum(reused) if reused else None,
     )
+    return finite(found)
 
 
 def metrics_url(grpc: str, port: str = "") -> str:

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from disagg.errors import nearest
 from launch.bounded_http import ReplyError, page
+from launch.outside import one_line
 from mpillm.nvidia.triton_core.stream import error_text
 
 _log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _ASK_S = 10.0
 _HTTP_S = 2.0
+_MOST_LISTED = 1000  # characters of models' names
 _LOOK_S = 0.1  # while it does not answer
 _INPUTS = {"input_ids", "request_output_len"}
 
@@ -126,7 +128,7 @@ def find_models(
     index = ask(stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(ready=True))
     names = sorted(model.name for model in index.models)
     if wanted is not None and wanted not in names:
-        listed = ", ".join(names) or "none"
+        listed = one_line(", ".join(names), _MOST_LISTED) or "none"
         raise TritonError(
             f"tritonserver {url} has no model {wanted}{nearest(wanted, names)}; it has {listed}"
         )
@@ -136,7 +138,7 @@ def find_models(
         if {tensor.name for tensor in config.input} >= _INPUTS:
             models.append(Model(name, config.model_transaction_policy.decoupled, config.backend))
     if not models:
-        listed = ", ".join(names) or "none"
+        listed = one_line(", ".join(names), _MOST_LISTED) or "none"
         raise TritonError(
             f"tritonserver {url} has no model with the inputs input_ids and request_output_len: {listed}"
         )

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import DEFAULT
 from mpillm.engine.lora import Adapter, Adapters
 from mpillm.engine.special import Special
+from mpillm.files import excerpt
 from mpillm.nvidia.triton.parameters import in_vain, text_parameter
 from mpillm.nvidia.triton_models.engine_metrics import EngineMetrics
 from mpillm.nvidia.triton_models.engine_ranks import join, make_core
@@ -45,16 +48,8 @@ def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
 
     ConfigError: a parameter is wrong.
     """
-    parameters = model_config["parameters"]
-
-    def given(name: str, convert: Callable[[str], Any]) -> Any:
-        value = text_parameter(parameters, name)
-        try:
-            return None if value is None else convert(value)
-        except (ValueError, KeyError):
-            raise ConfigError(f"parameter {name}: {value!r} is not possible here") from None
-
-    values: dict[str, Any] = json.loads(text_parameter(parameters, "core_config") or "{}")
+    given = partial(_given, model_config["parameters"])
+    values: dict[str, Any] = given("core_config", _core_values) or {}
     stated = {
         "kv_cache_tokens": given("max_tokens_in_paged_kv_cache", int),
         "kv_cache_fraction": given("kv_cache_free_gpu_mem_fraction", float),
@@ -69,6 +64,45 @@ def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
         values["end_ids"] = tuple(values["end_ids"])
     values.setdefault("n_threads", len(os.sched_getaffinity(0)))
     return CoreConfig(core_type=DEFAULT, **values)
+
+
+def _given(
+    parameters: Mapping[str, Mapping[str, str]], name: str, convert: Callable[[str], Any], most: int = 1 << 62
+) -> Any:
+    """Return a parameter's value; None if it has none. Raises ConfigError."""
+    value = text_parameter(parameters, name)
+    try:
+        made = None if value is None else convert(value)
+        if isinstance(made, int) and abs(made) > most:
+            raise ValueError
+    except (ValueError, KeyError, RecursionError) as error:
+        why = f" ({error})" if convert is _core_values else ""
+        raise ConfigError(f"parameter {name}: {excerpt(value)} is not possible here{why}") from None
+    return made
+
+
+def _core_values(text: str) -> dict[str, Any]:
+    """Read the parameter `core_config`. Raises ValueError."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("not an object")
+    hints = get_type_hints(CoreConfig)
+    for name, value in values.items():
+        if name == "core_type" or name not in hints or not _fits(value, hints[name]):
+            raise ValueError(f"{excerpt(name)}: {excerpt(value)}")
+    return values
+
+
+_IN_JSON = {tuple: list, Mapping: dict}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of a field's type; whole numbers are, of a list of them."""
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        plain = get_origin(kind) or kind
+        if type(value) is _IN_JSON.get(plain, plain) or (plain is float and type(value) is int):
+            return kind != tuple[int, ...] or all(type(one) is int for one in value)
+    return False
 
 
 def as_bool(value: str) -> bool:
@@ -87,13 +121,14 @@ class TritonPythonModel:
         parameters = config["parameters"]
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._exclude_input = as_bool(text_parameter(parameters, "exclude_input_in_output") or "false")
-        period_ms = text_parameter(parameters, "cancellation_check_period_ms")
-        cache_bytes = text_parameter(parameters, "lora_cache_host_memory_bytes")
-        self._adapters = Adapters(int(cache_bytes or _LORA_BYTES))
-        self._max_beam_width = int(text_parameter(parameters, "max_beam_width") or 1)
+        given = partial(_given, parameters)
         self._requests: dict[int, _Request] = {}  # that are open
         self._lock = threading.Lock()
         try:
+            period_ms = given("cancellation_check_period_ms", int)
+            cache_bytes = given("lora_cache_host_memory_bytes", int)
+            self._adapters = Adapters(cache_bytes or _LORA_BYTES)
+            self._max_beam_width = given("max_beam_width", int) or 1
             core_options = core_config(config)
             if line := in_vain({name: value.get("string_value", "") for name, value in parameters.items()}):
                 _log.warning("%s", line)
@@ -115,7 +150,7 @@ class TritonPythonModel:
         self._metrics = EngineMetrics(cast(Any, core).engine, args["model_name"], args["model_version"])
         self._engine = EngineThread(
             core,
-            int(period_ms) / 1000 if period_ms else _CHECK_S,
+            period_ms / 1000 if period_ms else _CHECK_S,
             self._look,
             None if self._ranks is None else self._ranks.why_failed,
         )

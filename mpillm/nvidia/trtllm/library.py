@@ -23,8 +23,8 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import StatedLimits
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
-from mpillm.files import read_json
-from mpillm.models.model_files import EngineConfig, GenerationConfig
+from mpillm.files import read_object
+from mpillm.models.model_files import EngineConfig, GenerationConfig, Slice
 
 PACKAGE = "tensorrt_llm"
 EXTRA = "trtllm"
@@ -85,6 +85,14 @@ def engine_limits(config: CoreConfig, engine: EngineConfig) -> StatedLimits:
     )
 
 
+@dataclass(frozen=True)
+class _ModelLimits(Slice):
+    """Hugging Face's names of them."""
+
+    vocab_size: int = _ANY_TOKEN
+    max_position_embeddings: int = _ANY_TOKEN
+
+
 @about("core_type", "model_path")
 def folder_limits(config: CoreConfig) -> StatedLimits:
     """Return the limits of the model in a Hugging Face folder.
@@ -95,12 +103,13 @@ def folder_limits(config: CoreConfig) -> StatedLimits:
     if not config.model_path or not (path / "config.json").is_file():
         which = f", which {path} is not" if config.model_path else ""
         raise ConfigError(f"--core_type {config.core_type} needs --model_path: a Hugging Face folder{which}")
-    raw = read_json(path / "config.json")
-    text = raw.get("text_config", raw)
-    longest = int(config.max_seq_len or text.get("max_position_embeddings") or _ANY_TOKEN)
+    raw = read_object(path / "config.json")
+    text = _ModelLimits.from_json(raw.get("text_config", raw), str(path / "config.json"))
+    if min(text.vocab_size, text.max_position_embeddings) < 1:
+        raise ConfigError(f"{path / 'config.json'}: vocab_size or max_position_embeddings is below 1")
     return StatedLimits(
-        int(text.get("vocab_size") or _ANY_TOKEN),
-        longest,
+        min(text.vocab_size, _ANY_TOKEN),
+        config.max_seq_len or min(text.max_position_embeddings, _ANY_TOKEN),
         None if config.enable_chunked_context else config.max_num_tokens,
     )
 

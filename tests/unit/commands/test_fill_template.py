@@ -88,4 +88,4 @@ def test_a_word_of_the_file_that_is_no_placeholder(file: Path, capsys: pytest.Ca
 
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fill-template", str(tmp_path / "none"), "a:b"]) == 2
-    assert f"mpillm: {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+    assert f"mpillm: {tmp_path / 'none'}: cannot be read: No such file" in capsys.readouterr().err

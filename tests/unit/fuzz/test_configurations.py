@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from hypothesis import strategies as st
 import disagg
 from disagg import ConfigError
 from launch import sbatch
+from launch.children import tail
+from launch.find_mpirun import choose
 from launch.launcher import find_launcher, refuse_copies
 from launch.mpirun import slots
 from launch.mpirun_words import spans_hosts
+from launch.roll_call import RollCall
+from launch.witness import Witness
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
+from mpillm.doctor import cluster_report, gpus
 from mpillm.experiments.option_grid import grid_of_yaml, points
 from mpillm.fields import BY_NAME, FIELDS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
@@ -240,3 +246,47 @@ def test_what_slurm_says_of_a_job(_: Path, said: bytes) -> None:
 @fuzz(damaged([b"a:4,b:8,c"], [b":", b",", b"9999999", b"\xc2\xb2"]), refused_by=ConfigError)
 def test_lists_of_hosts(_: Path, said: bytes) -> None:
     assert disagg.parse_nodes(said.decode(errors="replace"))
+
+
+PRINTED = [
+    b"mpirun (Open MPI) 4.1.6\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+    b"HYDRA build details:\n    Version:                                 4.3.0\n",
+    b"0, NVIDIA H200, 570.1, 143771, 0, Disabled, 0\n1, NVIDIA H200, 570.1, 143771, 5, [N/A], [N/A]\n",
+    b"\tGPU0\tGPU1\tNIC0\n\x1b[4mGPU0\t X \tNV18\tSYS\nGPU1\tNV18\t X \tSYS\n",
+    b"mpillm 1.0 doctor: h1\n  FAILURE  memory  no\n  WARNING  a  b\n",
+    b"ORTE has lost communication with a remote daemon.\n  Remote daemon: [a] on node h2\n"
+    b"  Daemon exit status: 137\n\x1b_mpillm-here:3 h2\x1b\nmpillm: a\n",
+]
+
+
+@fuzz(
+    damaged(
+        PRINTED, [b"GPU", b"[N/A]", b",", b"9" * 5000, b"\xc2\xb2", b"Version: ", b"(Open MPI) ", b"\x1b[4m"]
+    ),
+    examples=120,
+    found=[
+        (b"GPU%b X a\n" % (b"9" * 5000),),
+        (b"GPU0 X\nGPU1 X\n",),
+        (b"mpirun (Open MPI) %b" % (b"4" * 5000),),
+    ],
+)
+def test_what_programs_print(folder: Path, said: bytes) -> None:
+    """mpirun, nvidia-smi, doctor on another node, a server's log; ranks, through mpirun."""
+    text = said.decode(errors="replace")
+    (log := folder / "log").write_bytes(said)
+    assert len(tail(log, 15).splitlines()) <= 15 * 3
+    cluster_report._judge_doctor(0, log)
+    gpus.parse_matrix(text)
+    witness = Witness(calls())
+    for line in text.splitlines():
+        witness.hear(line)
+    calls().absent()
+    with contextlib.suppress(ConfigError):
+        choose([("mpirun", text)], "Open MPI v4.1.6")
+    with contextlib.suppress(ValueError):  # it is told
+        gpus.parse_devices(text)
+
+
+@cache
+def calls() -> RollCall:
+    return RollCall(4)

@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed import converted
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
@@ -148,3 +149,26 @@ REFERENCE = {"output": "x", "highlights": "y"}
 def test_references(folder: Path, line: bytes) -> None:
     (file := folder / "references.jsonl").write_bytes(line)
     read_references(WORKLOADS["llama2-70b"], str(file))
+
+
+class OwnLoader(LLMDataLoader):
+    """A data set of somebody's class, with an array of prompts."""
+
+    def __len__(self) -> int:
+        return min(10, len(self.prompts))
+
+    def get_input_tokens(self, sample_indices: Any) -> Any:
+        return self.prompts[sample_indices]
+
+
+@fuzz(damaged([TOKENS], NPY, most=2), refused_by=(ConfigError, TypeError, IndexError, ValueError))
+def test_arrays_of_a_data_loader(folder: Path, array: bytes) -> None:
+    """Its own code may fail on what it has not expected; the file is read, or refused by name."""
+    (folder / "prompts.npy").write_bytes(array)
+    try:
+        loader = OwnLoader(["prompts.npy"], dataset_path=folder)
+    except ConfigError:
+        return
+    except (TypeError, IndexError, ValueError) as error:
+        raise AssertionError from error
+    loader.load()

@@ -1,4 +1,4 @@
-"""What listens: HTTP of `serve` and of a leader. Whatever strangers say, who comes after them is answered."""
+"""What listens: HTTP, bells, doctor's port. Whatever strangers say, who comes after them is answered."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import asyncio
 import contextlib
 import logging
 import re
+import secrets
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import strategies as st
 
+from mpillm.comms import node_barrier
+from mpillm.comms.doorbell import Doorbell
+from mpillm.doctor import network
 from mpillm.endpoint.admission import Guard
 from tests.helpers.fuzzing import damaged, fuzz
 from tests.helpers.http_api import DEADLINE_S, api
@@ -109,3 +118,84 @@ def test_http_of_a_leader(
 
     with no_error_is_logged():
         asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+@cache
+def bells() -> tuple[Doorbell, Doorbell, str]:
+    run = secrets.token_hex(8)
+    for rank, bell in enumerate(made := (Doorbell(), Doorbell())):
+        bell.hang(run, rank, (0, 1))
+    return (*made, run)
+
+
+SAID = st.lists(st.sampled_from([b"", b"!", b"-", b"!" * 5000]) | st.binary(max_size=20), max_size=30)
+
+
+@fuzz(SAID, st.integers(0, 3), st.sampled_from(["ring", "meet"]), examples=40)
+def test_bells_and_barriers(_: Path, said: list[bytes], n: int, which: str) -> None:
+    """Any process of a node can reach them: a rank still hears the others, and nobody waits for strangers."""
+    mine, other, run = bells()
+    if which == "ring":
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger,
+            contextlib.suppress(BlockingIOError),
+        ):
+            stranger.setblocking(False)
+            for one in said:
+                stranger.sendto(one, f"\0mpillm-{run}-0".encode())
+        mine.sleep(0.0)
+        other.try_all([0])
+        assert other.heard and mine.sleep(30.0) and not mine.sleep(0.0)
+        return
+    name = secrets.token_hex(8)
+    with mock.patch.object(node_barrier, "_PATIENCE_S", 0.05), contextlib.ExitStack() as strangers:
+        first = threading.Thread(target=node_barrier.meet, args=(name, 3))
+        first.start()
+        for one in said[:n]:
+            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
+            with contextlib.suppress(OSError):
+                stranger.connect(f"\0{name}".encode())
+                stranger.sendall(one)
+        first.join(30.0)
+        assert not first.is_alive()
+
+
+class Saying:
+    """A port that says the same to each connection, and whose end may stay open."""
+
+    def __init__(self) -> None:
+        self.says, self.stays = b"", False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(self.says)
+                if self.stays:
+                    time.sleep(0.03)
+
+
+@cache
+def doctors() -> tuple[network.Listener, Saying]:
+    return network.Listener(), Saying()
+
+
+@fuzz(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=40), st.booleans(), examples=40)
+def test_a_doctors_port(_: Path, strangers: list[bytes], says: bytes, stays: bool) -> None:
+    """Whoever comes, its peers reach it; and who answers in its place is no peer."""
+    (own, other), here = doctors(), ("127.0.0.1",)
+    for one in strangers:
+        with (
+            socket.create_connection(("127.0.0.1", own.port), 30.0) as stranger,
+            contextlib.suppress(OSError),
+        ):
+            stranger.sendall(one)
+    facts = network.HostFacts("h", "", here, own.port, "", own.key, "")
+    assert network.reach(facts) == network.Reached(here, ())
+    other.says, other.stays = says, stays
+    with mock.patch.object(network, "_CONNECT_S", 0.02 if stays else 30.0):
+        reached = network.reach(facts._replace(port=other.port))
+    assert not reached.good and all(len(one) < 200 for one in reached.bad)

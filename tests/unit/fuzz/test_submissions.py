@@ -9,12 +9,16 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.submission import compliance_tests, score_run
 from mpillm.submission.commands import compliance, submission
+from mpillm.submission.scores import Scores
+from mpillm.workloads import WORKLOADS
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.run_directories import FULL_SIZE, log_entry, make_client_run, make_run
 
@@ -89,3 +93,26 @@ def test_compliance(folder: Path, drawn: tuple[str, str, bytes]) -> None:
     (path / name).write_bytes(data)
     with contextlib.redirect_stdout(io.StringIO()):
         compliance.main([str(path)])
+
+
+COMPLETIONS = [{"lang": "python", "entry_point": "f"}, {"lang": "cpp", "entry_point": "g"}]
+PASSED = {"python_f": {"passed": True}, "cpp_g": {"passed": False}}
+PRINTED = b"{'exact_match': 81.36, 'tokens_per_sample': 3886.2, 'num-samples': 2}\nrouge1: '44.4'\n"
+
+
+@fuzz(
+    changed([PASSED]).map(json_bytes) | damaged([json_bytes(PASSED)]),
+    damaged([PRINTED], [b"'exact_match': ", b"NaN", b"1e999", b"9" * 400, b"'", b"\xff"]),
+    st.sampled_from(["mbxp", "evaluated", "TEST07"]),
+    refused_by=ConfigError,
+)
+def test_what_other_programs_score(folder: Path, passed: bytes, printed: bytes, which: str) -> None:
+    """The files that `accuracy` and `compliance` take beside a run."""
+    (file := folder / "scored").write_bytes(passed if which == "mbxp" else printed)
+    if which == "TEST07":
+        assert json.loads(json.dumps(compliance_tests._test07([], file).passed)) in (True, False)
+        return
+    run: Any = SimpleNamespace(path=folder, workload=WORKLOADS["deepseek-r1"])
+    given = Scores({"gen_num": 2.0, "tokens_per_sample": 3886.2}, [], COMPLETIONS)
+    score = score_run._with_mbxp if which == "mbxp" else score_run._with_evaluation
+    json.dumps(score(run, given, str(file)).values, allow_nan=False)
