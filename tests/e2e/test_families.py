@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from mpillm.engine.model.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
+from tests.e2e.test_serve import post, serve
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.int4 import pack_int4
 from tests.helpers.support import DONE, Starter
@@ -71,6 +76,33 @@ def test_a_handoff_between_layouts(one: Starter, family: tuple[Path, Answers]) -
     ).must(DONE)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     assert [found[index] for index in range(N_PROMPTS)] == expected
+
+
+@pytest.mark.slow
+def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
+    """All prompts at once, whole and as streams."""
+    model, (dataset, expected) = family
+    prompts = [json.loads(line)["input_tokens"] for line in dataset.read_text().splitlines()]
+    asked = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    command, host, port = serve(
+        one, 2, "--core_type", "torch", "--model_path", model, "--dtype", "float32", "--num_threads", 1
+    )
+
+    def ask(case: tuple[list[int], bool]) -> list[int]:
+        prompt, stream = case
+        with contextlib.closing(
+            post(host, port, "/v1/completions", prompt=prompt, stream=stream, **asked)
+        ) as connection:
+            text = connection.getresponse().read().decode()
+        parts = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+        choices = [choice for part in parts for choice in json.loads(part)["choices"]]
+        return [token for choice in choices for token in choice["token_ids"]]
+
+    with ThreadPoolExecutor(N_PROMPTS) as threads:
+        found = [[*threads.map(ask, [(prompt, stream) for prompt in prompts])] for stream in (False, True)]
+    assert found == [expected, expected]
+    command.process.send_signal(signal.SIGTERM)
+    command.end(30).must(DONE)
 
 
 @pytest.mark.slow

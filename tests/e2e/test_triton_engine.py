@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from mpillm.engine.model.families import FAMILIES
 from mpillm.engine.weights.sources import save_preset
+from tests.e2e.test_parallel import oracle
 from tests.e2e.test_triton import generate, serving
 from tests.helpers.adapters import ALL, make_adapter, with_adapter
+from tests.helpers.families import make_family
 from tests.helpers.oracle import Oracle
 from tests.helpers.real_triton import MARKS
 from tests.helpers.support import DONE, Starter
@@ -43,6 +46,24 @@ def test_answers_of_every_kind(n_ranks: int, one: Starter) -> None:
         check_beams(asker, oracle, plain, threads)
         check_adapters(one, asker, folder, plain, threads)
         check_stop(asker)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "LlamaForCausalLM"])
+def test_each_family(name: str, one: Starter) -> None:
+    """A batch, and logits of prompts that are longer than windows. Weights are bfloat16 unless told."""
+    model = make_family(name, one.folder / "model")
+    prompts = [[3 + (7 * i + j) % 300 for j in range(n)] for i, n in enumerate((3, 17, 40, 59))]
+    expected = oracle(model, prompts, N_OUTPUT)
+    generate(one, f"--model_path={one.folder / 'model'}", "--dtype=float32", "--triton_text_models")
+    with serving(one) as ((port,), _):
+        asker = Asker(port, "tensorrt_llm")
+        answers = asker.ask(prompts, N_OUTPUT)
+        found = {int(answer["batch_index"].item()): answer["output_ids"][0, 0].tolist() for answer in answers}
+        assert [found[i] for i in range(len(prompts))] == expected
+        (answer,) = asker.ask([prompts[3]], N_OUTPUT, return_context_logits=True)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompts[3]])).logits[0].numpy()
+        np.testing.assert_allclose(answer["context_logits"][0], logits, atol=1e-3)
 
 
 def check_log_probs_and_logits(asker: Asker, oracle: Oracle, plain: list[list[int]]) -> None:
