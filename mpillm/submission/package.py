@@ -20,6 +20,7 @@ from disagg.errors import ConfigError
 from mpillm.files import read_object, replace_folder, write_json, write_text
 from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
+from mpillm.report.doubts import unchecked
 from mpillm.report.repeat import said_options, shell_line
 from mpillm.report.run_directory import HARNESS
 from mpillm.submission import client_form
@@ -199,6 +200,12 @@ def summary(submission: Submission, of_round: Round | None, problems: Sequence[P
             else "against the rules"
         )
         lines.append(f"  {why}: {problem.text}")
+    lines += [
+        f"  not checked: {result.benchmark} {result.scenario}: {run.path}: {text}"
+        for result in submission.results
+        for run in result.runs.values()
+        for text in unchecked(run.directory.result)
+    ]
     checker = "python3 -m inference.tools.submission.submission_checker.main"
     return "\n".join(
         [

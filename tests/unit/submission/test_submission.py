@@ -123,6 +123,23 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
     ).is_file()
 
 
+def test_what_servers_did_not_say_is_listed(maker: Maker) -> None:
+    """A run is VALID without it; who submits it has to know."""
+    runs = maker.runs()
+    checks = {"no_cached_prompts": None, "no_guesses": None, "token_counts": ""}
+    file = runs[0] / "result.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "server_checks": checks}))
+    out = maker.submit(*runs, *maker.runs("Server"), *measured(maker))
+    assert said(out) == []
+    lines = [line for line in out.splitlines() if "not checked" in line]
+    assert [line.partition(" (/metrics)")[0] for line in lines] == [
+        f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether prompts came from a prefix cache, which"
+        " MLPerf forbids: servers give no count of them",
+        f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether tokens were guessed, which the"
+        " workload's rules forbid: servers give no count of them",
+    ]
+
+
 def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
     """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and
     the rules reject it."""
