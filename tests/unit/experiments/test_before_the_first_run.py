@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpillm.cli import main
+from mpillm.experiments.commands import find_max_qps
 
 DUMMY = ("-n", "2", "--core_type", "dummy")
 
@@ -67,3 +68,15 @@ def test_a_core_that_does_not_tell_its_steps_is_refused(capsys: pytest.CaptureFi
     core = "tests.helpers.plugin_torch_cores:Silent"
     assert main(["advise", "--model_path", "tiny-llama", "--core_type", core]) == 2
     assert f"{core}: it does not tell what its steps hold" in capsys.readouterr().err
+
+
+def test_that_each_test_starts_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fifteen starts of a server that takes minutes are more than the tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(find_max_qps, "_search", lambda *_: 0)
+    words = ["find-max-qps", "-n", "2", "--goodput", "ttft:500"]
+    for server in (["--server", "vllm", "--model_path", "tiny-llama"], ["--core_type", "dummy"]):
+        assert main([*words, *server]) == 0
+        assert ("each test starts vllm again" in capsys.readouterr().out) == ("--server" in server)
