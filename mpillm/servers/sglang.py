@@ -1,4 +1,4 @@
-"""SGLang's server. The words are from its sources; it has not been run here."""
+"""SGLang's OpenAI server: `sglang serve`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.servers.kind import ServerKind, Wanted, named, switch
 
 def _words(wanted: Wanted) -> Sequence[str]:
     return (
-        *("python3", "-m", "sglang.launch_server", "--model-path", wanted.model),
+        *("sglang", "serve", "--model-path", wanted.model),
         *("--served-model-name", wanted.name, "--host", wanted.host, "--port", str(wanted.port)),
         "--enable-metrics",
     )

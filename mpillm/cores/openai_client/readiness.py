@@ -110,14 +110,16 @@ def _listed(names: list[str]) -> str:
 async def framework_of(endpoint: Endpoint, timeout_s: float) -> str | None:
     """Return the server's name and version, as it says them; None: it does not say who it is.
 
-    The name is `owned_by` of its models, where that is one of a server, and the version that of `/version`.
+    The name is `owned_by` of its models, where that is one of a server, and the version that of `/version`;
+    SGLang's that of `/server_info`.
     """
-    models, version = [await _said(endpoint, path, timeout_s) for path in ("/v1/models", "/version")]
+    models = await _said(endpoint, "/v1/models", timeout_s)
     try:
         (owner,) = {model["owned_by"] for model in models["data"]}
         name = _FRAMEWORKS[owner]
     except (KeyError, TypeError, ValueError):
         return None
+    version = await _said(endpoint, "/server_info" if owner == "sglang" else "/version", timeout_s)
     number = version.get("version")
     return f"{name} {number}" if isinstance(number, str) else name
 

@@ -53,6 +53,14 @@ _NAMES = {
 }
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = Reading._fields[3:]
+# What SGLang counts; each stands on its page from the first time that it grows, and is 0 until then.
+_SGLANG = "sglang:"
+_OF_SGLANG = {
+    **{name: of for name, of in _MEANINGS.items() if name.startswith(_SGLANG) and name.endswith("_total")},
+    "sglang:spec_verify_calls_total": "verified",
+    "sglang:num_requests_total": "requests",
+}
+_MEANINGS |= _OF_SGLANG
 
 
 def reading_of(text: str) -> Reading:
@@ -73,7 +81,18 @@ def reading_of(text: str) -> Reading:
         if math.isfinite(value):
             before = found.get(meaning, 0.0)
             found[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
+    if _SGLANG in text:
+        found = _of_sglang(found)
     return finite(Reading(**found))
+
+
+def _of_sglang(found: dict[str, float]) -> dict[str, float]:
+    """Return it with the counts that are still 0, and guesses from what stands for them."""
+    counts = dict.fromkeys(_OF_SGLANG.values(), 0.0) | found
+    verified, requests = counts.pop("verified"), counts.pop("requests")
+    # A prompt gives a token, and each verification one besides the guesses that it takes.
+    guessed = counts["generated_tokens"] - requests - verified if verified else 0.0
+    return counts | {"accepted_guesses": max(0.0, guessed)}
 
 
 def of_iterations(text: str, before: Reading) -> Reading:

@@ -166,7 +166,8 @@ def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Re
     """Return what a server answers, cut to what says who it is."""
     card = {"id": MODEL, "object": "model", "created": 1795357545, "owned_by": owner, "root": MODEL}
     told: dict[str, Callable[[Request], Reply]] = {"/v1/models": lambda request: plain({"data": [card]})}
-    return told if version is None else {**told, "/version": lambda request: plain(version)}
+    path = "/server_info" if owner == "sglang" else "/version"
+    return told if version is None else {**told, path: lambda request: plain(version)}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,7 @@ def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Re
     [
         (says("vllm", {"version": "0.32.0"}), ["vLLM 0.32.0"]),
         (says("mpillm", {"version": "0.1.0"}), ["mpillm 0.1.0"]),
+        (says("sglang", {"version": "0.5.23", "dtype": "auto"}), ["SGLang 0.5.23"]),
         (says("tensorrt_llm"), ["TensorRT-LLM"]),
         (says("vllm", ["0.32"]), ["vLLM"]),
         (says("HuggingFaceTB", {"version": "1"}), []),  # who made the model, as transformers serve has it

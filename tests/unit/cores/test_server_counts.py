@@ -64,6 +64,37 @@ vllm:spec_decode_num_accepted_tokens_total 5
     assert reading_of(page) == said
 
 
+# What SGLang 0.5.23 gave after requests without hits of its cache: of its counters those that have grown.
+SGLANG = """# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 2.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 14.0
+sglang:token_usage{engine_type="unified",model_name="m",tp_rank="0"} 0.08
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="false",model_name="m"} 16.0
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 10.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="false",model_name="m"} 12.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 4.0
+sglang:num_requests_total{engine_type="unified",is_streaming="false",model_name="m"} 2.0
+sglang:num_requests_total{engine_type="unified",is_streaming="true",model_name="m"} 1.0
+"""
+
+
+def test_a_count_that_sglang_does_not_give_is_0() -> None:
+    """So what its cache gives for the first time in a test is seen: it was counted by no page before."""
+    fresh = reading_of("sglang:num_running_reqs{} 0.0\n")
+    assert (fresh.cached_tokens, fresh.generated_tokens, fresh.accepted_guesses) == (0.0, 0.0, 0.0)
+    said = reading_of(SGLANG)
+    assert said[:6] == (2, 14, 0.08, 26, 16, 0) and (said.preemptions, said.failed_transfers) == (0, 0)
+    assert said.transfers is None, "it has no such count"
+    hits = 'sglang:cached_tokens_total{cache_source="device"} 7\n'
+    assert grown([fresh], [reading_of(SGLANG + hits)])["cached_tokens"] == 7
+
+
+def test_guesses_of_sglang() -> None:
+    """Of three requests with 16 tokens, 5 come from verifications, and 3 from prompts."""
+    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 5\n").accepted_guesses == 16 - 5 - 3
+    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 14\n").accepted_guesses == 0
+
+
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
     client = {"server_accepted_guesses": 5.0, "server_failed_transfers": 2.0, "server_cached_tokens": 7.0}
     result = {"per_instance": [client, {}]}

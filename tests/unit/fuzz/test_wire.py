@@ -544,7 +544,8 @@ def test_what_a_leaders_servers_answer(_: Path, body: dict[str, Any], data: byte
 
 METRICS = (
     b'vllm:prefix_cache_hits_total{model="a b}",engine="0"} 12.0 1700000000\n# x\n'
-    b"sglang:cached_tokens_total 3\n"
+    b"sglang:cached_tokens_total 3\nsglang:generation_tokens_total{} 9\n"
+    b"sglang:num_requests_total{} 2\nsglang:spec_verify_calls_total{} 4\n"
 )
 
 

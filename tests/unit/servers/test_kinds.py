@@ -122,7 +122,7 @@ def test_values_that_a_kind_can_not_take_are_named() -> None:
         ),
         ("vllm: error: unrecognized arguments: --nonsense", "does not know one of its options"),
         ("OSError: [Errno 98] Address already in use", "has taken its port"),
-        ("python3: Error (ModuleNotFoundError: No module named 'sglang')", "lacks this package"),
+        ("ModuleNotFoundError: No module named 'torchvision'", "lacks this package"),
         ("all is well", ""),
     ],
 )
