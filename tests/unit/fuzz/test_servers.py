@@ -41,13 +41,14 @@ from tests.unit.fuzz.test_wire import HTTP_WORDS, JSON_WORDS, LAST, raw_server
 from tests.unit.fuzz.test_wire import whole as reply
 
 MODELS = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_by": "vllm"}]}
+SGLANG = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_by": "sglang"}]}
 VERSION = {"version": "0.33.0"}
 ERROR = {"error": {"message": "no", "type": "BadRequest", "code": 400}}
-PAGES = [json_bytes(one) for one in (MODELS, VERSION, LAST, ERROR)]
+PAGES = [json_bytes(one) for one in (MODELS, SGLANG, VERSION, LAST, ERROR)]
 SAID = st.tuples(
     st.sampled_from([200, 200, 200, 400, 401, 404, 405, 429, 500, 503, 99]),
     st.dictionaries(st.sampled_from(["location", "retry-after"]), ODD_TEXT, max_size=1),
-    changed([MODELS, VERSION, LAST, ERROR]).map(json_bytes) | damaged(PAGES, JSON_WORDS),
+    changed([MODELS, SGLANG, VERSION, LAST, ERROR]).map(json_bytes) | damaged(PAGES, JSON_WORDS),
 ) | st.just("broken")
 
 
