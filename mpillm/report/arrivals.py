@@ -51,20 +51,21 @@ def queue_slope(rows: NDArray[np.void], latency: str = "ttft") -> Slope | None:
 def kept_up(rows: NDArray[np.void]) -> dict[str, Any]:
     """Return for `result.json` how a Server test's requests, in order of issue, came and were answered.
 
-    The rate of answers is that from the first to the last: what a system that is overloaded can do.
+    The rate of answers is that from the first query to the last answer, but for the shortest latency: what a
+    system that is overloaded can do. (From answer to answer they may all come in one moment, however late.)
     `queue_grew`: first tokens or whole answers came later and later (`queue_slope`); of disaggregated
     instances the second may queue alone. None: too few requests to tell.
     """
     slopes = [queue_slope(rows, name) for name in ("ttft", "latency")]
+    issued, latency = rows["issued"], rows["latency"]
     known = [slope.least for slope in slopes if slope is not None]
     return {
-        "offered_per_second": _rate(rows["issued"]),
-        "answered_per_second": _rate(rows["issued"] + rows["latency"]),
+        "offered_per_second": _rate(len(rows), np.ptp(issued)),
+        "answered_per_second": _rate(len(rows), (issued + latency).max() - issued.min() - latency.min()),
         "queue_grew": max(known) > 0 if known else None,
     }
 
 
-def _rate(times: NDArray[np.float64]) -> float | None:
-    """Return how many a second there are between the first and the last moment."""
-    lasted = float(times.max() - times.min()) if len(times) > 1 else 0.0
-    return round((len(times) - 1) / lasted, 4) if lasted > 0 else None
+def _rate(n: int, lasted: float) -> float | None:
+    """Return how many a second there are between the first moment and the last of `n`."""
+    return round((n - 1) / float(lasted), 4) if n > 1 and lasted > 0 else None

@@ -225,12 +225,12 @@ def late_answers(goodput: Mapping[str, Any]) -> str:
 def rates(result: Mapping[str, Any]) -> str:
     """Return a Server test's rates in words; "" of other tests.
 
-    A test's samples/s are fewer: they count the time before the first answer and after the last query.
+    A test's samples/s are fewer: they count the time of the last answer, too.
     """
     offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
     if offered is None or answered is None:
         return ""
-    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered, each from the first to the last"
+    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered, the time of one answer aside"
 
 
 def queue(result: Mapping[str, Any]) -> str:

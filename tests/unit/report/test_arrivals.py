@@ -83,6 +83,14 @@ def test_a_system_whose_answers_take_a_part_of_the_test_keeps_up() -> None:
     assert kept_up(rows)["queue_grew"] is False
 
 
+def test_answers_that_come_in_one_moment_have_no_rate_of_their_own() -> None:
+    """As of a server that answered 24 requests, a step of all at a time, after six minutes: 495/s."""
+    rows = np.zeros(24, RECORD)
+    rows["issued"] = np.linspace(0, 80, 24)
+    rows["latency"] = 366 + np.linspace(0, 0.046, 24) - rows["issued"]
+    assert kept_up(rows)["answered_per_second"] == pytest.approx(23 / 80, rel=0.01)
+
+
 def test_too_few_requests_tell_nothing() -> None:
     found = kept_up(behind(3.0, 60, SERVICES["equal"], 0))
     assert found["queue_grew"] is None and queue(found).startswith("too few requests to tell whether")
@@ -100,6 +108,6 @@ def test_errors_are_no_quick_answers() -> None:
 def test_the_doubt_names_both_rates() -> None:
     result = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
     assert doubts(result) == [
-        "the queue grew: 300 queries/s offered, 179 answered, each from the first to the last;"
+        "the queue grew: 300 queries/s offered, 179 answered, the time of one answer aside;"
         " answers came later and later"
     ]
