@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from launch.command import Command
+from launch.command import Command, KnownFailure
 from mpillm.servers.kind import ServerKind, Wanted, named, switch
 
 
@@ -46,6 +46,18 @@ SGLANG = ServerKind(
         "enable_chunked_context": _chunks,
     },
     always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
+    failures=(
+        KnownFailure(
+            r"Not enough memory. Please try to increase --mem-fraction-static",
+            "its KV cache gets no memory beside the weights",
+            "raise --kv_cache_free_gpu_mem_fraction or --tensor_parallelism",
+        ),
+        KnownFailure(
+            r"Capture .*[Gg]raph failed",
+            "its graphs could not be captured, most often for want of GPU memory",
+            "lower --kv_cache_free_gpu_mem_fraction, or add --disable-cuda-graph to --server_args",
+        ),
+    ),
     of_nodes=_of_nodes,
     install="pip install sglang, or activate the environment that has it",
     no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"

@@ -55,6 +55,15 @@ def program() -> Program:
     return find
 
 
+@pytest.fixture
+def sglang_in_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sglang in PATH: an index has no wheel for CPUs, so MPILLM_SGLANG names an environment with it."""
+    if not (folder := os.environ.get("MPILLM_SGLANG")):
+        pytest.skip("MPILLM_SGLANG names no environment with SGLang")
+    _found.add("sglang")
+    monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """Return the folder of a small real model."""

@@ -43,6 +43,19 @@ def test_sglang() -> None:
     assert "--disable-radix-cache" not in words("sglang", {"enable_kv_cache_reuse": True})
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ValueError: Not enough memory. Please try to increase --mem-fraction-static.", "gets no memory"),
+        ("Exception: Capture cuda graph failed: CUDA error: out of memory", "could not be captured"),
+        ("max_total_num_tokens=20000, chunked_prefill_size=4096", ""),
+    ],
+)
+def test_what_sglang_s_log_means(line: str, said: str) -> None:
+    found = kind_of("sglang").explain(line)
+    assert said in found and bool(said) == bool(found)
+
+
 def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
     """Of two sizes of chunks its parser takes the last: none, whatever a step may hold."""
     made = words("sglang", {"enable_chunked_context": False, "max_num_tokens": 4096})

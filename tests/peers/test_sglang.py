@@ -1,0 +1,82 @@
+"""SGLang on CPUs as ranks of the run, where MPILLM_SGLANG names an environment that has it.
+
+`benchmarks/notes/2026-11-27-sglang-on-cpus.md` says how one is made: no wheel of it is for CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_instance_loss import wait_for_answers
+from tests.helpers.support import DONE, INSTANCE_LOST, Starter
+from tests.peers.conftest import TIMEOUT_S, Says
+from tests.peers.test_own_servers import processes
+from tests.peers.test_servers import offline
+from tests.peers.test_servers import prompts as prompts
+
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("sglang_in_path")]
+
+N, LENGTH = 24, 16
+# Its own attention wants kernels that only Intel's processors run; its cache would take half of the memory.
+SGLANG: tuple[object, ...] = (
+    *("--server", "sglang", "--health_deadline", 900),
+    "--server_args=--device cpu --attention-backend torch_native --sampling-backend pytorch"
+    " --max-total-tokens 20000",
+)
+
+
+def options(model: Path, data: Path) -> tuple[object, ...]:
+    return ("--dataset_path", data, "--model_path", model, "--max_output_len", LENGTH, "--dtype", "float32")
+
+
+def test_sglang(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+    data = (
+        "--dataset_path",
+        prompts(N),
+        "--model_path",
+        model,
+        "--max_output_len",
+        LENGTH,
+        "--dtype",
+        "float32",
+    )
+    ours = offline(one, "ours", "torch", *data)
+    words = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / "theirs")
+    command = one.start(2, *data, *SGLANG, *words, core="trtllm_endpoint", log_dir=one.folder / "theirs")
+    ended = command.end(TIMEOUT_S).must(DONE)
+    theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
+    (client,) = ended.result["per_instance"]
+    say(f"{client['frameworks'][0]} as a rank: Offline VALID; {equal} of {N} answers have our tokens")
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == N
+    assert client["server_cached_tokens"] == 0 and "prefix cache" not in ended.out
+    assert client["server_generated_tokens"] == client["tokens"]
+    assert client["frameworks"][0].startswith("SGLang 0.")
+
+
+def test_its_scheduler_is_killed(
+    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    data = (
+        "--dataset_path",
+        prompts(N),
+        "--model_path",
+        model,
+        "--max_output_len",
+        LENGTH,
+        "--dtype",
+        "float32",
+    )
+    command = one.start(2, *data, *SGLANG, "--min_duration", 0, "--max_batch_size", 2, core="trtllm_endpoint")
+    command.wait_phase("test", TIMEOUT_S)
+    wait_for_answers(command, 2)
+    (scheduler,) = processes(command, b"sglang::scheduler", b"sglang")
+    os.kill(scheduler, signal.SIGKILL)
+    ended = command.end(60).must(INSTANCE_LOST)
+    say(f"SGLang's scheduler killed in the test: {ended.err.splitlines()[1].strip()}")
+    assert "server 0 (sglang)" in ended.err and "(SIGKILL)" in ended.err
