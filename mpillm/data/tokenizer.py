@@ -220,7 +220,11 @@ class FileTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with panics_named(_FAILS):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                made = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            else:  # only this lets other threads have the interpreter meanwhile
+                (made,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = made.ids
         return ids
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
@@ -234,6 +238,7 @@ def _may_be_too_long(text: str, most: int | None) -> bool:
     return most is not None and len(text) > max(_PIECE, 2 * most)
 
 
+_LONG = 4096  # characters, of which tokens are made in about 2 ms
 _FAILS = "the model's tokenizer fails on this text"  # as where a regular expression looks back too far
 _MOST_GROWTH = 1024
 _INNER = ("normalizers", "decoders", "processors")
