@@ -19,6 +19,7 @@ class Follower(Role):
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core
+        self._has_stopped = False
         self._handing = core if isinstance(core, HandsOver) else None
 
     def load(self) -> None:
@@ -34,7 +35,9 @@ class Follower(Role):
         self._core.flush()
 
     def stop(self) -> None:
-        self._core.notify_stop()
+        if not self._has_stopped:  # a rank that has begun to end by itself may be told to
+            self._has_stopped = True
+            self._core.notify_stop()
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
         if isinstance(self._core, FindsServers):

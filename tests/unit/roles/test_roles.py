@@ -98,6 +98,23 @@ def test_an_instance_measures_itself_in_the_test(
     assert line.endswith("2 answer tokens computed, 3 requests running, 4 waiting, KV cache 50% full")
 
 
+def test_a_core_is_stopped_once() -> None:
+    """In the phase of that name, and not again where another rank is lost in it and ends the run."""
+    stopped: list[str] = []
+
+    class Core(DummyCore):
+        def notify_stop(self) -> None:
+            stopped.append("stopped")
+
+    route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
+    core = Core(CoreConfig("dummy"))
+    for role in (Follower(core), InstanceRole(core, route, leader=0, instance=0)):
+        role.stop()
+        role.stop()
+        assert stopped == ["stopped"]
+        stopped.clear()
+
+
 def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without work sleeps: what lies before a request is not the request's time."""
     now = [100.0]
