@@ -36,11 +36,12 @@ class LiveLines:
 
     def draw(self, lines: Sequence[str]) -> None:
         """Draw `lines` in place of those drawn before; each is cut at the terminal's edge, wherever that is
-        now."""
+        now: a terminal that cuts writes all that is left over its last column."""
         with self._lock:
             begin = "\n" if self._ends_in_line else self._clearing()
             self._ends_in_line = False
-            drawn = "\n".join(one_line(line, _MOST_DRAWN) for line in lines)
+            columns = self._columns()
+            drawn = "\n".join(one_line(line, columns) for line in lines)
             self._put(f"{begin}{_CUT}{drawn}{_WRAP}\n", self.out)
             self._n_drawn = len(lines)
 
@@ -78,6 +79,14 @@ class LiveLines:
     def _clearing(self) -> str:
         n, self._n_drawn = self._n_drawn, 0
         return f"\r\x1b[{n}A\x1b[J" if n else ""
+
+    def _columns(self) -> int:
+        """Return how many characters fit; a wide one takes two, and is left to the terminal to cut."""
+        try:
+            columns = os.get_terminal_size(self.out.fileno()).columns
+        except OSError:  # it is no terminal
+            columns = 0
+        return min(_MOST_DRAWN, columns or _MOST_DRAWN)
 
     @staticmethod
     def _put(text: str, to: TextIO, says: bool = False) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import pty
+import struct
+import termios
 import threading
 
 import pytest
@@ -23,6 +27,17 @@ def test_a_bar_longer_than_the_terminal_leaves_nothing_behind() -> None:
     assert screen(out.getvalue(), 40) == ["  test    " + "#" * 30, "  out 5", "  now"]
     lines.write("d" * 50 + "\n")
     assert screen(out.getvalue(), 40) == ["d" * 40, "d" * 10]
+
+
+def test_a_line_that_is_cut_ends_in_dots() -> None:
+    """A terminal that does not go on in the next line writes all that is left over its last column."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 40, 0, 0))
+    with open(theirs, "w", encoding="utf-8") as out:  # noqa: PTH123
+        LiveLines(out, out).draw(["  load    after 3 s  rank 1: starts, 2 s of CPU so far", "  now"])
+        drawn = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert screen(drawn, 40) == ["  load    after 3 s  rank 1: starts, 2 …", "  now"]
 
 
 def test_what_a_person_types_is_cleared_with_the_bar() -> None:
