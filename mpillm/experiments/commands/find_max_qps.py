@@ -78,11 +78,10 @@ def main(argv: Sequence[str]) -> int:
         tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
     )
     if config.server:
-        print(
-            f"each test starts {config.server.partition(':')[0]} again: one that takes minutes is better"
-            " started once, by hand, and named (docs/howto/operating_point.md)",
-            flush=True,
+        said = (
+            f"each test starts {config.server.partition(':')[0]} again: what takes minutes to start is better"
         )
+        print(beside("", f"{said} started once, and named (docs/howto/operating_point.md)"), flush=True)
     try:
         return _search(options, tests, record, config.server_target_qps if _has_rate(typed) else None)
     except SystemExit:  # Ctrl-C, or another signal

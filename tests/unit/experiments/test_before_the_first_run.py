@@ -79,4 +79,6 @@ def test_that_each_test_starts_its_server(
     words = ["find-max-qps", "-n", "2", "--goodput", "ttft:500"]
     for server in (["--server", "vllm", "--model_path", "tiny-llama"], ["--core_type", "dummy"]):
         assert main([*words, *server]) == 0
-        assert ("each test starts vllm again" in capsys.readouterr().out) == ("--server" in server)
+        out = capsys.readouterr().out
+        assert ("each test starts vllm again" in out) == ("--server" in server)
+        assert all(len(line) <= 80 for line in out.splitlines())
