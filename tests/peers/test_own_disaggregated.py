@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.clusters import UnderSlurm, or_skip
-from tests.helpers.support import DONE, INSTANCE_LOST, Starter
+from tests.helpers.owned import guards, started_at
+from tests.helpers.support import DONE, INSTANCE_LOST, Starter, descendants
 from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
-from tests.peers.test_own_servers import LENGTH, VLLM, options, processes, titled
+from tests.peers.test_own_servers import LENGTH, VLLM, options, processes
 from tests.peers.test_own_servers import in_path as in_path
 from tests.peers.test_servers import offline, server
 from tests.peers.test_servers import prompts as prompts
@@ -119,10 +120,12 @@ def test_a_context_server_that_is_killed_in_the_test(
     command = one.start(3, *options(model, prompts(N)), *DISAGG, *more, core="trtllm_endpoint")
     command.wait_phase("test", TIMEOUT_S)
     (context,) = processes(command, b"VLLM::EngineCore", b"kv_producer")
+    tree = [pid for guard in guards(command) for pid in (guard, *descendants(guard))]
+    started = {pid: started_at(pid) for pid in tree}
     os.kill(context, number)
     at = time.monotonic()
     ended = command.end(120, lingers=15).must(INSTANCE_LOST)
     say(f"{signal.Signals(number).name}, ended {time.monotonic() - at:.1f} s later: {ended.message}")
     how = f"is stopped: kill -CONT {context}" if number == signal.SIGSTOP else "(SIGKILL)"
     assert "(vllm, context): " in ended.message and how in ended.message, repr(ended)
-    assert not titled(b"VLLM::")
+    assert not [pid for pid, since in started.items() if since and started_at(pid) == since]

@@ -235,12 +235,6 @@ def test_random_faults(seed: int, tmp_path: Path, say: Says) -> None:
     say(str(play(Round.of(seed, "vllm"), tmp_path)))
 
 
-def titled(word: bytes) -> list[int]:
-    """Return the processes with a word in their title: vLLM's own title takes the place of our mark."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if words_of(pid).startswith(word)]
-
-
 def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int]:
     """Wait for the processes with this title of the server with `word` in its command line, and return them.
 
