@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from mpillm.fields import BY_NAME, FIELDS
-from tests.helpers.support import ROOT, Starter
+from tests.helpers.support import ROOT, Command, Starter, wait_until
 from tests.unit.config.test_idle import outcomes
 
 # Notes the option, the module and the function that reads it from the run's values, from a core's or from a
@@ -97,6 +98,10 @@ SERVING = ("--port=0", "--temperature=0.5", "--top_k=3", "--top_p=0.5", "--seed=
 OF_A_CLIENT: Mapping[str, Sequence[Sequence[str]]] = {"run": [SERVER, PROMPTS], "serve": [SERVING]}
 
 
+def serves(command: Command) -> bool:
+    return "serving " in command.out or command.process.poll() is not None
+
+
 def read_by(
     one: Starter, command: str, of_core: Sequence[str], runs: Mapping[str, Sequence[Sequence[str]]]
 ) -> dict[str, set[str]]:
@@ -112,7 +117,8 @@ def read_by(
             env={"READ": str(notes), "PYTHONPATH": str(ROOT)},
         )
         if command == "serve":
-            started.wait_phase("ready")
+            # Before that a signal may end it without a page, which reads options, too.
+            wait_until(partial(serves, started), "serving", 120)
             started.signal_group(signal.SIGINT)
         ended = started.end(120)
         assert command == "serve" or ended.code == 0, f"{ended!r}"
