@@ -92,6 +92,14 @@ def n_values(shape: Sequence[Any]) -> int:
     return math.prod(shape)
 
 
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is such a file or folder; Path raises for a name that none can have."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
 def excerpt(value: Any) -> str:
     """Return a value of a JSON file or body as a message shows it: 60 characters at most."""
     made = json.dumps(value)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
-from mpillm.files import as_writable, read_json, write_json, write_text
+from mpillm.files import as_writable, is_there, read_json, write_json, write_text
 from mpillm.harnesses.inference_endpoint import EVENTS
 from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
@@ -126,8 +126,9 @@ def _rows(run: JudgedRun, given: str | None) -> Sequence[Row]:
         raise ConfigError(
             f"{run.path}: the run names no data set; name one with reference answers: --dataset_path FILE"
         )
-    if not given and not Path(path).exists():
-        raise ConfigError(f"{run.path}: can't find its data set {path}; name its place with --dataset_path")
+    if not given and not is_there(path := str(path)):
+        why = f"can't find its data set {path[:300]}"
+        raise ConfigError(f"{run.path}: {why}; name its place with --dataset_path")
     return read_references(run.workload, path)
 
 
@@ -135,10 +136,10 @@ def _tokenizer(run: JudgedRun, given: str | None) -> Tokenizer:
     folder = given or run.config.get("model_path")
     if given and not (Path(given) / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {given}: there is no tokenizer.json in it")
-    has_file = folder is not None and (Path(folder) / "tokenizer.json").is_file()
+    has_file = folder is not None and is_there(f"{folder}/tokenizer.json")
     if not has_file and run.config.get("model_scale") != "tiny":
         raise ConfigError(
-            f"{run.path}: no tokenizer.json in the run's model_path ({folder or 'not given'}); "
+            f"{run.path}: no tokenizer.json in the run's model_path ({str(folder or 'not given')[:300]}); "
             "name the folder that has it with --tokenizer"
         )
     return load_tokenizer(Path(folder) if has_file and folder else None)

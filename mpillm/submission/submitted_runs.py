@@ -13,7 +13,7 @@ from disagg.world_plan import CONTROL
 from mpillm import fields
 from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.read_config import PRESETS
-from mpillm.files import as_written, read_json
+from mpillm.files import as_written, is_there, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.doubts import cached_prompts, refused, restarts
 from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
@@ -152,8 +152,8 @@ class Run:
         elif config.get("temperature") and config.get("top_k") != 1:
             temperature = config["temperature"]
             found.append(f"answers were sampled (--temperature {temperature}), the benchmark's are greedy")
-        model = Path(str(config.get("model_path")))
-        is_preset = (PRESETS / f"{model}.json").is_file() and not model.is_dir()
+        model = str(config.get("model_path"))
+        is_preset = is_there(PRESETS / f"{model}.json") and not is_there(model)
         if not workload.scaled and (is_preset or config.get("load_format") == "dummy"):
             found.append("the weights were random: a preset's, or --load_format dummy")
         if config.get("dataset") == "synthetic":

@@ -83,6 +83,13 @@ def test_the_framework_of_a_client_is_what_its_servers_say(
     assert blank and ("framework" in blank[1].split(", ")) == (framework == "N/A")
 
 
+def test_paths_that_no_file_can_have(maker: Maker) -> None:
+    """As a damaged config.json may name them: nothing is known of such a model."""
+    long = "[" * 5000
+    out = maker.submit(*maker.runs(model_path=long, engine_dir=long, dtype="auto"), code=4)
+    assert "weight_data_types of measurements.json is not known" in out
+
+
 @pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
 def test_the_weights_of_servers_are_asked_of_the_submitter(maker: Maker, core: str) -> None:
     """A client's options, and the model that it has a tokenizer of, say nothing of a server's weights."""
