@@ -132,8 +132,9 @@ class ModelFields(Options, group="model"):
     )
     speculative_config = option(
         "speculative decoding, with the same answers, as key:value,key:value (docs/explain/speculation.md):"
-        " decoding_type (NGram, Draft_Target, Eagle), max_draft_len, max_matching_ngram_size,"
-        " speculative_model, max_concurrency; MLPerf forbids it for all workloads that this engine runs",
+        " decoding_type (NGram, Draft_Target, Eagle, MTP), max_draft_len, max_matching_ngram_size,"
+        " speculative_model, num_nextn_predict_layers, max_concurrency; MLPerf forbids it for all workloads"
+        " that this engine runs",
         flag_dict,
         effect=of_engines(*EMBEDDED, *TRTLLM_DISAGG),
     )

@@ -1,4 +1,4 @@
-"""Outputs of some layers for each row of a step: what an EAGLE head reads beside the tokens."""
+"""Outputs of some layers for each row of a step: what a head that guesses reads beside the tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ class Features:
     """Those of the last step, in its first rows of `rows` [most rows, layers * hidden], side by side."""
 
     def __init__(self, layers: tuple[int, ...], rows: Tensor) -> None:
-        """`layers`: whose outputs, of which none is the model's last. `rows` stays where it is for graphs."""
+        """`layers`: whose outputs; the number behind the last layer's means that one's, normed.
+
+        `rows` stays where it is for graphs.
+        """
         self.layers = layers
         self.rows = rows
 

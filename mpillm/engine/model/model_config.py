@@ -55,6 +55,7 @@ class ModelConfig:
     dense_size: int = 0  # of these layers' feed-forward
     shared_size: int = 0  # of the expert that each row has
     latent: Latent | None = None
+    n_guess_layers: int = 0  # behind the last one, which guess (see `mtp_config`): 1 where they are wanted
     quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
     stored: Stored = "rows"  # what the checkpoint's scales are of

@@ -15,6 +15,7 @@ from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle_config
+from mpillm.engine.speculation.mtp_config import MtpConfig, mtp_config
 from mpillm.engine.speculation.speculative_config import draft_config, most_rows
 from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
@@ -65,9 +66,14 @@ class ModelInfo:
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
     engine: EngineFolder | None = None  # the source of the weights, if it is one
-    feature_layers: tuple[int, ...] = ()  # whose outputs an EAGLE head reads
+    head: EagleConfig | MtpConfig | None = None  # that guesses
     feature_rows: int = 0  # of a step, at most
     near_tokens: int = 0  # size of the KV cache of layers with a window; 0: they are in the other one
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Whose outputs a head that guesses reads."""
+        return () if self.head is None else self.head.layers
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -178,12 +184,12 @@ def model_info(config: CoreConfig) -> ModelInfo:
     quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
     _check_fp8_contexts(config, model, quantization, kv_dtype)
-    eagle = eagle_config(config, model)
+    head = eagle_config(config, model) or mtp_config(config, raw, model, folder, quantization)
     cache, room = CacheBytes(model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)), None
     if config.gpu_bytes is not None:
         needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
-        if eagle is not None:
-            needs += _eagle_needs(config, eagle, dtype)
+        if head is not None:
+            needs += _head_needs(config, head, dtype)
         room = gpu_room(config, needs, config.gpu_bytes)
         cache = cache_bytes(config, model, kv_dtype, needs.per_token)
     kv_cache_tokens, max_seq_len = _lengths(config, model, cache, room)
@@ -204,8 +210,8 @@ def model_info(config: CoreConfig) -> ModelInfo:
         kv_cache_tokens=kv_cache_tokens,
         folder=folder,
         engine=engine,
-        feature_layers=() if eagle is None else eagle.layers,
-        feature_rows=0 if eagle is None else most_rows(config),
+        head=head,
+        feature_rows=0 if head is None else most_rows(config),
         near_tokens=cache.near_tokens(kv_cache_tokens),
     )
 
@@ -343,12 +349,14 @@ def _gpu_needs(
     return needs
 
 
-def _eagle_needs(config: CoreConfig, eagle: EagleConfig, dtype: str) -> GpuNeeds:
+def _head_needs(config: CoreConfig, head: EagleConfig | MtpConfig, dtype: str) -> GpuNeeds:
     """Return what a head needs beside its model. An embedding is counted, which is more than its `fc`."""
-    needs, hidden_state = gpu_needs(config, eagle.model, dtype, dtype, "none"), eagle.model.hidden_size
+    quantization = held(head.quantization, on_gpu=True) if isinstance(head, MtpConfig) else "none"
+    needs, hidden_state = gpu_needs(config, head.model, dtype, dtype, quantization), head.model.hidden_size
     hidden_state *= N_BYTES[dtype]
-    rows = (len(eagle.layers) + 3) * most_rows(config)
-    embedding = eagle.vocab_size * hidden_state if EMBEDDING in eagle.names else 0
+    rows = (len(head.layers) + 3) * most_rows(config)
+    has_embedding = isinstance(head, EagleConfig) and EMBEDDING in head.names
+    embedding = head.vocab_size * hidden_state if has_embedding else 0
     # There is a hidden state for each token in the KV cache.
     return needs + GpuNeeds(weights=embedding, step=rows * hidden_state, per_token=hidden_state)
 

@@ -21,6 +21,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config.vocab_size, h)
     for i in range(config.n_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_layer(config, i).items()}
+    for i in range(config.n_layers, config.n_layers + config.n_guess_layers):
+        own = _of_layer(config, i) | _of_guesses(config)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
     if config.family.learned_positions:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, h)
     if config.family.layer_norms:
@@ -79,6 +82,17 @@ def _of_layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
             if biases:
                 shapes[f"{prefix}.{name}.bias"] = shape[:1]
     return shapes
+
+
+def _of_guesses(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    h = config.hidden_size
+    return {
+        "enorm.weight": (h,),
+        "hnorm.weight": (h,),
+        "eh_proj.weight": (h, 2 * h),
+        "shared_head.norm.weight": (h,),
+        "shared_head.head.weight": (config.vocab_size, h),
+    }
 
 
 def _of_latent(config: ModelConfig, sizes: Latent) -> dict[str, tuple[int, ...]]:

@@ -196,7 +196,9 @@ class Llama:
         n_padded: int = 0,
     ) -> Tensor:
         """Return what `forward` does. `n_padded`: the rows that were computed, if they were more than x."""
-        if self.lm_head is not None and wanted is not None:  # nothing reads the other rows
+        features = self.features if self.lm_head is not None else None
+        of_all = features is not None and self.config.n_layers in features.layers
+        if self.lm_head is not None and wanted is not None and not of_all:  # nothing reads the other rows
             x = self._chosen(x, wanted, n_padded or len(x))
             attended = attended.index_select(0, wanted)
         delta = self._rest(len(self.layers) - 1, x, attended, adapters)
@@ -204,6 +206,10 @@ class Llama:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
             return x if delta is None else x.add_(self._ops.scaled(delta))
         last: Tensor = self._add_norm(x, delta, self._norm, self._norm_bias)
+        if of_all:
+            assert features is not None
+            features.note(self.config.n_layers, last)
+            last = last if wanted is None else last.index_select(0, wanted)
         return last
 
     def _add_norm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_info import ModelInfo, check_fit, model_info
-from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, draft_config
+from mpillm.engine.speculation.speculative_config import EAGLE, MTP, SpeculativeConfig, draft_config
 
 
 @about("speculative_config")
@@ -13,8 +13,8 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
     """Raise ConfigError if there is no such speculation, or none for this model."""
     if config.speculative_config:
         how = SpeculativeConfig.read(config.speculative_config)
-        if how.decoding_type == EAGLE:
-            _check_eagle(config)
+        if how.decoding_type in (EAGLE, MTP):
+            _check_head(config, how.decoding_type)
     if (beside := draft_config(config)) is not None:
         draft = model_info(beside)
         if config.gpu_bytes is None:  # on a GPU `model_info` counts both
@@ -27,7 +27,7 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
 
 
 @about("speculative_config")
-def _check_eagle(config: CoreConfig) -> None:
+def _check_head(config: CoreConfig, kind: str) -> None:
     """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
     for is_so, what in (
         (config.tp_size > 1 or config.pp_size > 1, "on several ranks of an instance, so far"),
@@ -36,6 +36,6 @@ def _check_eagle(config: CoreConfig) -> None:
     ):
         if is_so:
             raise ConfigError(
-                f"--speculative_config decoding_type {EAGLE}: the head reads the model's hidden states,"
+                f"--speculative_config decoding_type {kind}: the head reads the model's hidden states,"
                 f" which it does not get {what}"
             )

@@ -1,4 +1,4 @@
-"""Guess with an EAGLE-3 head (`eagle_head`): it reads what the model thought of each token.
+"""Guess with a head (`eagle_head`, `mtp_head`): it reads what the model thought of each token.
 
 The head's row i is token i + 1 with the hidden state of token i. So for a sequence it is a draft model that
 never sees the first token. Rows of guesses have its own hidden states; they are computed again with the
@@ -17,6 +17,7 @@ from mpillm.engine.cache.kv_cache import NULL_BLOCK
 from mpillm.engine.graphs import ladder
 from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.features import Features
+from mpillm.engine.model.mtp_head import MtpHead
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.speculation.draft_model import Drafting, DraftModel
 from mpillm.engine.staging import last_of_each, to_device
@@ -32,7 +33,7 @@ class EagleDrafter(DraftModel):
     def __init__(
         self,
         worker: Worker,
-        head: EagleHead,
+        head: EagleHead | MtpHead,
         features: Features,
         tokens_per_block: int,
         max_batch_size: int,

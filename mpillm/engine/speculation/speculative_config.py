@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +10,13 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.read_config import load_model_config
 
-NGRAM, DRAFT_TARGET, EAGLE = "NGram", "Draft_Target", "Eagle"
+NGRAM, DRAFT_TARGET, EAGLE, MTP = "NGram", "Draft_Target", "Eagle", "MTP"
+_LENGTH, _MTP_LENGTH = "max_draft_len", "num_nextn_predict_layers"
 _OF_TYPE = {
-    NGRAM: ("max_matching_ngram_size",),
-    DRAFT_TARGET: ("speculative_model",),
-    EAGLE: ("speculative_model",),
+    NGRAM: (_LENGTH, "max_matching_ngram_size"),
+    DRAFT_TARGET: (_LENGTH, "speculative_model"),
+    EAGLE: (_LENGTH, "speculative_model"),
+    MTP: (_MTP_LENGTH,),
 }
 _OPTION = "--speculative_config"
 
@@ -30,6 +31,7 @@ class SpeculativeConfig:
     # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
     speculative_model: str = ""
     max_concurrency: int | None = None  # guess nothing while more sequences run
+    num_nextn_predict_layers: int | None = None  # MTP: what the others call max_draft_len
 
     @classmethod
     @about("speculative_config")
@@ -41,7 +43,7 @@ class SpeculativeConfig:
                 f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
                 f"{nearest(str(kind), _OF_TYPE)}"
             )
-        known = ("decoding_type", "max_draft_len", "max_concurrency", *_OF_TYPE[kind])
+        known = ("decoding_type", "max_concurrency", *_OF_TYPE[kind])
         for name, value in said.items():
             if name not in known:
                 raise ConfigError(
@@ -52,11 +54,11 @@ class SpeculativeConfig:
             if not (isinstance(value, str) and value if is_text else type(value) is int and value > 0):
                 wanted = "a path" if is_text else "a whole number of at least 1"
                 raise ConfigError(f"{_OPTION} {name} {value}: must be {wanted}")
-        for field in dataclasses.fields(cls):
-            needed = field.default is dataclasses.MISSING or field.name == "speculative_model"
-            if needed and field.name in known and field.name not in said:
-                raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {field.name}")
-        return cls(**said)
+        for name in (_LENGTH, _MTP_LENGTH, "speculative_model"):
+            if name in known and name not in said:
+                raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {name}")
+        length = said[_MTP_LENGTH if kind == MTP else _LENGTH]
+        return cls(**{**said, _LENGTH: length})
 
 
 def decode_rows(config: CoreConfig) -> int:

@@ -13,13 +13,15 @@ from mpillm.engine.kernels.cpu_kernels import cpu_kernels
 from mpillm.engine.model import ops
 from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.model_info import ModelInfo, model_info
+from mpillm.engine.model.mtp_head import MtpHead
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.eagle import EagleDrafter
-from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
+from mpillm.engine.speculation.eagle_config import EagleConfig
+from mpillm.engine.speculation.mtp_config import MtpConfig
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.speculation.speculative_config import (
@@ -43,8 +45,8 @@ def start_speculation(config: CoreConfig, worker: Worker, scheduler: Scheduler) 
 def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
     """Return what guesses; as `start_speculation`."""
     info = worker.part.info
-    if (eagle := eagle_config(config, info.config)) is not None:
-        return _eagle_drafter(config, eagle, worker)
+    if info.head is not None:
+        return _head_drafter(config, info.head, worker)
     if (beside := draft_config(config)) is None:
         how = SpeculativeConfig.read(config.speculative_config or {})
         return NGramDrafter(how.max_matching_ngram_size)
@@ -72,31 +74,32 @@ def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
     return worker
 
 
-def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, worker: Worker) -> EagleDrafter:
+def _head_drafter(config: CoreConfig, head: EagleConfig | MtpConfig, worker: Worker) -> EagleDrafter:
     """Load the head; its KV cache holds as many tokens as the model's."""
-    how, part, model = SpeculativeConfig.read(config.speculative_config or {}), worker.part, eagle.model
+    how, part = SpeculativeConfig.read(config.speculative_config or {}), worker.part
+    model = head.model
     features, size = part.model.features, config.tokens_per_block
     assert features is not None
     on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
     group = model.n_heads // model.n_kv_heads
     kernels = cpu_kernels(part.dtype, model.head_dim, group) if on_gpu is None else on_gpu.kernels
     with torch.inference_mode():
-        of_model = part.model.embedding, part.info.max_seq_len, part.dtype
-        head = EagleHead(eagle, *of_model, kernels or ops, most_rows(config))
+        of_model = part.model.embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
+        made = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
     info = replace(
         part.info,
         config=model,
         kv_dtype=part.info.dtype,
         layout=Layout(),
         end_ids=(),
-        feature_layers=(),
+        head=None,
         near_tokens=0,
     )
-    own = ModelPart(info, size, Groups(), head, part.dtype)
+    own = ModelPart(info, size, Groups(), made, part.dtype)
     batch, rows = config.max_batch_size, decode_rows(config)
     steps = CpuSteps(own, kernels) if on_gpu is None else GpuSteps(own, batch, kernels, rows)
     limits = batch, config.max_num_tokens, how.max_draft_len
-    drafter = EagleDrafter(Worker(own, steps), head, features, size, *limits)
+    drafter = EagleDrafter(Worker(own, steps), made, features, size, *limits)
     if on_gpu is not None:
         drafter.warm_up()
     return drafter

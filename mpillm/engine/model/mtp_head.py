@@ -1,0 +1,88 @@
+"""DeepSeek's layer that guesses: a layer as the model's, from a token's embedding and the thought before it.
+
+DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. Row i of a sequence is token i + 1 with the
+hidden state of token i: the model's last, normed, or, behind a guess, what this layer itself made of the row
+before, normed by its own head, as TensorRT-LLM has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.model.linear import Linear
+from mpillm.engine.model.step_parts import Adapters, Attention, Ops
+from mpillm.engine.model.transformer import Llama
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.layout import ALL, Layout
+from mpillm.engine.speculation.mtp_config import MtpConfig
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint
+
+_LAYER = "model.layers.0."
+
+
+class MtpHead(Llama):
+    """As a model of one layer whose rows read `hidden`, too."""
+
+    in_parts = False
+
+    def __init__(
+        self,
+        mtp: MtpConfig,
+        embedding: Tensor,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        ops: Ops,
+        most_rows: int,
+    ) -> None:
+        """As `EagleHead`."""
+        source = _LayerBehind(mtp, embedding)
+        weights = Shards(source, mtp.model, Layout(), dtype, embedding.device, mtp.quantization)
+        super().__init__(mtp.model, weights, max_seq_len, Groups(), ops)
+        self.hidden = embedding.new_zeros(most_rows, mtp.model.hidden_size, dtype=dtype)  # as `EagleHead`'s
+        self._norms = weights.get(f"{_LAYER}enorm"), weights.get(f"{_LAYER}hnorm")
+        self._eh = Linear(weights.get(f"{_LAYER}eh_proj"))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the model's hidden states [rows, hidden] from `Features.rows`: as they are."""
+        return features
+
+    def forward(
+        self,
+        x: Tensor,
+        attention: Attention,
+        wanted: Tensor | None,
+        layer_stored: Callable[[int], None] | None = None,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
+        """As `Llama.forward`; there is no handoff and no adapter."""
+        eps = self.config.rms_norm_eps
+        both = [
+            self._ops.add_norm(part, None, norm, eps)
+            for part, norm in zip((x, self.hidden[: len(x)]), self._norms, strict=True)
+        ]
+        out = super().forward(self._eh(torch.cat(both, dim=1)), attention, wanted)
+        self.hidden[: len(out)] = out
+        return out
+
+
+class _LayerBehind:
+    """Implements `WeightSource`: the layer's tensors by the names of a model's."""
+
+    def __init__(self, mtp: MtpConfig, embedding: Tensor) -> None:
+        self._checkpoint = Checkpoint(mtp.folder, mtp.whole)
+        self._embedding = embedding
+        self._prefix = f"model.layers.{mtp.whole.n_layers}."
+
+    def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        if name.startswith(_LAYER):
+            there = self._prefix + name.removeprefix(_LAYER)
+        elif name == "model.embed_tokens.weight":
+            return self._embedding
+        else:
+            head = {"model.norm.weight": "norm.weight", "lm_head.weight": "head.weight"}[name]
+            there = f"{self._prefix}shared_head.{head}"
+        return self._checkpoint.get(there, rows, columns)
