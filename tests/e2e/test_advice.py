@@ -335,6 +335,7 @@ OTHERS = {
     *("container_image", "container_mounts", "container_workdir", "nodelist", "submit", "wait", "log_root"),
     *("job_name", "account", "partition", "output", "script"),
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
+    *("mem_fraction_static", "disable_cuda_graph"),  # SGLang's
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
