@@ -43,7 +43,8 @@ class SpeculativeConfig:
                 f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
                 f"{nearest(str(kind), _OF_TYPE)}"
             )
-        known = ("decoding_type", "max_concurrency", *_OF_TYPE[kind])
+        length, *more = _OF_TYPE[kind]
+        known = ("decoding_type", length, "max_concurrency", *more)
         for name, value in said.items():
             if name not in known:
                 raise ConfigError(
@@ -57,8 +58,7 @@ class SpeculativeConfig:
         for name in (_LENGTH, _MTP_LENGTH, "speculative_model"):
             if name in known and name not in said:
                 raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {name}")
-        length = said[_MTP_LENGTH if kind == MTP else _LENGTH]
-        return cls(**{**said, _LENGTH: length})
+        return cls(**{**said, _LENGTH: said[length]})
 
 
 def decode_rows(config: CoreConfig) -> int:

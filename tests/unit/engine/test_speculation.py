@@ -227,7 +227,7 @@ def test_a_guess_is_what_followed_before(
         ({}, "decoding_type None: the torch core has NGram, Draft_Target, Eagle"),
         (
             {"decoding_type": "Ngram"},
-            "Ngram: the torch core has NGram, Draft_Target, Eagle (did you mean 'NGram'?)",
+            "Ngram: the torch core has NGram, Draft_Target, Eagle, MTP (did you mean 'NGram'?)",
         ),
         ({"decoding_type": "NGram"}, "decoding_type NGram needs max_draft_len"),
         (
