@@ -126,7 +126,8 @@ def _rows(run: JudgedRun, given: str | None) -> Sequence[Row]:
         raise ConfigError(
             f"{run.path}: the run names no data set; name one with reference answers: --dataset_path FILE"
         )
-    if not given and not is_there(path := str(path)):
+    path = str(path)
+    if not given and not is_there(path):
         why = f"can't find its data set {path[:300]}"
         raise ConfigError(f"{run.path}: {why}; name its place with --dataset_path")
     return read_references(run.workload, path)

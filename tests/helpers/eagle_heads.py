@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.speculation.eagle import EagleDrafter
-from tests.helpers.oracle import Oracle
+from tests.helpers.oracle import Oracle, Tokens
+from tests.helpers.torch_cores import Answers, make_batch
 
 READ = [1, 3, 5]  # the layers of tiny-llama whose input a head reads
 
@@ -151,3 +153,33 @@ class Seen:
             return found
 
         drafter.draft = noting
+
+
+def answer_with_guesses(
+    core: TorchCore, prompts: Tokens, plain: Tokens, *, replaced: bool, n_output: int
+) -> Seen:
+    """Have a core that guesses with a head answer, `plain` if it is right; return what it guessed.
+
+    With `replaced` some guesses are right, which a head of random numbers has none of by itself.
+    """
+    right = {tuple(prompt): tokens for prompt, tokens in zip(prompts, plain, strict=True)}
+    seen = Seen(core, right if replaced else None)
+    core.enqueue(make_batch(prompts, max_output=n_output))
+    found = Answers()
+    while not core.engine.is_idle():
+        found.poll(core)
+    assert found.tokens() == plain
+    assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+    counts = core.statistics()
+    assert counts["drafted_tokens"] > 100
+    if replaced:
+        assert 0.2 < counts["accepted_tokens"] / counts["drafted_tokens"] < 0.7
+    return seen
+
+
+def check_guesses(seen: Seen, guesses: Callable[[list[int], int], list[int]]) -> None:
+    """Check some of what was guessed against what `guesses` says of it, computed naively."""
+    drafts = [(tokens, found) for tokens, found in seen.drafts if found][:: 1 + len(seen.drafts) // 60]
+    assert len(drafts) > 20
+    equal = [found == guesses(tokens, len(found)) for tokens, found in drafts]
+    assert sum(equal) >= len(equal) - 1  # a near tie

@@ -26,12 +26,11 @@ class SpeculativeConfig:
     """How the engine guesses tokens."""
 
     decoding_type: str
-    max_draft_len: int  # tokens guessed at once
+    max_draft_len: int  # tokens guessed at once; MTP's name of it is num_nextn_predict_layers
     max_matching_ngram_size: int = 2  # NGram: tokens whose earlier occurrence is looked for, at most
     # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
     speculative_model: str = ""
     max_concurrency: int | None = None  # guess nothing while more sequences run
-    num_nextn_predict_layers: int | None = None  # MTP: what the others call max_draft_len
 
     @classmethod
     @about("speculative_config")
@@ -58,7 +57,7 @@ class SpeculativeConfig:
         for name in (_LENGTH, _MTP_LENGTH, "speculative_model"):
             if name in known and name not in said:
                 raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {name}")
-        return cls(**{**said, _LENGTH: said[length]})
+        return cls(**{_LENGTH if name == length else name: value for name, value in said.items()})
 
 
 def decode_rows(config: CoreConfig) -> int:
