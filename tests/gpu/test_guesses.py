@@ -16,6 +16,7 @@ from mpillm.engine.weights.sources import save_preset
 from tests.helpers.eagle_heads import Seen, eagle, save_head
 from tests.helpers.gpu_cores import SCARCE, answer
 from tests.helpers.guesses import NGRAM, draft_target, save_half
+from tests.helpers.mtp_heads import mtp, save_model
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
 
@@ -56,19 +57,25 @@ def test_guesses(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
         assert core.compiled_in_test() == []
 
 
-def test_an_eagle_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Eagle", "MTP"])
+def test_a_head(kind: str, tmp_path: Path) -> None:
     """It guesses what it guesses on a CPU, after right and wrong guesses, and nothing is compiled for it."""
-    save_preset("tiny-llama", tmp_path)
-    save_head(tmp_path, tmp_path / "head")
+    vocab_size = 512
+    if kind == "Eagle":
+        save_preset("tiny-llama", tmp_path)
+        save_head(tmp_path, tmp_path / "head")
+        how = eagle(tmp_path / "head", 4)
+    else:
+        vocab_size = save_model(tmp_path).config.vocab_size
+        how = mtp(4)
     rng = np.random.default_rng(11)
-    prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(3, 60, 20)]
+    prompts = [rng.integers(0, vocab_size - 1, n).tolist() for n in rng.integers(3, 60, 20)]
     plain = make_core(tmp_path, dtype="float32")
     plain.enqueue(make_batch(prompts))
     wanted = Answers().run(plain).tokens()
     right = {tuple(prompt): tokens for prompt, tokens in zip(prompts, wanted, strict=True)}
     drafts = []
     for options in ({}, {"gpu_bytes": 8 << 30, "device": 0}, {"gpu_bytes": 8 << 30, "device": 0, **SCARCE}):
-        how = eagle(tmp_path / "head", 4)
         core = make_core(tmp_path, dtype="float32", speculative_config=how, max_num_tokens=100, **options)
         seen = Seen(core, right)
         core.start_test()

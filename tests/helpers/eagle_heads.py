@@ -149,7 +149,7 @@ class Seen:
                 if right is not None:
                     answer = right[tuple(sequence.prompt)][len(sequence.output) :]
                     n = i % (most + 1)  # so many are right
-                    found[i] = [*answer[:n], *((token + 1) % 512 for token in answer[n:most])]
+                    found[i] = [*answer[:n], *((token or 2) - 1 for token in answer[n:most])]
             return found
 
         drafter.draft = noting
