@@ -25,8 +25,10 @@ from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.speculation.eagle_config import read_eagle, tensors
+from mpillm.engine.speculation.mtp_config import mtp_config
 from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
+from mpillm.engine.weights.entries import in_checkpoint
 from mpillm.engine.weights.quantization import MODELOPT
 from mpillm.models import fetch, gguf
 from mpillm.models.model_files import EngineConfig, GenerationConfig
@@ -121,6 +123,30 @@ QUANTIZED = {
         }
     },
 }
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 4,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "mscale": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 16,
+    },
+}
 MODELS = [
     LLAMA,
     LLAMA | {"quantization_config": QUANTIZED},
@@ -136,26 +162,14 @@ MODELS = [
         "rope_scaling": None,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    DEEPSEEK,
     LLAMA
     | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "q_lora_rank": 4,
-        "kv_lora_rank": 4,
-        "qk_nope_head_dim": 2,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 2,
-        "n_routed_experts": 4,
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 2,
         "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 4,
-        "first_k_dense_replace": 0,
-        "routed_scaling_factor": 1.0,
-        "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1},
+        "layer_types": ["full_attention"],
     },
-    LLAMA
-    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 2, "layer_types": ["full_attention"]},
 ]
 
 
@@ -165,6 +179,12 @@ def test_config_of_a_model(folder: Path, config: Any) -> None:
     model = load_model_config(str(folder))
     if model.n_layers * max(1, model.n_experts) < 1000:
         tensor_shapes(model)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_the_seeds_are_models(config: dict[str, Any]) -> None:
+    """Otherwise little of the reader is reached."""
+    tensor_shapes(parse_model(config, Path("it")))
 
 
 def header_of(shapes: dict[str, list[int]]) -> dict[str, Any]:
@@ -271,6 +291,44 @@ def test_eagle_head(folder: Path, config: Any, header: Any) -> None:
     read_eagle(folder, replace(parse_model(LLAMA, folder), n_layers=8))
 
 
+GUESSES = DEEPSEEK | {"num_nextn_predict_layers": 1}
+WITH_GUESSES = replace(parse_model(GUESSES, Path("it")), n_guess_layers=1)
+OF_GUESSES = header_of(
+    {
+        there: list(entry.shape)
+        for name, shape in tensor_shapes(WITH_GUESSES).items()
+        for there, entry in in_checkpoint(name, shape, WITH_GUESSES).items()
+    }
+)
+HOW = {"decoding_type": "MTP", "num_nextn_predict_layers": 2}
+
+
+@fuzz(
+    changed([GUESSES]),
+    changed([OF_GUESSES]),
+    changed([HOW]).filter(lambda how: isinstance(how, dict)),
+    refused_by=ConfigError,
+    examples=120,
+)
+def test_layer_that_guesses(folder: Path, config: Any, header: Any, how: Any) -> None:
+    (folder / "config.json").write_bytes(json_bytes(config))
+    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_GUESSES.values())
+    data = struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(n_bytes)
+    (folder / "model.safetensors").write_bytes(data)
+    core = CoreConfig("torch", model_path=str(folder), speculative_config=how)
+    mtp_config(core, config, load_model_config(str(folder)), folder, "none")
+
+
+def test_the_seed_of_a_layer_that_guesses_has_one(tmp_path: Path) -> None:
+    """Otherwise little of the reader is reached."""
+    data = struct.pack("<Q", len(json_bytes(OF_GUESSES))) + json_bytes(OF_GUESSES)
+    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_GUESSES.values())
+    (tmp_path / "model.safetensors").write_bytes(data + bytes(n_bytes))
+    (tmp_path / "config.json").write_bytes(json_bytes(GUESSES))
+    core = CoreConfig("torch", model_path=str(tmp_path), speculative_config=HOW)
+    assert mtp_config(core, GUESSES, load_model_config(str(tmp_path)), tmp_path, "none") is not None
+
+
 ADAPTER = {"r": 2, "lora_alpha": 4, "use_rslora": True, "bias": "none", "peft_type": "LORA"}
 LORA = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": [2, 2] for part in "AB"}
 
@@ -372,6 +430,7 @@ def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes 
         file.write_bytes(template)
     made = load_tokenizer(folder)
     made.encode_text("abab")
+    made.encode_text("ab " * 1500)  # long: beside the event loop
     made.encode_chat([{"role": "user", "content": "ab"}])
 
 
