@@ -36,11 +36,12 @@ class SpeculativeConfig:
     @about("speculative_config")
     def read(cls, said: Mapping[str, Any]) -> SpeculativeConfig:
         """Return what an option or a YAML says. Raises ConfigError for a wrong name or value."""
-        kind = said.get("decoding_type")
+        said = {str(name): value for name, value in said.items()}  # YAML's may be numbers
+        kind = str(said.get("decoding_type"))
         if kind not in _OF_TYPE:
             raise ConfigError(
                 f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
-                f"{nearest(str(kind), _OF_TYPE)}"
+                f"{nearest(kind, _OF_TYPE)}"
             )
         length, *more = _OF_TYPE[kind]
         known = ("decoding_type", length, "max_concurrency", *more)

@@ -229,6 +229,8 @@ def test_a_guess_is_what_followed_before(
             {"decoding_type": "Ngram"},
             "Ngram: the torch core has NGram, Draft_Target, Eagle, MTP (did you mean 'NGram'?)",
         ),
+        ({"decoding_type": ["NGram"]}, "decoding_type ['NGram']: the torch core has NGram"),
+        ({"decoding_type": "NGram", 5: 1}, "--speculative_config 5: decoding_type NGram of the torch core has"),
         ({"decoding_type": "NGram"}, "decoding_type NGram needs max_draft_len"),
         (
             {"decoding_type": "NGram", "max_draft_len": 0},
@@ -248,7 +250,7 @@ def test_a_guess_is_what_followed_before(
     ],
     ids=str,
 )
-def test_what_the_option_says(said: dict[str, Any], message: str) -> None:
+def test_what_the_option_says(said: dict[Any, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         SpeculativeConfig.read(said)
     assert str(error.value).startswith("--speculative_config") and message in str(error.value)
