@@ -230,7 +230,7 @@ def test_a_guess_is_what_followed_before(
             "Ngram: the torch core has NGram, Draft_Target, Eagle, MTP (did you mean 'NGram'?)",
         ),
         ({"decoding_type": ["NGram"]}, "decoding_type ['NGram']: the torch core has NGram"),
-        ({"decoding_type": "NGram", 5: 1}, "--speculative_config 5: decoding_type NGram of the torch core has"),
+        ({"decoding_type": "NGram", 5: 1}, "--speculative_config 5: decoding_type NGram of the torch"),
         ({"decoding_type": "NGram"}, "decoding_type NGram needs max_draft_len"),
         (
             {"decoding_type": "NGram", "max_draft_len": 0},
