@@ -28,7 +28,8 @@ _FIXED: Raw = {
     "hidden_act": ("silu", None),
     "partial_rotary_factor": (1, None),
 }
-_MOST, _MOST_LAYERS = 2**31 - 1, 10_000  # a stranger's file must not ask for all memory
+# A stranger's file must not ask for all memory. Experts: of all layers; the largest known have some 25,000.
+_MOST, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 10_000, 100_000
 # As safetensors names them
 CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
@@ -169,6 +170,8 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
             "n_experts": integer("num_local_experts" if "num_local_experts" in raw else "num_experts"),
             "n_experts_per_token": integer("num_experts_per_tok", 2),
         }
+        if (n := n_layers * experts["n_experts"]) > _MOST_EXPERTS:
+            raise ConfigError(f"{source}: {n} experts in {n_layers} layers; must be {_MOST_EXPERTS} at most")
         if experts["n_experts_per_token"] > experts["n_experts"]:
             raise ConfigError(
                 f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"

@@ -197,6 +197,10 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
             "num_experts_per_tok 3 of 2 experts",
         ),
         (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**7},
+            r"\d+ experts in \d+ layers; must be 100000 at most",
+        ),
+        (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [1]},
             r"mlp_only_layers \[1\] is not supported",
         ),
