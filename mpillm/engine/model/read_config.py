@@ -145,7 +145,8 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in CHECKPOINT_DTYPES.values():
-        raise ConfigError(f"{source}: dtype {dtype} is not one of {', '.join(CHECKPOINT_DTYPES.values())}")
+        known = ", ".join(CHECKPOINT_DTYPES.values())
+        raise ConfigError(f"{source}: dtype {dtype[:60]} is not one of {known}")
     n_layers = integer("num_hidden_layers")
     if n_layers > _MOST_LAYERS:
         raise ConfigError(f"{source}: num_hidden_layers is {n_layers}; must be {_MOST_LAYERS} at most")
@@ -276,11 +277,12 @@ def _rope_scaling(rope: Raw, source: Path) -> RopeScaling:
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind not in _ROPES:
         raise ConfigError(
-            f"{source}: rope type {kind} is not supported by the torch core; supported: {', '.join(_ROPES)}"
+            f"{source}: rope type {kind[:60]} is not supported by the torch core;"
+            f" supported: {', '.join(_ROPES)}"
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
-            f"{source}: partial_rotary_factor {rope['partial_rotary_factor']}"
+            f"{source}: partial_rotary_factor {excerpt(rope['partial_rotary_factor'])}"
             " is not supported by the torch core"
         )
     needed, others = _ROPES[kind]

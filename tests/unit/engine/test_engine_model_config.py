@@ -315,6 +315,23 @@ def test_bad_configurations(tmp_path: Path, change: dict[str, Any], message: str
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": ["a" * 30_000]},
+        {"architectures": ["b" * 30_000]},
+        {"rope_scaling": {"rope_type": "c" * 30_000}, "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": "d" * 30_000}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_long_values_are_cut_in_messages(tmp_path: Path, change: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path, change)
+    with pytest.raises(ConfigError) as caught:
+        check_model(config(tmp_path))
+    assert len(str(caught.value)) < 1000
+
+
 def test_bad_files(tmp_path: Path) -> None:
     file = write_checkpoint(tmp_path)
     good = file.read_bytes()
