@@ -167,12 +167,16 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         raise ConfigError(f"{source}: {name} {said} num_local_experts")
     experts: dict[str, Any] = {}
     if n_experts is not None:
+        count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
         experts = {
-            "n_experts": integer("num_local_experts" if "num_local_experts" in raw else "num_experts"),
+            "n_experts": integer(count),
             "n_experts_per_token": integer("num_experts_per_tok", 2),
         }
         if (n := n_layers * experts["n_experts"]) > _MOST_EXPERTS:
-            raise ConfigError(f"{source}: {n} experts in {n_layers} layers; must be {_MOST_EXPERTS} at most")
+            raise ConfigError(
+                f"{source}: {theirs.get(count, count)} makes {n} experts in {n_layers} layers;"
+                f" must be {_MOST_EXPERTS} at most"
+            )
         if experts["n_experts_per_token"] > experts["n_experts"]:
             raise ConfigError(
                 f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"

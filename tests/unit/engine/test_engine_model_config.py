@@ -198,7 +198,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ),
         (
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**7},
-            r"\d+ experts in \d+ layers; must be 100000 at most",
+            r"num_local_experts makes \d+ experts in \d+ layers; must be 100000 at most",
         ),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [1]},

@@ -194,6 +194,10 @@ def header_of(shapes: dict[str, list[int]]) -> dict[str, Any]:
     return made
 
 
+def size_of(header: dict[str, Any]) -> int:
+    return max(int(one["data_offsets"][1]) for one in header.values())
+
+
 KV_SCALES = {
     "quant_method": "compressed-tensors",
     "config_groups": {},
@@ -216,11 +220,11 @@ TENSORS = {
     **{f"{LAYER}.{name}_layernorm.weight": [4] for name in ("input", "post_attention")},
 }
 HEADER = header_of(TENSORS) | {"__metadata__": {"format": "pt"}}
-SIZE = 4 * sum(int(np.prod(shape)) for shape in TENSORS.values())
+SIZE = size_of(header_of(TENSORS))
 
 
-def safetensors(header: bytes) -> bytes:
-    return struct.pack("<Q", len(header)) + header + bytes(SIZE)
+def safetensors(header: bytes, n_bytes: int = SIZE) -> bytes:
+    return struct.pack("<Q", len(header)) + header + bytes(n_bytes)
 
 
 WHOLE = safetensors(json_bytes(HEADER))
@@ -283,9 +287,7 @@ OF_A_HEAD = header_of(
 )
 def test_eagle_head(folder: Path, config: Any, header: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(config))
-    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_A_HEAD.values())
-    data = struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(n_bytes)
-    (folder / "model.safetensors").write_bytes(data)
+    (folder / "model.safetensors").write_bytes(safetensors(json_bytes(header), size_of(OF_A_HEAD)))
     read_eagle(folder, replace(parse_model(LLAMA, folder), n_layers=8))
 
 
@@ -310,36 +312,20 @@ HOW = {"decoding_type": "MTP", "num_nextn_predict_layers": 2}
 )
 def test_layer_that_guesses(folder: Path, config: Any, header: Any, how: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(config))
-    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_GUESSES.values())
-    data = struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(n_bytes)
-    (folder / "model.safetensors").write_bytes(data)
+    (folder / "model.safetensors").write_bytes(safetensors(json_bytes(header), size_of(OF_GUESSES)))
     core = CoreConfig("torch", model_path=str(folder), speculative_config=how)
     mtp_config(core, config, load_model_config(str(folder)), folder, "none")
-
-
-def test_the_seed_of_a_layer_that_guesses_has_one(tmp_path: Path) -> None:
-    """Otherwise little of the reader is reached."""
-    data = struct.pack("<Q", len(json_bytes(OF_GUESSES))) + json_bytes(OF_GUESSES)
-    n_bytes = 4 * sum(int(np.prod(one["shape"])) for one in OF_GUESSES.values())
-    (tmp_path / "model.safetensors").write_bytes(data + bytes(n_bytes))
-    (tmp_path / "config.json").write_bytes(json_bytes(GUESSES))
-    core = CoreConfig("torch", model_path=str(tmp_path), speculative_config=HOW)
-    assert mtp_config(core, GUESSES, load_model_config(str(tmp_path)), tmp_path, "none") is not None
 
 
 ADAPTER = {"r": 2, "lora_alpha": 4, "use_rslora": True, "bias": "none", "peft_type": "LORA"}
 LORA = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": [2, 2] for part in "AB"}
 
 
-def _safetensors(header: Any) -> bytes:
-    return struct.pack("<Q", len(json_bytes(header))) + json_bytes(header) + bytes(32)
-
-
 @fuzz(
     changed([ADAPTER]),
-    changed([header_of(LORA)]).map(_safetensors),
+    changed([header_of(LORA)]).map(lambda header: safetensors(json_bytes(header), 32)),
     refused_by=ConfigError,
-    found=[(ADAPTER | {"r": 10**400, "use_rslora": False}, _safetensors(header_of(LORA)))],
+    found=[(ADAPTER | {"r": 10**400, "use_rslora": False}, safetensors(json_bytes(header_of(LORA)), 32))],
 )
 def test_adapter(folder: Path, config: Any, tensors: bytes) -> None:
     (folder / "adapter_config.json").write_bytes(json_bytes(config))
