@@ -151,12 +151,13 @@ def main(config: Options) -> int:
     _print_rates(rounds.times, n_output)
     # Disturbances only add time, and the products are short: compare the least of each, not round by round.
     seconds = min(rounds.products)
-    share, rate = seconds / min(rounds.times[_OURS]), engine.n_operations() / seconds / 1e9
-    print(
-        f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
-        " (least of each over the rounds),"
-        f" {rate:.0f} GFLOP/s (a large square one: {engine.best_rate():.0f})"
-    )
+    if n_operations := engine.n_operations():
+        share, rate = seconds / min(rounds.times[_OURS]), n_operations / seconds / 1e9
+        print(
+            f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
+            " (least of each over the rounds),"
+            f" {rate:.0f} GFLOP/s (a large square one: {engine.best_rate():.0f})"
+        )
     decoding = [n for n in _DECODING if n <= min(len(prompts), config.max_batch_size)]
     took = ", ".join(f"{n} {engine.decode_ms(prompts[:n], config.output_len):.1f}" for n in decoding)
     print(f"  a decode step, ms, by sequences: {took}")

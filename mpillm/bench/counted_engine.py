@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
-from mpillm.engine.model.feed_forward import Mlp
+from mpillm.engine.model.feed_forward import Mixture, Mlp
 from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model.ops import choice_of
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
@@ -24,6 +28,13 @@ from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
 
 _SQUARE = 2048  # rows, inputs and outputs of a large product
+
+
+class _Product(NamedTuple):
+    multiply: Callable[[Tensor], Tensor]
+    inputs: int
+    outputs: int  # for each row of its input
+    rows: int
 
 
 class _CountingWorker(Worker):
@@ -84,18 +95,21 @@ class CountedEngine:
     def products(self) -> float:
         """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
         dtype = self._engine.worker.part.dtype
-        widths = {linear.in_features for linear, _ in self._products()}
-        longest = max(rows for rows, _ in self._steps)
-        inputs = {width: torch.randn(longest, width).to(dtype) for width in widths}
+        most: dict[int, int] = {}  # rows, by inputs
+        for each in self._products():
+            most[each.inputs] = max(each.rows, most.get(each.inputs, 0))
+        inputs = {width: torch.randn(rows, width).to(dtype) for width, rows in most.items()}
         with torch.inference_mode():
             started = time.perf_counter()
-            for linear, n in self._products():
-                linear(inputs[linear.in_features][:n])
+            for each in self._products():
+                each.multiply(inputs[each.inputs][: each.rows])
             return time.perf_counter() - started
 
     def n_operations(self) -> int:
-        """Return the floating-point operations of these."""
-        return sum(2 * n * linear.in_features * linear.out_features for linear, n in self._products())
+        """Return the floating-point operations of these; 0 if a layer has others than are counted here."""
+        if not all(isinstance(layer.qkv, Linear) for layer in self._engine.worker.part.model.layers):
+            return 0
+        return sum(2 * each.rows * each.inputs * each.outputs for each in self._products())
 
     def best_rate(self) -> float:
         """Return the GFLOP/s of a large square product with weights, the best of three."""
@@ -110,17 +124,33 @@ class CountedEngine:
                 times.append(time.perf_counter() - started)
         return 2 * _SQUARE**3 / min(times) / 1e9
 
-    def _products(self) -> Iterator[tuple[Linear, int]]:
-        """Yield each product with weights of the last `answer`, and its rows."""
+    def _products(self) -> Iterator[_Product]:
+        """Yield each product with weights of the last `answer`."""
         model = self._engine.worker.part.model
-        layers = [
-            (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
-            for layer in model.layers
-            if isinstance(layer.mlp, Mlp)
-        ]
         assert model.lm_head is not None
         for rows, wanted in self._steps:
-            for linears in layers:
-                last = wanted if linears is layers[-1] else rows
-                yield from zip(linears, (rows, last, last, last), strict=True)
-            yield model.lm_head, wanted
+            for layer in model.layers:
+                last = wanted if layer is model.layers[-1] else rows
+                if isinstance(layer.qkv, Linear):
+                    yield _product(layer.qkv, rows)
+                yield _product(layer.o, last)
+                if isinstance(layer.mlp, Mlp):
+                    yield from (_product(linear, last) for linear in (layer.mlp.gate_up, layer.mlp.down))
+                else:
+                    yield from _products_of_experts(layer.mlp, last)
+            yield _product(model.lm_head, wanted)
+
+
+def _product(linear: Linear, rows: int) -> _Product:
+    return _Product(linear, linear.in_features, linear.out_features, rows)
+
+
+def _products_of_experts(mixture: Mixture, rows: int) -> Iterator[_Product]:
+    """Yield a mixture's, with experts that rows choose at random."""
+    n_experts, n_chosen = mixture.router.out_features, mixture.n_chosen
+    chosen = torch.rand(rows, n_experts).topk(n_chosen).indices
+    choice = choice_of(torch.ones(rows, n_chosen), chosen, range(n_experts))
+    yield _product(mixture.router, rows)
+    for grouped, pairs in ((mixture.gate_up, n_chosen), (mixture.down, 1)):  # for each row of its input
+        multiply = partial(grouped, choice=choice)
+        yield _Product(multiply, grouped.in_features, pairs * grouped.out_features, rows * n_chosen // pairs)

@@ -33,18 +33,22 @@ static void begin_matrices(int64_t rows)
     _tile_loadconfig(&sizes);
 }
 
-/* Copy x [rows, inputs] to matrices [inputs / 2 / SIDE, SIDE, SIDE] of pairs, zeros behind its inputs and up to row
-   `filled`. */
-static void copy_matrices(const number *x, float *to, int64_t rows, int64_t filled, int64_t inputs)
+/* Copy `rows` rows of x, from the `first` one on, to matrices [inputs / 2 / SIDE, SIDE, SIDE] of pairs, zeros behind its
+   inputs and up to row `filled`. */
+static void copy_matrices(const product *of, int64_t first, float *to, int64_t rows, int64_t filled)
 {
+    const int64_t inputs = of->inputs;
+    const number *x[SIDE];
+    for (int64_t r = 0; r < rows; r++)
+        x[r] = row_of_x(of, first + r);
     for (int64_t k = 0; k < inputs; k += 2 * SIDE, to += SIDE * SIDE)
         for (int64_t r = 0; r < filled; r++) {
             int64_t n = r >= rows ? 0 : inputs - k < 2 * SIDE ? inputs - k : 2 * SIDE;
             floats some = {0};
             if (n == 2 * SIDE)
-                some = *(const floats *)(x + r * inputs + k);
+                some = *(const floats *)(x[r] + k);
             else if (n)
-                memcpy(&some, x + r * inputs + k, n * sizeof(number));
+                memcpy(&some, x[r] + k, n * sizeof(number));
             *(floats *)(to + r * SIDE) = some;
         }
 }
@@ -94,11 +98,12 @@ static inline __attribute__((always_inline)) void multiply_pass(const int two, c
     }
 }
 
-/* Columns of out [rows, outputs]: rows as `copy_matrices` leaves them, times panels `from` to `to`, up to TOGETHER.
+/* Columns of `rows` rows of out, from the `first` one on: x as `copy_matrices` leaves it, times panels `from` to `to`, up to
+   TOGETHER.
 
    sums: [TOGETHER, rows up to a multiple of SIDE, WIDTH]. */
-static void multiply_panels(const float *x, const weight *weights, number *out, float *sums, int64_t from, int64_t to,
-                            int64_t rows, int64_t pairs, int64_t outputs)
+static void multiply_panels(const product *of, int64_t first, const float *x, const weight *weights, float *sums,
+                            int64_t from, int64_t to, int64_t rows, int64_t pairs)
 {
     int64_t passes = (rows + 2 * SIDE - 1) / (2 * SIDE), lines = 0, depth = pairs;
     int64_t size = 2 * pairs * WIDTH, filled = (rows + SIDE - 1) / SIDE * SIDE;
@@ -113,27 +118,24 @@ static void multiply_panels(const float *x, const weight *weights, number *out, 
             const weight *piece = weights + j * size + 2 * k * WIDTH;
             const char *next = (const char *)(piece + (j + 1 < to ? size : 2 * some * WIDTH - (j - from) * size));
             for (int64_t r = 0; r < rows; r += 2 * SIDE, next += lines * 64) {
-                const float *first = x + r * pairs + k * SIDE;
+                const float *some_x = x + r * pairs + k * SIDE;
                 float *held = sums + ((j - from) * filled + r) * WIDTH;
                 if (rows - r > SIDE)
-                    multiply_pass(1, first, pairs * SIDE, piece, held, some, k == 0, next, lines);
+                    multiply_pass(1, some_x, pairs * SIDE, piece, held, some, k == 0, next, lines);
                 else
-                    multiply_pass(0, first, pairs * SIDE, piece, held, some, k == 0, next, lines);
+                    multiply_pass(0, some_x, pairs * SIDE, piece, held, some, k == 0, next, lines);
             }
         }
     }
-    for (int64_t j = from; j < to; j++) {
-        int64_t columns = outputs - j * WIDTH < WIDTH ? outputs - j * WIDTH : WIDTH;
-        store_rows(sums + (j - from) * filled * WIDTH, NULL, out + j * WIDTH, rows, columns, outputs);
-    }
+    for (int64_t j = from; j < to; j++)
+        store_rows(sums + (j - from) * filled * WIDTH, NULL, of, first, rows, j * WIDTH);
 }
 
-/* As `multiply`. Threads share the panels, or, if there are many, the rows: then none reads what another has copied,
+/* `n` rows, from the `begin`th on, times one expert's weights. Threads share the panels, or, if there are many, the rows: then none reads what another has copied,
    which takes longer than to read weights once more. */
-static void multiply_by_matrices(const number *x, const weight *weights, number *out, int64_t n, int64_t inputs,
-                                 int64_t outputs)
+static void multiply_by_matrices(const product *of, const weight *weights, int64_t begin, int64_t n)
 {
-    int64_t pairs = (inputs + 2 * SIDE - 1) / (2 * SIDE) * SIDE, panels = (outputs + WIDTH - 1) / WIDTH;
+    int64_t pairs = (of->inputs + 2 * SIDE - 1) / (2 * SIDE) * SIDE, panels = (of->outputs + WIDTH - 1) / WIDTH;
     int64_t threads = omp_get_max_threads(), share_rows = threads > 1 && n > (threads - 1) * MOST_IN_MATRICES;
     int64_t at_once = share_rows ? threads : 1, parts = at_once * ((n - 1) / (at_once * MOST_IN_MATRICES) + 1);
     int64_t most = ((n - 1) / parts / (2 * SIDE) + 1) * (2 * SIDE); /* rows of a part */
@@ -151,14 +153,14 @@ static void multiply_by_matrices(const number *x, const weight *weights, number 
             int64_t from = share_rows ? 0 : panels * me / all, to = share_rows ? panels : panels * (me + 1) / all;
             for (int64_t r = share_rows ? 0 : me * SIDE; r < rows; r += share_rows ? SIDE : all * SIDE) {
                 int64_t some = rows - r < SIDE ? rows - r : SIDE;
-                copy_matrices(x + (first + r) * inputs, copied + r * pairs, some, n < SIDE ? n : SIDE, inputs);
+                copy_matrices(of, begin + first + r, copied + r * pairs, some, n < SIDE ? n : SIDE);
             }
             if (!share_rows) {
 #pragma omp barrier
             }
             for (int64_t j = from, next; j < to; j = next) {
                 next = j + TOGETHER < to ? j + TOGETHER : to;
-                multiply_panels(copied, weights, out + first * outputs, sums, j, next, rows, pairs, outputs);
+                multiply_panels(of, begin + first, copied, weights, sums, j, next, rows, pairs);
             }
             if (!share_rows) {
 #pragma omp barrier

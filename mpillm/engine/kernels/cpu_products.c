@@ -1,4 +1,4 @@
-/* Products with weights, for CPUs: cpu_products.py compiles and calls it.
+/* Products with weights, also of several experts, for CPUs: cpu_products.py compiles and calls it.
 
    Rows are float, or with -DBF16=1 bfloat16, weights the same, with -DINT8=1 int8, or with -DMXFP4=1 or -DINT4=1 four
    bits, of which each BLOCK inputs of an output have a scale (cpu_four_bits.h); all are multiplied and added as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
@@ -204,15 +204,38 @@ static inline floats take(const number *x) { return load(x); }
 static inline float take_last(const number *x, int64_t left) { (void)left; return get(x[0]); }
 #endif
 
-/* Copy x [rows, inputs] to a tile [inputs, rows], or [pairs, rows], and something to the LANES floats behind it. */
-static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs)
+/* The rows of a product, in the experts' order: the i-th is x's row pairs[i] / per_row, and becomes out's row pairs[i].
+   Without `pairs` both are the i-th. */
+typedef struct {
+    const number *x;
+    number *out;
+    const int64_t *pairs;
+    int64_t per_row, inputs, outputs;
+} product;
+
+static inline const number *row_of_x(const product *of, int64_t i)
 {
-    int64_t k = 0;
+    return of->x + (of->pairs ? of->pairs[i] / of->per_row : i) * of->inputs;
+}
+
+static inline number *row_of_out(const product *of, int64_t i)
+{
+    return of->out + (of->pairs ? of->pairs[i] : i) * of->outputs;
+}
+
+/* Copy `rows` rows of x, from the `first` one on, to a tile [inputs, rows], or [pairs of inputs, rows], and something
+   to the LANES floats behind it. */
+static void copy_tile(const product *of, int64_t first, float *tile, int64_t rows)
+{
+    const number *x[ROWS];
+    int64_t k = 0, inputs = of->inputs;
+    for (int64_t r = 0; r < rows; r++)
+        x[r] = row_of_x(of, first + r);
     for (; k + TAKEN * LANES <= inputs; k += TAKEN * LANES) {
         floats v[LANES];
 #pragma GCC unroll 16
         for (int r = 0; r < LANES; r++)
-            v[r] = r < ROWS && r < rows ? take(x + r * inputs + k) : (floats){0};
+            v[r] = r < ROWS && r < rows ? take(x[r] + k) : (floats){0};
         transpose(v);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++, tile += rows)
@@ -220,7 +243,7 @@ static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs
     }
     for (; k < inputs; k += TAKEN)
         for (int64_t r = 0; r < rows; r++)
-            *tile++ = take_last(x + r * inputs + k, inputs - k);
+            *tile++ = take_last(x[r] + k, inputs - k);
 }
 
 #if INT4
@@ -238,12 +261,13 @@ static void add_up_blocks(const float *tile, float *totals, int64_t rows, int64_
 }
 #endif
 
-/* Store sums [rows, WIDTH], times scales or NULL, to rows of out [rows, outputs], WIDTH of its columns or fewer. */
-static inline void store_rows(const float *sums, const float *scales, number *out, int64_t rows, int64_t columns,
-                              int64_t outputs)
+/* Store sums [rows, WIDTH], times scales or NULL, to rows of out, from the `first` one and from column j on. */
+static inline void store_rows(const float *sums, const float *scales, const product *of, int64_t first, int64_t rows,
+                              int64_t j)
 {
+    const int64_t columns = of->outputs - j < WIDTH ? of->outputs - j : WIDTH;
     for (int64_t r = 0; r < rows; r++) {
-        number row[WIDTH], *to = columns == WIDTH ? out + r * outputs : row;
+        number row[WIDTH], *out = row_of_out(of, first + r) + j, *to = columns == WIDTH ? out : row;
         for (int v = 0; v < WIDTH; v += LANES) {
             floats some = *(const floats *)(sums + r * WIDTH + v);
             if (scales)
@@ -251,16 +275,22 @@ static inline void store_rows(const float *sums, const float *scales, number *ou
             store(to + v, some);
         }
         if (to == row)
-            memcpy(out + r * outputs, row, columns * sizeof(number));
+            memcpy(out, row, columns * sizeof(number));
     }
 }
 
-/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows, what `add_up_blocks` makes of them, and a
-   panel's weights and scales, one for each output. `inputs` are inputs or pairs. */
-static void multiply_panel(const float *tiles, const float *totals, const weight *panel, const scale *scales,
-                           number *out, int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
+/* Rows that meet an expert's weights together: where they begin, and their first tile among those copied at once. */
+typedef struct {
+    int64_t expert, first, rows, tile;
+} job;
+
+/* WIDTH columns of out, from j on, or fewer, for a job: from its tiles, what `add_up_blocks` makes of them, and a panel's
+   weights and scales, one for each output. `inputs` are inputs or pairs. */
+static void multiply_panel(const product *of, const job *now, const float *tiles, const float *totals, const weight *panel,
+                           const scale *scales, int64_t inputs, int64_t j)
 {
     (void)totals;
+    const int64_t rows = now->rows;
     int64_t n_tiles = (rows + ROWS - 1) / ROWS, step = ROW_BYTES / n_tiles;
 #if FOUR_BITS
     const int64_t block = BLOCK / TAKEN, depth = block < DEPTH ? DEPTH / block * block : block;
@@ -283,7 +313,7 @@ static void multiply_panel(const float *tiles, const float *totals, const weight
 #endif
         }
     }
-    store_rows(sums, FOUR_BITS ? NULL : (const float *)scales, out, rows, columns, outputs);
+    store_rows(sums, FOUR_BITS ? NULL : (const float *)scales, of, now->first, rows, j);
 }
 
 #if BF16 && !INT8 && !FOUR_BITS && defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
@@ -301,43 +331,103 @@ int64_t multiple_of_inputs(void)
     return TAKEN;
 }
 
-/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH], or pairs of them, times scales [panels *
-   WIDTH], or NULL; of four bits [panels, inputs / BLOCK, SCALES]. The last panel is filled up. */
-void multiply(const number *x, const weight *weights, const scale *scales, number *out, int64_t n,
-              int64_t inputs, int64_t outputs)
+/* Rows that are copied at once: jobs of one expert or several, and where each tile's rows begin. */
+typedef struct {
+    int64_t rows, n_jobs, n_tiles;
+    job jobs[MOST_ROWS];
+    struct {
+        int64_t first, rows;
+    } tiles[MOST_ROWS];
+} batch;
+
+/* Fill a batch with rows from `first` on, which are `*expert`'s or later ones'. */
+static void fill(batch *of, int64_t first, const int64_t *ends, int64_t experts, int64_t *expert)
 {
+    of->rows = of->n_jobs = of->n_tiles = 0;
+    while (*expert < experts && of->rows < MOST_ROWS) {
+        int64_t start = first + of->rows, left = ends[*expert] - start, room = MOST_ROWS - of->rows;
+        if (left > room && left <= MOST_ROWS)
+            return; /* the next batch has room for all: so its weights are read once */
+        if (left > 0) {
+            int64_t rows = left < room ? left : room;
+            of->jobs[of->n_jobs++] = (job){*expert, start, rows, of->n_tiles};
+            for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++, of->n_tiles++) {
+                of->tiles[of->n_tiles].first = start + tile_start(t, rows);
+                of->tiles[of->n_tiles].rows = tile_start(t + 1, rows) - tile_start(t, rows);
+            }
+            of->rows += rows;
+        }
+        *expert += left <= room;
+    }
+}
+
+/* Multiply the rows of each expert, which end at ends [experts], with its weights [panels, inputs, WIDTH], or pairs of
+   them, times scales [panels * WIDTH], or NULL; of four bits [panels, inputs / BLOCK, SCALES]. The last panel is filled
+   up. */
+static void multiply_all(const product *of, const weight *const *weights, const scale *const *scales, const int64_t *ends,
+                         int64_t experts)
+{
+    const int64_t n = ends[experts - 1], inputs = of->inputs, outputs = of->outputs;
     if (n == 0)
         return;
 #if MATRICES
     if (has_matrices()) {
-        multiply_by_matrices(x, weights, out, n, inputs, outputs);
+        for (int64_t e = 0, first = 0; e < experts; first = ends[e++])
+            if (ends[e] > first)
+                multiply_by_matrices(of, weights[e], first, ends[e] - first);
         return;
     }
 #endif
     int64_t most = n < MOST_ROWS ? n : MOST_ROWS, taken = (inputs + TAKEN - 1) / TAKEN;
-    int64_t blocks = INT4 ? inputs / BLOCK : 0, all = most * taken + MOST_ROWS / ROWS * LANES;
+    int64_t blocks = INT4 ? inputs / BLOCK : 0, all = most * (taken + LANES);
     float *tiles = malloc((all + most * blocks) * sizeof(float)), *totals = tiles + all;
     if (!tiles)
         abort();
-    for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
-        int64_t rows = n < MOST_ROWS ? n : MOST_ROWS;
+    batch now;
+    for (int64_t first = 0, expert = 0; first < n; first += now.rows) {
+        fill(&now, first, ends, experts, &expert);
 #pragma omp parallel
         {
 #pragma omp for
-            for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++) {
-                int64_t start = tile_start(t, rows), some = tile_start(t + 1, rows) - start;
+            for (int64_t t = 0; t < now.n_tiles; t++) {
+                int64_t start = now.tiles[t].first - first, rows = now.tiles[t].rows;
                 float *tile = tiles + start * taken + t * LANES;
-                copy_tile(x + start * inputs, tile, some, inputs);
+                copy_tile(of, now.tiles[t].first, tile, rows);
 #if INT4
-                add_up_blocks(tile, totals + start * blocks, some, taken);
+                add_up_blocks(tile, totals + start * blocks, rows, taken);
 #endif
             }
+            for (int64_t i = 0; i < now.n_jobs; i++) {
+                const job *one = now.jobs + i;
+                const int64_t start = one->first - first;
+                const float *copied = tiles + start * taken + one->tile * LANES;
+                const scale *by = scales ? scales[one->expert] : NULL;
 #pragma omp for nowait /* the end of the region waits */
-            for (int64_t j = 0; j < outputs; j += WIDTH)
-                multiply_panel(tiles, totals, weights + j / WIDTH * taken * ROW,
-                               scales ? scales + j / WIDTH * (FOUR_BITS ? inputs / BLOCK * SCALES : WIDTH) : NULL, out + j, rows, taken,
-                               outputs - j < WIDTH ? outputs - j : WIDTH, outputs);
+                for (int64_t j = 0; j < outputs; j += WIDTH)
+                    multiply_panel(of, one, copied, totals + start * blocks, weights[one->expert] + j / WIDTH * taken * ROW,
+                                   by ? by + j / WIDTH * (FOUR_BITS ? inputs / BLOCK * SCALES : WIDTH) : NULL, taken, j);
+            }
         }
     }
     free(tiles);
+}
+
+/* out [n, outputs] = x [n, inputs] times weights and scales, as in `multiply_all`. */
+void multiply(const number *x, const weight *weights, const scale *scales, number *out, int64_t n, int64_t inputs,
+              int64_t outputs)
+{
+    const product of = {x, out, NULL, 1, inputs, outputs};
+    multiply_all(&of, &weights, scales ? &scales : NULL, &n, 1);
+}
+
+/* The same for pairs [n] of a row of x [n / per_row, inputs] and an expert, in the order of `experts`, where each ends at
+   ends [experts]. What is behind the last end is no expert's, and becomes zero. */
+void multiply_experts(const number *x, const weight *const *weights, const scale *const *scales, number *out,
+                      const int64_t *pairs, const int64_t *ends, int64_t n, int64_t experts, int64_t per_row,
+                      int64_t inputs, int64_t outputs)
+{
+    const product of = {x, out, pairs, per_row, inputs, outputs};
+    multiply_all(&of, weights, scales, ends, experts);
+    for (int64_t i = ends[experts - 1]; i < n; i++)
+        memset(row_of_out(&of, i), 0, outputs * sizeof(number));
 }

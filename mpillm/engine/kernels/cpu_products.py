@@ -32,6 +32,8 @@ class CpuProducts:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         self._multiply = library.multiply
         self._multiply.argtypes, self._multiply.restype = [*[_POINTER] * 4, *[_INT] * 3], None
+        self._multiply_experts = library.multiply_experts
+        self._multiply_experts.argtypes, self._multiply_experts.restype = [*[_POINTER] * 6, *[_INT] * 5], None
         self._width = _INT.in_dll(library, "width").value
         library.multiple_of_inputs.restype = _INT
         self._multiple = library.multiple_of_inputs()
@@ -93,6 +95,10 @@ class CpuProducts:
         self._multiply(address(x), address(packed), factors, address(out), *x.shape, n_outputs)
         return out
 
+    def experts(self, packed: list[tuple[Tensor, Tensor | None]], n_outputs: int) -> ExpertProducts:
+        """Return the products with the weights and scales of some experts, all of one shape."""
+        return ExpertProducts(self._multiply_experts, packed, n_outputs)
+
     def times_beside(self, other: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> tuple[float, float]:
         """Return the seconds that a product of some rows takes, here and by `other`.
 
@@ -110,6 +116,31 @@ class CpuProducts:
             rounds = [[_seconds(way) for way in ways] for _ in range(_ROUNDS)]
         mine, others = map(min, zip(*rounds, strict=True))
         return mine, others
+
+
+class ExpertProducts:
+    """The products of a mixture of experts, in one call."""
+
+    def __init__(
+        self, multiply: Callable[..., None], packed: list[tuple[Tensor, Tensor | None]], n_outputs: int
+    ) -> None:
+        self._multiply, self._held, self._n_outputs = multiply, packed, n_outputs
+        pointers = _POINTER * len(packed)
+        self._weights = pointers(*(address(weight) for weight, _ in packed))
+        scales = [address(scales) for _, scales in packed if scales is not None]
+        self._scales = pointers(*scales) if scales else None
+
+    def __call__(self, x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+        """Return what each pair of a row and an expert gives: [pairs, out], zero for other ranks' experts.
+
+        x: [rows, in] or [pairs, in]; `order` and `ends` as in `Choice`.
+        """
+        x = x.contiguous()
+        out = x.new_empty(len(order), self._n_outputs)
+        sizes = len(order), len(ends), len(order) // max(1, len(x)), x.shape[1], self._n_outputs
+        arrays = address(out), address(order), address(ends), *sizes
+        self._multiply(address(x), self._weights, self._scales, *arrays)
+        return out
 
 
 @functools.cache

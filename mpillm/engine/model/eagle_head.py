@@ -104,7 +104,7 @@ class _HeadFile:
         self._open: dict[Path, Any] = {}
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return a tensor, always whole: there is one rank."""
+        """Return a tensor, always whole: a head is on one rank."""
         if not name.startswith(LAYER):
             name = name.removeprefix("model.")
         if name not in self._eagle.names:

@@ -17,8 +17,7 @@ class Features:
         self.rows = rows
 
     def note(self, layer: int, x: Tensor) -> None:
-        """Keep x [n, hidden], the output of `layer`, if it is one of `layers`."""
-        if layer in self.layers:
-            width = x.shape[1]
-            at = width * self.layers.index(layer)
-            self.rows[: len(x), at : at + width] = x
+        """Keep x [n, hidden], the output of `layer`, which is one of `layers`."""
+        width = x.shape[1]
+        at = width * self.layers.index(layer)
+        self.rows[: len(x), at : at + width] = x

@@ -65,7 +65,7 @@ class Mixture:
         """`layer`: the prefix of its tensors; `experts`: this rank's."""
         self._ops = ops
         self._experts = experts
-        self._n_chosen = weights.config.n_experts_per_token
+        self.n_chosen = weights.config.n_experts_per_token
         self._normed = weights.config.norms_choice
         self._activation = weights.config.family.activation
         # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
@@ -112,12 +112,12 @@ class Mixture:
 
     def _chosen(self, x: Tensor) -> Choice:
         if self._correction is not None:
-            how = self._n_chosen, self._experts, self._normed, self._groups, self._factor
+            how = self.n_chosen, self._experts, self._normed, self._groups, self._factor
             return self._ops.route_grouped(self.router(x.float()), self._correction, *how)
         scores = self.router(x)
         if self._router_bias is not None:
             scores = scores + self._router_bias
-        return self._ops.route(scores, self._n_chosen, self._experts, self._normed)
+        return self._ops.route(scores, self.n_chosen, self._experts, self._normed)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
         """As all of the above on a GPU, with dense products of one expert after the other.
@@ -129,7 +129,7 @@ class Mixture:
 
         numbers = quantize_rows(x) if self.gate_up.rounds else x
         pairs = choice.order.long().clamp_(0, len(choice.order) - 1)  # undefined after the last end
-        numbers = _rows_of(numbers, pairs // self._n_chosen)
+        numbers = _rows_of(numbers, pairs // self.n_chosen)
         ends = choice.ends.tolist()
         places = torch.empty_like(choice.order)  # of each pair, by experts
         places[pairs[: ends[-1]]] = torch.arange(ends[-1], dtype=places.dtype, device=places.device)

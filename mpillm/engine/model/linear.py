@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.huge_pages import use_huge_pages
-from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
+from mpillm.engine.kernels.cpu_products import CpuProducts, ExpertProducts, cpu_products
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.weights import int4, mxfp4
 from mpillm.engine.weights.quantize import dequantize_rows
@@ -72,6 +72,13 @@ class Linear:
     def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
         """Return where `multiply` of cpu_products.c is, weights and scales for it; None if it is not used."""
         return None if self._products is None else (self._products.function, self._weight, None)
+
+    def of_experts(self, linears: list[Linear]) -> ExpertProducts | None:
+        """Return the product with all of these, of its own kind, in one call; None if it is not compiled."""
+        if self._products is None:
+            return None
+        packed = [product[1:] for linear in linears if (product := linear.compiled()) is not None]
+        return self._products.experts(packed, self.out_features)
 
     def few(self, n_rows: int) -> FewRows | None:
         """Return the product that takes along what follows it, if there is one for so many rows."""
@@ -225,6 +232,7 @@ class GroupedLinear:
         self._stacked: Tensor | None = None
         self._scales: Tensor | None = None  # float32 [experts, out], of fp8 weights
         self._packed: tuple[Tensor, Tensor] | None = None  # in MXFP4
+        self._compiled = first.of_experts(linears)
         if isinstance(first, Mxfp4Linear) and first._weight.device.type != "cpu":
             each = [linear.packed() for linear in linears if isinstance(linear, Mxfp4Linear)]
             words, exponents = map(torch.stack, zip(*each, strict=True))
@@ -269,6 +277,13 @@ class GroupedLinear:
 
             return grouped_product(x, self._stacked, self._scales, choice, self.biases)
         assert isinstance(x, Tensor)
+        if self._compiled is not None:
+            out = self._compiled(x, choice.order, choice.ends)
+            if self.biases is not None:
+                n_pairs = choice.ends.diff(prepend=choice.ends.new_zeros(1))
+                biases = self.biases.repeat_interleave(n_pairs, dim=0)
+                out.index_add_(0, choice.order[: len(biases)], biases)
+            return out
         out, start = x.new_zeros(len(choice.order), self.out_features), 0
         for i, (linear, end) in enumerate(zip(self._linears, choice.ends.tolist(), strict=True)):
             if end > start:

@@ -350,12 +350,18 @@ def _gpu_needs(
 
 
 def _head_needs(config: CoreConfig, head: EagleConfig | MtpConfig, dtype: str) -> GpuNeeds:
-    """Return what a head needs beside its model. An embedding is counted, which is more than its `fc`."""
+    """Return what a head, which is on one rank, needs there beside its model.
+
+    An embedding is counted, which is more than its `fc`.
+    """
+    n_ranks = config.tp_size
+    config = dataclasses.replace(config, tp_size=1, ep_size=1)
     quantization = held(head.quantization, on_gpu=True) if isinstance(head, MtpConfig) else "none"
     needs, hidden_state = gpu_needs(config, head.model, dtype, dtype, quantization), head.model.hidden_size
     hidden_state *= N_BYTES[dtype]
     rows = (len(head.layers) + 3) * most_rows(config)
-    has_embedding = isinstance(head, EagleConfig) and EMBEDDING in head.names
+    # Its own, or the model's, of which a rank of several has a part.
+    has_embedding = n_ranks > 1 or (isinstance(head, EagleConfig) and EMBEDDING in head.names)
     embedding = head.vocab_size * hidden_state if has_embedding else 0
     # There is a hidden state for each token in the KV cache.
     return needs + GpuNeeds(weights=embedding, step=rows * hidden_state, per_token=hidden_state)

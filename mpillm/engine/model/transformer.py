@@ -183,8 +183,8 @@ class Llama:
         following = self.layers[layer + 1]
         rounds = following.qkv.rounds(len(x))
         normed = self._add_norm(x, delta, following.input_norm, following.norm_biases[0], rounds)
-        if self.features is not None:
-            self.features.note(layer, x)
+        if self.features is not None and layer in self.features.layers:
+            self.features.note(layer, self._whole_residual(x, len(x)))
         return self._qkv(layer + 1, normed, adapters)
 
     def leave(
@@ -201,6 +201,8 @@ class Llama:
         if self.lm_head is not None and wanted is not None and not of_all:  # nothing reads the other rows
             x = self._chosen(x, wanted, n_padded or len(x))
             attended = attended.index_select(0, wanted)
+        elif of_all and n_padded > len(x):  # fewer rows may be shared in another way
+            x = self._whole_residual(x, n_padded)
         delta = self._rest(len(self.layers) - 1, x, attended, adapters)
         if self.lm_head is None:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
@@ -273,6 +275,13 @@ class Llama:
         normed = self._add_norm(x, delta, layer.post_norm, layer.norm_biases[1], rounds)
         added = layer.mlp(normed, i, adapters, residual)
         return self._sum(added, None if layer.norms_after is None else layer.norms_after[1])
+
+    def _whole_residual(self, x: Tensor, n_computed: int) -> Tensor:
+        """Return the residual x with all its rows on each rank, of `n_computed` that were computed."""
+        shared = self._groups.shared_rows
+        if shared is None or not shared.splits(n_computed, x.dtype):
+            return x
+        return self._chosen(x, torch.arange(len(x), device=x.device), n_computed)
 
     def _chosen(self, x: Tensor, rows: Tensor, n_computed: int) -> Tensor:
         """Return `rows` of the residual x, of which each rank may have its own only."""

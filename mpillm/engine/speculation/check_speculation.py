@@ -30,7 +30,7 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
 def _check_head(config: CoreConfig, kind: str) -> None:
     """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
     for is_so, what in (
-        (config.tp_size > 1 or config.pp_size > 1, "on several ranks of an instance, so far"),
+        (config.pp_size > 1, "in several pipeline stages, so far"),
         (config.role != "executor", "in disaggregated mode: a KV cache moves without them"),
         (config.enable_kv_cache_reuse, "with --enable_kv_cache_reuse: reused blocks come without them"),
     ):

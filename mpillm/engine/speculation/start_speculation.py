@@ -30,6 +30,7 @@ from mpillm.engine.speculation.speculative_config import (
     draft_config,
     most_rows,
 )
+from mpillm.engine.weights.rank_weights import whole_embedding
 from mpillm.engine.worker import Worker
 
 
@@ -84,7 +85,11 @@ def _head_drafter(config: CoreConfig, head: EagleConfig | MtpConfig, worker: Wor
     group = model.n_heads // model.n_kv_heads
     kernels = cpu_kernels(part.dtype, model.head_dim, group) if on_gpu is None else on_gpu.kernels
     with torch.inference_mode():
-        of_model = part.model.embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
+        embedding = part.model.embedding
+        if part.groups.layout.tp_size > 1:  # of which each rank has a part, and the head is on one
+            dummy = config.load_format == "dummy"
+            embedding = whole_embedding(part.info, str(part.device), dummy=dummy)
+        of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
         made = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
     info = replace(
         part.info,

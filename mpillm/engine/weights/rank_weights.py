@@ -19,7 +19,7 @@ from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights import bytes_held, int4, mxfp4
-from mpillm.engine.weights.engine_folder import EngineFolder
+from mpillm.engine.weights.engine_folder import EngineFolder, layouts
 from mpillm.engine.weights.entries import (
     blocks_name,
     held_kv_scales,
@@ -204,6 +204,13 @@ class Built(Weights):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._path}: tensor {name} cannot be read: {error}") from error
         return tensor
+
+
+def whole_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
+    """Return the embedding [vocabulary, hidden] of a model of one stage, whatever its TP size; as `open_weights`."""
+    each = layouts(info.layout) if info.engine is not None else [Layout()]
+    parts = [open_weights(info, layout, device, dummy=dummy).get("model.embed_tokens") for layout in each]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:

@@ -11,7 +11,8 @@ import torch
 
 from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model import linear
-from mpillm.engine.model.linear import Linear, Mxfp4Linear
+from mpillm.engine.model.linear import GroupedLinear, Linear, Mxfp4Linear
+from mpillm.engine.model.ops import choice_of
 from mpillm.engine.weights.mxfp4 import widened
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -92,6 +93,64 @@ def test_weights_in_mxfp4(dtype: torch.dtype, inputs: int, outputs: int) -> None
         rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
         exact = x.double() @ weight.T
         torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * 8 * inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["floats", "int8", "mxfp4"])
+@pytest.mark.parametrize("per_row", [1, 3])
+def test_experts(dtype: torch.dtype, kind: str, per_row: int) -> None:
+    """All experts in one call: some are nobody's, some have more rows than are copied at once, some fit a tile."""
+    random = torch.Generator().manual_seed(1)
+    products = products_of(dtype, {"floats": dtype, "int8": torch.int8, "mxfp4": torch.uint8}[kind])
+    inputs, outputs = 640, 50
+    for counts in ([2, 0, 5, 90], [0, 0, 0, 3], [0, 250, 1, 97], [95, 1, 1, 95], [0, 0, 0, 0]):
+        experts = len(counts)
+        n_pairs = sum(counts) + 1 + (-sum(counts) - 1) % 3  # the last ones are other ranks'
+        x = torch.randn(n_pairs // per_row, inputs, generator=random).to(dtype)
+        weights, packed = [], []
+        for _ in range(experts):
+            if kind == "mxfp4":
+                blocks = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=random)
+                exponents = torch.randint(120, 128, (outputs, inputs // 32), dtype=torch.uint8, generator=random)
+                packed.append((products.pack(blocks), products.pack_exponents(exponents)))
+                weights.append(widened(blocks, exponents).double())
+            elif kind == "int8":
+                weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=random)
+                scales = torch.rand(outputs, 1, generator=random)
+                packed.append((products.pack(weight), products.pack_scales(scales)))
+                weights.append(weight.double() * scales.double())
+            else:
+                weight = torch.randn(outputs, inputs, generator=random).to(dtype)
+                packed.append((products.pack(weight), None))
+                weights.append(weight.double())
+        order = torch.randperm(n_pairs, generator=random)
+        ends = torch.tensor(counts).cumsum(0)
+        exact = torch.zeros(n_pairs, outputs, dtype=torch.float64)
+        for expert, pairs in enumerate(torch.split(order[: ends[-1]], counts)):
+            exact[pairs] = x[pairs // per_row].double() @ weights[expert].T
+        found = products.experts(packed, outputs)(x, order, ends)
+        assert found.dtype == dtype
+        scale = max(float(exact.abs().max()), 1.0)
+        rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * scale)
+        assert not found[order[ends[-1] :]].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_experts_are_multiplied_as_one_by_one(dtype: torch.dtype) -> None:
+    """With their biases, to the bit."""
+    torch.manual_seed(1)
+    linears = [Linear(torch.randn(48, 64).to(dtype)) for _ in range(5)]
+    grouped = GroupedLinear(linears, [torch.randn(48).to(dtype) for _ in linears])
+    assert grouped.biases is not None
+    chosen = torch.rand(37, 6).topk(2).indices
+    choice = choice_of(torch.rand(37, 2).to(dtype), chosen, range(1, 6))
+    x = torch.randn(37, 64).to(dtype)
+    found = grouped(x, choice)
+    for row in range(37):
+        for place, expert in enumerate(chosen[row].tolist()):
+            alone = linears[expert - 1](x[row][None])[0] + grouped.biases[expert - 1] if expert else 0 * found[0]
+            assert found[2 * row + place].equal(alone)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

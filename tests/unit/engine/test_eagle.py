@@ -228,7 +228,7 @@ def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> Non
         return str(error.value)
 
     for options, what in (
-        ({"tp_size": 2}, "on several ranks"),
+        ({"pp_size": 2}, "in several pipeline stages"),
         ({"role": "generation"}, "in disaggregated mode"),
         ({"enable_kv_cache_reuse": True}, "with --enable_kv_cache_reuse"),
     ):

@@ -103,7 +103,7 @@ def test_what_is_refused(made: tuple[Path, NaiveMtp], folder: Path, tmp_path: Pa
         return str(error.value)
 
     for options, what in (
-        ({"tp_size": 2}, "on several ranks"),
+        ({"pp_size": 2}, "in several pipeline stages"),
         ({"role": "generation"}, "in disaggregated mode"),
         ({"enable_kv_cache_reuse": True}, "with --enable_kv_cache_reuse"),
         ({"model_path": str(folder)}, "it is no DeepSeek V3"),
