@@ -61,8 +61,6 @@ def test_two_ranks_guess_as_one(tmp_path: Path, kind: str, on_gpus: bool, dtype:
     torch = pytest.importorskip("torch")
     if on_gpus and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    from tests.helpers.torch_cores import answer, make_batch, make_core
-
     folder = Path(world.bcast(str(tmp_path)))
     how = world.bcast(save(kind, folder) if world.rank == 0 else None)
     comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
@@ -77,18 +75,27 @@ def test_two_ranks_guess_as_one(tmp_path: Path, kind: str, on_gpus: bool, dtype:
     if world.rank:
         follow(core, world)
         return
+    try:
+        check(core, folder, how, options, equal)
+    finally:
+        world.send(None, 1, STOP)
+
+
+def check(core: TorchCore, folder: Path, how: dict[str, Any], options: dict[str, Any], equal: float) -> None:
+    """Compare the leader's core with one that is alone."""
+    from tests.helpers.torch_cores import answer, make_batch, make_core
+
     prompts = [np.random.default_rng(n).integers(0, 318, n).tolist() for n in (3, 5, 9, 20, 33, 47, 64, 90)]
     plain = answer(make_core(folder, **options), make_batch(prompts))
     right = {tuple(prompt): tokens for prompt, tokens in zip(prompts, plain, strict=True)}
     found, guessed = ask(core, right)
+    assert core.compiled_in_test() == []
     alone, guessed_alone = ask(make_core(folder, speculative_config=how, **options), right)
-    if dtype == "float32":
+    if options["dtype"] == "float32":
         assert sum(a == b == c for a, b, c in zip(found, alone, plain, strict=True)) >= 7  # near ties
     both = guessed.keys() & guessed_alone.keys()
     assert len(both) > 20
     assert sum(guessed[tokens] == guessed_alone[tokens] for tokens in both) >= equal * len(both)
-    assert core.compiled_in_test() == []
-    world.send(None, 1, STOP)
 
 
 def follow(core: TorchCore, world: MPI.Intracomm) -> None:
