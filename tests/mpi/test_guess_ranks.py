@@ -38,7 +38,8 @@ def save(kind: str, folder: Path) -> dict[str, Any]:
 def ask(core: TorchCore, right: Drafts) -> tuple[list[list[int]], Drafts]:
     """Return the answers, and what was guessed behind which tokens."""
     from tests.helpers.eagle_heads import Seen
-    from tests.helpers.torch_cores import answer, make_batch
+    from tests.helpers.gpu_cores import answer
+    from tests.helpers.torch_cores import make_batch
 
     seen = Seen(core, right)
     core.start_test()
@@ -83,7 +84,8 @@ def test_two_ranks_guess_as_one(tmp_path: Path, kind: str, on_gpus: bool, dtype:
 
 def check(core: TorchCore, folder: Path, how: dict[str, Any], options: dict[str, Any], equal: float) -> None:
     """Compare the leader's core with one that is alone."""
-    from tests.helpers.torch_cores import answer, make_batch, make_core
+    from tests.helpers.gpu_cores import answer
+    from tests.helpers.torch_cores import make_batch, make_core
 
     prompts = [np.random.default_rng(n).integers(0, 318, n).tolist() for n in (3, 5, 9, 20, 33, 47, 64, 90)]
     plain = answer(make_core(folder, **options), make_batch(prompts))
