@@ -1,6 +1,6 @@
 """The matrix product with weights, floats, 8 bits or 4: the only place in a running model that quantises.
 
-Floats on a CPU go to `CpuProducts`, where it can be compiled and is faster than what there is without it: on
+Floats on a CPU go to `CpuProducts`, where it can be compiled and is not slower than what there is without it: on
 x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to 2.5 times as fast
 as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in float32, 1.0 to
 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; it works for any number of rows
 _FEW_ROWS = 32
+_CLEARLY = 1.2
 _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
 
 
@@ -317,14 +318,17 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
 
 @functools.cache
 def _compiled(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
-    """Return compiled products, where they take less time on this machine than what there is without."""
+    """Return compiled products, unless what there is without takes clearly less time on this machine.
+
+    Of about as fast ones the compiled need fewer calls, and a busy machine disturbs both.
+    """
     products = cpu_products(dtype, weight_dtype)
     if products is None:
         return None
     mine, others = products.times_beside(uncompiled)
     about = dtype, weight_dtype, mine * 1e6, others * 1e6
     _log.info("a product of %s with weights of %s takes %.0f us compiled, %.0f otherwise", *about)
-    return products if mine < others else None
+    return products if mine < _CLEARLY * others else None
 
 
 def uncompiled(weight: Tensor) -> Callable[[Tensor], Tensor]:
