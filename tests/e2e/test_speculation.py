@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpillm.configurator.parsers import flag_dict
@@ -18,8 +19,18 @@ pytest.importorskip("transformers")
 from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_handoff_layouts import LAYOUTS, sections
 from tests.e2e.test_handoff_layouts import check as check_pair
-from tests.e2e.test_parallel import N_PROMPTS, SCARCER, VARIANTS, Answers, check, layout, preset_answers
+from tests.e2e.test_parallel import (
+    N_PROMPTS,
+    SCARCER,
+    VARIANTS,
+    Answers,
+    check,
+    layout,
+    oracle,
+    preset_answers,
+)
 from tests.helpers.eagle_heads import save_head
+from tests.helpers.mtp_heads import save_model
 
 NGRAM = "decoding_type:NGram,max_draft_len:4"
 DRAFT = "decoding_type:Draft_Target,max_draft_len:3,speculative_model:tiny-llama"  # the model itself
@@ -31,11 +42,24 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, N_NEW)
 
 
-def test_an_eagle_head(one: Starter, answers: Answers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_eagle_head(one: Starter, answers: Answers, tmp_path: Path, tp: int) -> None:
     save_preset("tiny-llama", tmp_path / "model")
     save_head(tmp_path / "model", tmp_path / "head")
     how = f"decoding_type:Eagle,max_draft_len:3,speculative_model:{tmp_path / 'head'}"
-    instance = check(one, "tiny-llama", 1, answers, "--speculative_config", how)
+    instance = check(one, "tiny-llama", tp, answers, *layout(tp), "--speculative_config", how)
+    assert 0 <= instance["accepted_tokens"] < instance["drafted_tokens"]
+
+
+def test_deepseeks_own_layer_on_two_ranks(one: Starter, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    prompts = [np.random.default_rng(i).integers(3, 318, 5 + 9 * i).tolist() for i in range(5)]
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text("".join(f'{{"input_tokens": {prompt}}}\n' for prompt in prompts))
+    how = "decoding_type:MTP,num_nextn_predict_layers:2"
+    answers = dataset, oracle(model, prompts, 24)
+    options = [*layout(2, ep=2), "--speculative_config", how]
+    instance = check(one, tmp_path / "model", 2, answers, *options, n_new=24)
     assert 0 <= instance["accepted_tokens"] < instance["drafted_tokens"]
 
 

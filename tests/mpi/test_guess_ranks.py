@@ -55,7 +55,7 @@ def ask(core: TorchCore, right: Drafts) -> tuple[list[list[int]], Drafts]:
     ids=["CPUs", "GPUs", "GPUs, bfloat16"],
 )
 def test_two_ranks_guess_as_one(tmp_path: Path, kind: str, on_gpus: bool, dtype: str, equal: float) -> None:
-    """`equal`: the share of guesses that are the same ones, behind right and wrong guesses, also in chunks."""
+    """`equal`: the share of guesses that are the same ones, behind right and wrong ones, also in chunks."""
     world = MPI.COMM_WORLD
     if world.size != 2:
         pytest.skip("for two ranks")

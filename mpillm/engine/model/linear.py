@@ -1,9 +1,9 @@
 """The matrix product with weights, floats, 8 bits or 4: the only place in a running model that quantises.
 
-Floats on a CPU go to `CpuProducts`, where it can be compiled and is not slower than what there is without it: on
-x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to 2.5 times as fast
-as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in float32, 1.0 to
-3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more.
+Floats on a CPU go to `CpuProducts`, where it can be compiled and is about as fast as what there is without
+it, or faster: on x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to
+2.5 times as fast as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in
+float32, 1.0 to 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more.
 docs/explain/engine_cpu.md has `CpuProducts` beside it.
 """
 

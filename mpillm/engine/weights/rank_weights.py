@@ -207,7 +207,7 @@ class Built(Weights):
 
 
 def whole_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
-    """Return the embedding [vocabulary, hidden] of a model of one stage, whatever its TP size; as `open_weights`."""
+    """Return the embedding [vocabulary, hidden] of a model of one stage; as `open_weights`."""
     each = layouts(info.layout) if info.engine is not None else [Layout()]
     parts = [open_weights(info, layout, device, dummy=dummy).get("model.embed_tokens") for layout in each]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -30,7 +30,9 @@ def engine(family: str, folder: Path) -> CountedEngine:
     return CountedEngine(core, check_model(core))
 
 
-@pytest.mark.parametrize(("family", "mlp"), [("Qwen3ForCausalLM", 3 * 96), ("Qwen3MoeForCausalLM", 3 * 3 * 48 + 8)])
+@pytest.mark.parametrize(
+    ("family", "mlp"), [("Qwen3ForCausalLM", 3 * 96), ("Qwen3MoeForCausalLM", 3 * 3 * 48 + 8)]
+)
 def test_operations(family: str, mlp: int, tmp_path: Path) -> None:
     """`mlp`: its products' columns of all experts that a row chooses, and the router's."""
     counted = engine(family, tmp_path)

@@ -99,7 +99,7 @@ def test_weights_in_mxfp4(dtype: torch.dtype, inputs: int, outputs: int) -> None
 @pytest.mark.parametrize("kind", ["floats", "int8", "mxfp4"])
 @pytest.mark.parametrize("per_row", [1, 3])
 def test_experts(dtype: torch.dtype, kind: str, per_row: int) -> None:
-    """All experts in one call: some are nobody's, some have more rows than are copied at once, some fit a tile."""
+    """In one call: some are nobody's, some have more rows than are copied at once, some fit a tile."""
     random = torch.Generator().manual_seed(1)
     products = products_of(dtype, {"floats": dtype, "int8": torch.int8, "mxfp4": torch.uint8}[kind])
     inputs, outputs = 640, 50
@@ -107,11 +107,14 @@ def test_experts(dtype: torch.dtype, kind: str, per_row: int) -> None:
         experts = len(counts)
         n_pairs = sum(counts) + 1 + (-sum(counts) - 1) % 3  # the last ones are other ranks'
         x = torch.randn(n_pairs // per_row, inputs, generator=random).to(dtype)
-        weights, packed = [], []
+        weights: list[torch.Tensor] = []
+        packed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for _ in range(experts):
             if kind == "mxfp4":
                 blocks = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=random)
-                exponents = torch.randint(120, 128, (outputs, inputs // 32), dtype=torch.uint8, generator=random)
+                exponents = torch.randint(
+                    120, 128, (outputs, inputs // 32), dtype=torch.uint8, generator=random
+                )
                 packed.append((products.pack(blocks), products.pack_exponents(exponents)))
                 weights.append(widened(blocks, exponents).double())
             elif kind == "int8":
@@ -149,7 +152,9 @@ def test_experts_are_multiplied_as_one_by_one(dtype: torch.dtype) -> None:
     found = grouped(x, choice)
     for row in range(37):
         for place, expert in enumerate(chosen[row].tolist()):
-            alone = linears[expert - 1](x[row][None])[0] + grouped.biases[expert - 1] if expert else 0 * found[0]
+            alone = (
+                linears[expert - 1](x[row][None])[0] + grouped.biases[expert - 1] if expert else 0 * found[0]
+            )
             assert found[2 * row + place].equal(alone)
 
 
