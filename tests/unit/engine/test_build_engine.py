@@ -21,7 +21,7 @@ from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.engine_folder import layouts, read_engine
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.rank_weights import Built, Shards
+from mpillm.engine.weights.rank_weights import Built, Shards, whole_embedding
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
@@ -94,6 +94,18 @@ def test_each_rank_gets_what_it_would_have_cut(
             ), name
             assert (scales is None) == (wanted_scales is None) == (quantization == "none")
             assert scales is None or (wanted_scales is not None and torch.equal(scales, wanted_scales))
+
+
+def test_the_whole_embedding_of_several_ranks(llama: Path, tmp_path: Path) -> None:
+    """A head that guesses needs it on the first of them."""
+    build(llama, tmp_path / "engine", 4)
+    model = load_model_config(str(llama))
+    wanted = Checkpoint(llama, model).get("model.embed_tokens.weight")
+    for options in ({"engine_dir": str(tmp_path / "engine")}, {}):
+        info = check_model(config(llama, tp_size=4, tp_rank=0, dtype="float32", **options))
+        assert torch.equal(whole_embedding(info, "cpu", dummy=False), wanted.float())
+    info = check_model(config("tiny-llama", tp_size=4, tp_rank=0, dtype="float32"))
+    assert torch.equal(whole_embedding(info, "cpu", dummy=True), wanted.float())
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
