@@ -95,13 +95,14 @@ class CountedEngine:
     def products(self) -> float:
         """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
         dtype = self._engine.worker.part.dtype
+        all_of_them = list(self._products())  # before the clock starts: rows choose their experts here
         most: dict[int, int] = {}  # rows, by inputs
-        for each in self._products():
+        for each in all_of_them:
             most[each.inputs] = max(each.rows, most.get(each.inputs, 0))
         inputs = {width: torch.randn(rows, width).to(dtype) for width, rows in most.items()}
         with torch.inference_mode():
             started = time.perf_counter()
-            for each in self._products():
+            for each in all_of_them:
                 each.multiply(inputs[each.inputs][: each.rows])
             return time.perf_counter() - started
 
