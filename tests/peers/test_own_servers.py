@@ -45,7 +45,7 @@ TRANSFORMERS: tuple[object, ...] = (
 def in_path(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Have vllm in PATH, and its settings for CPUs in the environment; return these."""
     program("vllm")
-    settings = forking_vllm(tmp_path / "bin")
+    settings = forking_vllm(tmp_path / "program")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return settings
