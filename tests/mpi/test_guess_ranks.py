@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from mpi4py import MPI
 from mpillm.comms.communicators import InstanceComms
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from tests.helpers.followers import STOP, follow
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-STOP = 1
 Drafts = dict[tuple[int, ...], list[int]]
 
 
@@ -98,15 +97,3 @@ def check(core: TorchCore, folder: Path, how: dict[str, Any], options: dict[str,
     both = guessed.keys() & guessed_alone.keys()
     assert len(both) > 20
     assert sum(guessed[tokens] == guessed_alone[tokens] for tokens in both) >= equal * len(both)
-
-
-def follow(core: TorchCore, world: MPI.Intracomm) -> None:
-    """Run the leader's steps until it says that it ends."""
-    end = time.monotonic() + 120
-    while core.has_work() or not world.Iprobe(0, STOP):
-        if core.has_work():
-            core.poll_responses()
-        else:
-            time.sleep(0.001)
-        assert time.monotonic() < end
-    world.recv(source=0, tag=STOP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from mpi4py import MPI
 from mpillm.comms.communicators import InstanceComms
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from tests.helpers.followers import STOP, follow
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8], [5, 6, 7]]
-N_OUTPUT, STOP = 9, 1
+N_OUTPUT = 9
 BIAS = np.sin(np.arange(512)).astype(np.float32)
 
 
@@ -73,6 +73,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     assert core.takes_special and core.takes_adapters != on_gpus
     if world.rank:
         follow(core, world)
+        runs: Any = core._runs  # a `Follower`
+        world.send(len(runs._adapters._of), 0, STOP)
         return
     alone = make_core(folder / "model", end_ids=(3,), max_num_tokens=24, **on_one)
     adapter = adapter_alone = None
@@ -91,17 +93,3 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     assert (plain == answers[:1]) == on_gpus  # where nothing adapted it
     world.send(None, 1, STOP)
     assert world.recv(source=1, tag=STOP) == 0, "adapters that are kept"
-
-
-def follow(core: TorchCore, world: MPI.Intracomm) -> None:
-    """Run the leader's steps until it says that it ends; tell it how many adapters this rank keeps."""
-    end = time.monotonic() + 120
-    while core.has_work() or not world.Iprobe(0, STOP):
-        if core.has_work():
-            core.poll_responses()
-        else:
-            time.sleep(0.001)
-        assert time.monotonic() < end
-    world.recv(source=0, tag=STOP)
-    runs: Any = core._runs  # a `Follower`
-    world.send(len(runs._adapters._of), 0, STOP)

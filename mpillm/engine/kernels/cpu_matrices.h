@@ -131,8 +131,8 @@ static void multiply_panels(const product *of, int64_t first, const float *x, co
         store_rows(sums + (j - from) * filled * WIDTH, NULL, of, first, rows, j * WIDTH);
 }
 
-/* `n` rows, from the `begin`th on, times one expert's weights. Threads share the panels, or, if there are many, the rows: then none reads what another has copied,
-   which takes longer than to read weights once more. */
+/* `n` rows, from the `begin`th on, times one expert's weights. Threads share the panels, or, if there are many, the rows:
+   then none reads what another has copied, which takes longer than to read weights once more. */
 static void multiply_by_matrices(const product *of, const weight *weights, int64_t begin, int64_t n)
 {
     int64_t pairs = (of->inputs + 2 * SIDE - 1) / (2 * SIDE) * SIDE, panels = (of->outputs + WIDTH - 1) / WIDTH;
