@@ -237,7 +237,7 @@ def queue(result: Mapping[str, Any]) -> str:
     """Return whether the queue of a Server test grew, in words."""
     grew = result.get("queue_grew")
     if grew is None:
-        return "too few requests to tell whether the queue grew"
+        return "too short to tell whether the queue grew"
     return "the queue grew" if grew else "the queue did not grow"
 
 

@@ -91,9 +91,49 @@ def test_answers_that_come_in_one_moment_have_no_rate_of_their_own() -> None:
     assert kept_up(rows)["answered_per_second"] == pytest.approx(23 / 80, rel=0.01)
 
 
+@pytest.mark.parametrize("order", ["latest first", "at random"])
+def test_an_overloaded_system_that_serves_in_another_order(order: str) -> None:
+    """No latency grows by time of issue: those that wait are overtaken."""
+    for seed in range(5):
+        for load, n in ((2.0, 500), (1.25, 4000)):
+            assert kept_up(overtaken(load, n, seed, order))["queue_grew"], (seed, load)
+    for seed in range(20):
+        assert kept_up(overtaken(0.9, 1500, seed, order))["queue_grew"] is False, seed
+
+
+def overtaken(load: float, n: int, seed: int, order: str) -> np.ndarray[Any, Any]:
+    """Return the requests of a single server whose queue is no line."""
+    random = np.random.default_rng(seed)
+    rows = np.zeros(n, RECORD)
+    rows["issued"] = np.cumsum(random.exponential(1 / (load * CAPACITY), n))
+    waiting: list[int] = []
+    time, come = 0.0, 0
+    for _ in range(n):
+        if not waiting:
+            time = max(time, rows["issued"][come])
+        while come < n and rows["issued"][come] <= time:
+            waiting.append(come)
+            come += 1
+        at = waiting.pop(-1 if order == "latest first" else int(random.integers(len(waiting))))
+        time += 1 / CAPACITY
+        rows["ttft"][at] = rows["latency"][at] = time - rows["issued"][at]
+    return rows
+
+
+def test_a_system_that_answers_nobody_before_the_last_request_has_not_kept_up() -> None:
+    """It stood still for 30 s, then was faster than requests had come: later ones waited less."""
+    random = np.random.default_rng(1)
+    rows = np.zeros(1200, RECORD)
+    rows["issued"] = np.cumsum(random.exponential(1 / 60, 1200))
+    rows["ttft"] = 30 + np.arange(1200) / 70 - rows["issued"]
+    rows["latency"] = rows["ttft"] + 1
+    found = kept_up(rows)
+    assert found["queue_grew"] is None and queue(found).startswith("too short to tell")
+
+
 def test_too_few_requests_tell_nothing() -> None:
     found = kept_up(behind(3.0, 60, SERVICES["equal"], 0))
-    assert found["queue_grew"] is None and queue(found).startswith("too few requests to tell whether")
+    assert found["queue_grew"] is None and queue(found).startswith("too short to tell whether")
     one = kept_up(np.zeros(1, RECORD))
     assert one == {"offered_per_second": None, "answered_per_second": None, "queue_grew": None}
     assert rates(one) == "" and not doubts(one)
