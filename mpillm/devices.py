@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from disagg import WorldPlan
@@ -106,6 +106,43 @@ def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int
     return devices
 
 
+def _one_each(
+    device: str, ranks_of: Mapping[str, list[int]], gpus: Sequence[tuple[Gpu, ...]]
+) -> dict[int, int]:
+    """Return `share_out` over all nodes. Raises ConfigError if one has too few."""
+    devices: dict[int, int] = {}
+    for node, ranks in ranks_of.items():
+        mine = share_out(ranks, gpus)
+        if len(mine) < len(ranks):
+            n_gpus = len({gpu.uuid for rank in ranks for gpu in gpus[rank]})
+            raise ConfigError(
+                f"--device {device}: node {node} needs one GPU per worker rank ({len(ranks)}),"
+                f" but the core can use {n_gpus} there: start fewer ranks, or use --device cpu",
+                about=["device"],
+            )
+        devices |= mine
+    return devices
+
+
+def of_instance(
+    device: str, ranks: Sequence[int], rank: int, nodes: Sequence[str], gpus: Sequence[tuple[Gpu, ...]]
+) -> list[Gpu]:
+    """Return the GPUs of an instance on the node of `rank`, one of its `ranks`: its own first; none: the CPU.
+
+    All ranks are workers of some instance; `nodes` and `gpus`: where each is, and what it sees. Raises
+    ConfigError on all of them if a node has too few.
+    """
+    if device == "cpu" or (device == "auto" and not any(gpus)):
+        return []
+    ranks_of: dict[str, list[int]] = {}
+    for one, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(one)
+    own = {one: gpus[one][i] for one, i in _one_each(device, ranks_of, gpus).items()}
+    beside = [own[one] for one in ranks if one != rank and nodes[one] == nodes[rank]]
+    seen = {gpu.uuid for gpu in gpus[rank]}
+    return [own[rank], *(gpu for gpu in beside if gpu.uuid in seen)]
+
+
 def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, OwnGpu]:
     """Return the GPU of each worker rank; empty: the CPU.
 
@@ -115,18 +152,10 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
     workers = [rank for rank in plan.ranks if rank.device is not None]
     if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in workers)):
         return {}
-    devices: dict[int, int] = {}
-    for node in dict.fromkeys(rank.node for rank in workers):
-        there = [rank.rank for rank in workers if rank.node == node]
-        mine = share_out(there, gpus)
-        if len(mine) < len(there):
-            n_gpus = len({gpu.uuid for rank in there for gpu in gpus[rank]})
-            raise ConfigError(
-                f"--device {device}: node {node} needs one GPU per worker rank ({len(there)}),"
-                f" but the core can use {n_gpus} there: start fewer ranks, or use --device cpu",
-                about=["device"],
-            )
-        devices |= mine
+    ranks_of: dict[str, list[int]] = {}
+    for rank in workers:
+        ranks_of.setdefault(rank.node, []).append(rank.rank)
+    devices = _one_each(device, ranks_of, gpus)
     least = {
         instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks)
         for instance in plan.instances

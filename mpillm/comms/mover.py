@@ -1,7 +1,6 @@
 """Movers: they move KV caches from rank to rank. Nothing here waits.
 
-On GPUs `engine.handoff.nccl_mover` and `peer_mover` replace `MpiMover`; who sends what to whom, and when,
-stays the same.
+On GPUs movers of `engine.handoff` replace `MpiMover`; who sends what to whom, and when, stays the same.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ class HandsOver(Protocol):
     """
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
-        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff."""
+        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff.
+
+        No peers: the partner is another run (`HandsOverToRuns`).
+        """
 
     def poll_kv(self) -> list[int]:
         """Return the ids of requests whose whole KV cache has left this instance, or arrived.
@@ -108,9 +111,11 @@ class HandsOverToRuns(HandsOver, Protocol):
     def host_end(self) -> OwnMemory:
         """Make the handoff's other end in this rank's memory.
 
-        Called on the instance's leader after `load`, if `connect` has named a single peer of one rank: this
-        one.
+        Called on the instance's leader after `load`, if `connect` has named no peers.
         """
+
+    def new_cache(self, n_bytes: int) -> Cache:
+        """Return memory for a cache that this end is to give. Called in any thread."""
 
 
 @runtime_checkable

@@ -35,11 +35,13 @@ from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
-    from mpillm.comms.mover import Mover, Peer
+    from mpillm.comms.mover import Mover, MpiMover, Peer
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.cache.two_caches import TwoCaches
     from mpillm.engine.engine import Engine
-    from mpillm.engine.handoff.host_end import HostEnd
+    from mpillm.engine.handoff.host_end import Cache, HostEnd
+    from mpillm.engine.handoff.host_mover import HostMover
+    from mpillm.engine.handoff.pinned import Pinned
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.lora import Adapter
     from mpillm.engine.model.model_info import ModelInfo
@@ -52,6 +54,8 @@ _HEALTH_PAUSE_S = 0.0005
 _TIMED = 3  # prompts of each size, of which the fastest counts
 # The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
+_PINNED = 4 << 30  # bytes for caches between a GPU and another run, on the rank that has them in its memory
+_MEMORY_TO_PINNED = 16  # a rank's share of the host memory over that
 
 
 _STAGES = brought("STAGES")
@@ -88,6 +92,8 @@ class TorchCore(LLMCore):
         self.worker: Worker | None = None
         self._runs: Engine | Follower | None = None  # an engine if this rank leads its instance
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
+        self._host_mover: HostMover | None = None  # of a GPU whose partner is another run
+        self._pinned: Pinned | None = None  # as `_host_mover`
         self._before_test: dict[str, int] = {}
         self._computed_before_test = (0, 0)  # tokens of prompts and of answers
         self._compiled_before_test = 0
@@ -148,23 +154,37 @@ class TorchCore(LLMCore):
             self._runs = Follower(worker)
 
     def _make_transfers(self, cache: KVCache | TwoCaches, mover: Mover, peers: dict[int, Peer]) -> Transfers:
+        from mpillm.comms.mover import MpiMover, Peer
         from mpillm.engine.handoff.transfer import Transfers, partners
 
         config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
+        of_host = not peers
+        peers = peers or {0: Peer(0, 1, 1)}
         if self.config.gpu_bytes is None:
             return Transfers(cache, config, layout, mover, peers, sends=sends)
-        from mpillm.comms.mover import MpiMover
+        assert isinstance(mover, MpiMover)
+        most_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
+        if of_host:
+            mover = self._host_mover = self._make_host_mover(mover)
+            return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
         from mpillm.engine.handoff.nccl_mover import NcclMover
         from mpillm.engine.handoff.peer_mover import PeerMover
 
-        assert isinstance(mover, MpiMover)
         ranks = partners(config, layout, peers.values(), sends=sends)
         peer_mover = PeerMover.connected(mover.comm, ranks, cache, sends=sends)
         mover = NcclMover.connected(mover.comm, ranks - peer_mover.ranks, sends=sends)
-        most_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
         return Transfers(
             cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, block_mover=peer_mover
         )
+
+    def _make_host_mover(self, mover: MpiMover) -> HostMover:
+        from mpillm.engine.handoff.host_mover import HostMover
+        from mpillm.engine.handoff.pinned import Pinned
+        from mpillm.telemetry.free_memory import available_bytes
+
+        most = available_bytes() // (_MEMORY_TO_PINNED * self.config.node_ranks)
+        self._pinned = Pinned(min(most, _PINNED if self._leads else _PINNED // 8))
+        return HostMover(mover, mover.comm.rank, self._pinned)
 
     def _make_worker(self) -> Worker:
         import torch
@@ -410,7 +430,12 @@ class TorchCore(LLMCore):
         assert self._handoff is not None
         c, kv_bytes = self.config, self.info.config.kv_bytes_per_token(self.info.kv_dtype)
         instance = Peer(0, c.tp_size, c.pp_size)
-        return HostEnd(self.info.config, kv_bytes, self._handoff[0], instance, takes=c.role == "context")
+        mover = self._host_mover.host_end if self._host_mover else self._handoff[0]
+        takes = c.role == "context"
+        return HostEnd(self.info.config, kv_bytes, mover, instance, takes=takes, new=self.new_cache)
+
+    def new_cache(self, n_bytes: int) -> Cache:
+        return np.empty(n_bytes, np.uint8) if self._pinned is None else self._pinned.new(n_bytes)
 
     def lose_peer(self, instance: int) -> None:
         if self.worker is not None and self.worker.transfers is not None:

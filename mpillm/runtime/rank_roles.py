@@ -132,10 +132,9 @@ def _instance_role(
         members = handoff_ranks(plan)
         others = generations if instance.role == "ctx" else contexts
         peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
-        # One half of disaggregated serving: the partner is the leader's own memory.
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
         assert isinstance(core, HandsOver)  # `join` has asked its class
-        core.connect(mover, peers or {0: Peer(0, 1, 1)})
+        core.connect(mover, peers)
     if route is None or rank != instance.leader:
         return Follower(core)
     if session is not None and (half := session.make_half(core, route, leader, instance.index)):

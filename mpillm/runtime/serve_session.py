@@ -104,11 +104,6 @@ class ServeSession(RunSession):
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
         half = None
         if config.half:
-            if planned.gpus:
-                raise ConfigError(
-                    f"a {config.half} server hands KV caches over from host memory: name --device cpu",
-                    about=["device", "server_role"],
-                )
             self._half = found_at(brought("SERVER_ROLES")[config.half])(config, planned.models[0], self.url)
             half = self._half.routes
         service = Service(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -13,9 +15,12 @@ from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import RunComms
+from mpillm.comms.start import node_name
 from mpillm.config.part import Part
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found, Level, Origin
+from mpillm.cores.registry import BackendRegistry
+from mpillm.devices import of_instance
 
 
 class Share(NamedTuple):
@@ -47,6 +52,7 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
             f" {yaml.n_workers}"
         )
     (mine,) = (instance for instance in instances if control.rank in instance.ranks)
+    _keep_own_gpus(config, control, mine.ranks)
     node = control.Split_type(MPI.COMM_TYPE_SHARED)
     part = Part(mine, node.size)
     node.Free()
@@ -61,3 +67,20 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     made.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
     made.found = config.found | {name: Found(value, origin) for name, value in values.items()}
     return Share(made, RunComms(world, world.Dup(), world.Dup()))
+
+
+def _keep_own_gpus(config: RunConfig, control: MPI.Intracomm, ranks: Sequence[int]) -> None:
+    """Leave visible the GPUs of this rank's instance, before CUDA starts: it shares out what it sees.
+
+    Collective over `control`. Raises EveryRankError if a node has too few.
+    """
+    core = BackendRegistry.get(config.core_type)
+    if not core.uses_gpus:
+        return
+    nodes, gpus = zip(*control.allgather((node_name(), core.gpus())), strict=True)
+    try:
+        own = of_instance(config.device, ranks, control.rank, nodes, gpus)
+    except ConfigError as error:
+        raise EveryRankError(str(error)) from None
+    if own:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import disagg
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.devices import Gpu, OwnGpu, assign, visible_gpus
+from mpillm.devices import Gpu, OwnGpu, assign, of_instance, visible_gpus
 
 
 def gpu(name: str, free: int = 90) -> Gpu:
@@ -192,3 +193,19 @@ def test_slices_of_one_card_are_devices_like_others() -> None:
     one, other = (Gpu(name, *MIG[name], MIG[name][1]) for name in list(MIG)[2:4])
     assert assign("auto", plan(2), [(), (one,), (other,)]) == {1: OwnGpu(0, 40), 2: OwnGpu(0, 41)}
     assert assign("auto", plan(2), [(), (one, other), (one, other)]) == {1: OwnGpu(0, 40), 2: OwnGpu(1, 41)}
+
+
+def test_the_gpus_of_one_of_several_instances() -> None:
+    """Ranks 0 and 1 are an instance, 2 another, 3 and 4 a third, over two nodes."""
+    nodes = ["a", "a", "a", "a", "b"]
+    seen: Sequence[tuple[Gpu, ...]] = [(A, B, C, D)] * 4 + [(gpu("e"),)]
+
+    def own(ranks: list[int], rank: int, seen: Sequence[tuple[Gpu, ...]] = seen) -> str:
+        return "".join(one.uuid[-1] for one in of_instance("auto", ranks, rank, nodes, seen))
+
+    assert [own([0, 1], 0), own([0, 1], 1), own([2], 2)] == ["ab", "ba", "c"]
+    assert [own([3, 4], 3), own([3, 4], 4)] == ["d", "e"]
+    assert own([0, 1], 1, [(A,), (B,), (C,), (D,), (gpu("e"),)]) == "b"  # the launcher has assigned them
+    assert own([0, 1], 1, [()] * 5) == "" and of_instance("cpu", [0, 1], 1, nodes, seen) == []
+    with pytest.raises(ConfigError, match=r"node a needs one GPU per worker rank \(4\)"):
+        own([3, 4], 4, [(A, B, C)] * 4 + [(gpu("e"),)])

@@ -93,11 +93,10 @@ class KVCache:
         return len(self.pools) * n_each
 
     @torch.inference_mode()
-    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
+    def new_piece(self, held: Held, layers: slice, heads: slice) -> Tensor:
         """Return a buffer for a piece of a handoff: uint8 [bytes]."""
-        return torch.empty(
-            self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device
-        )
+        n_bytes = self.piece_bytes(held.n_tokens, layers, heads)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.keys.device)
 
     @torch.inference_mode()
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:

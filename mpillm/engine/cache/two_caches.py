@@ -26,8 +26,8 @@ class TwoCaches:
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
         return self.caches[0].piece_bytes(n_tokens, layers, heads)
 
-    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
-        return self.caches[0].new_piece(n_tokens, layers, heads)
+    def new_piece(self, held: Held, layers: slice, heads: slice) -> Tensor:
+        return self.caches[0].new_piece(held, layers, heads)
 
     @torch.inference_mode()
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:

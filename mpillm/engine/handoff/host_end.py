@@ -8,6 +8,7 @@ know each other's layouts or block sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,21 +26,27 @@ Cache = NDArray[np.uint8]  # shape [bytes]
 class HostPool:
     """Caches by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
 
-    def __init__(self, config: ModelConfig, kv_bytes_per_token: int) -> None:
+    def __init__(self, config: ModelConfig, kv_bytes_per_token: int, new: Callable[[int], Cache]) -> None:
+        """`new`: returns memory of so many bytes."""
         self._shape = config.n_layers, config.kv_parts, config.n_kv_heads
         self._row = kv_bytes_per_token // (config.n_layers * config.kv_parts * config.n_kv_heads)
         self._whole = kv_bytes_per_token
+        self._new = new
         self.caches: dict[int, Cache] = {}
 
     def new(self, n_tokens: int) -> Cache:
-        return np.empty(n_tokens * self._whole, np.uint8)
+        return self._new(n_tokens * self._whole)
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
         n_parts: int = (layers.stop - layers.start) * self._shape[1] * (heads.stop - heads.start)
         return n_parts * n_tokens * self._row
 
-    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Cache:
-        return np.empty(self.piece_bytes(n_tokens, layers, heads), np.uint8)
+    def new_piece(self, held: Held, layers: slice, heads: slice) -> Cache:
+        """Return the piece's place in the cache, if it lies there as a whole."""
+        part = self._part(held, layers, heads)
+        if part.flags.c_contiguous:
+            return part.reshape(-1)
+        return self._new(self.piece_bytes(held.n_tokens, layers, heads))
 
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]:
         return [np.ascontiguousarray(self._part(one, layers, heads)).reshape(-1) for one in held]
@@ -47,7 +54,8 @@ class HostPool:
     def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None:
         for one, piece in zip(held, pieces, strict=True):
             part = self._part(one, layers, heads)
-            part[:] = np.asarray(piece).reshape(part.shape)
+            if not np.may_share_memory(piece, part):
+                part[:] = np.asarray(piece).reshape(part.shape)
 
     def _part(self, held: Held, layers: slice, heads: slice) -> Cache:
         whole = self.caches[held.blocks[0]].reshape(*self._shape, held.n_tokens * self._row)
@@ -58,10 +66,19 @@ class HostEnd:
     """Takes caches from an instance, or gives them to it. The rank that has the memory polls it."""
 
     def __init__(
-        self, config: ModelConfig, kv_bytes_per_token: int, mover: Mover, instance: Peer, *, takes: bool
+        self,
+        config: ModelConfig,
+        kv_bytes_per_token: int,
+        mover: Mover,
+        instance: Peer,
+        *,
+        takes: bool,
+        new: Callable[[int], Cache],
     ) -> None:
-        """`instance`: its ranks and layout in the mover's communicator; `takes`: it is a context instance."""
-        self._pool = HostPool(config, kv_bytes_per_token)
+        """`instance`: its ranks and layout in the mover's communicator; `takes`: it is a context instance;
+        `new`: see `HostPool`.
+        """
+        self._pool = HostPool(config, kv_bytes_per_token, new)
         self._transfers = Transfers(self._pool, config, Layout(), mover, {0: instance}, sends=not takes)
         self._kind = Kind.RECEIVE if takes else Kind.SEND
 

@@ -73,7 +73,7 @@ class Cache(Protocol):
     """Where KV caches come from or go to: see `KVCache`."""
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int: ...
-    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Any: ...
+    def new_piece(self, held: Held, layers: slice, heads: slice) -> Any: ...
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]: ...
     def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None: ...
 
@@ -138,7 +138,7 @@ class Transfers:
                 elif piece.rank in self._reached:
                     self._move(under, piece)
                 else:
-                    buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
+                    buffer = self._cache.new_piece(under.held, piece.layers, piece.heads)
                     under.pieces.append(
                         (self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer)
                     )

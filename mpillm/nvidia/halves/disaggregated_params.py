@@ -33,7 +33,7 @@ from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Asked, Served
 from mpillm.endpoint.shapes import Shapes
 from mpillm.files import excerpt
-from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, fetch
+from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, fetch, plain_memory
 from mpillm.nvidia.halves.opaque_state import KvState, Seal, request_digest
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class DisaggregatedParams:
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
         # By context server: one that does not answer leaves threads to the others.
         self._shares: dict[tuple[str, int], asyncio.Semaphore] = {}
+        self.new_cache: Callable[[int], Cache] = plain_memory
+        """Returns memory for a cache that is fetched: the core's, once there is one."""
         self._open: list[Answer] = []  # context-only, until their caches are fetched or dropped
+        self._turn = asyncio.Lock()  # of who waits for room, in order
 
     def check(self, asked: Asked, served: Served) -> Asked:
         """Return what is asked for, with what `disaggregated_params` change.
@@ -118,21 +121,31 @@ class DisaggregatedParams:
     # --- a context server ---
 
     async def wait_for_room(self) -> None:
-        """Wait until one more context-only request leaves room for those of other kinds.
+        """Wait, in turn, until one more context-only request leaves room for those of other kinds.
 
         Raises ApiError if that takes too long.
         """
-        assert self._store is not None
+        if not (self._turn.locked() or self._is_full()):
+            return
         end = time.monotonic() + self._timeout_s
-        while len(self._open) >= self._store.most_open:
+        too_late = ApiError(429, "too many KV caches wait to be fetched; try again later", code="queue_full")
+        try:
+            await asyncio.wait_for(self._turn.acquire(), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise too_late from None
+        try:
+            while self._is_full():
+                if time.monotonic() > end:
+                    raise too_late
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._turn.release()
+
+    def _is_full(self) -> bool:
+        assert self._store is not None
+        if len(self._open) >= self._store.most_open:
             self._open = [answer for answer in self._open if not answer.released]
-            if len(self._open) < self._store.most_open:
-                return
-            if time.monotonic() > end:
-                raise ApiError(
-                    429, "too many KV caches wait to be fetched; try again later", code="queue_full"
-                )
-            await asyncio.sleep(_LOOK_S)
+        return len(self._open) >= self._store.most_open
 
     def began(self, answer: Answer) -> None:
         """Note a context-only request."""
@@ -188,7 +201,7 @@ class DisaggregatedParams:
         at, key = (state.host, state.port), bytes.fromhex(state.key)
         if at not in self._shares:
             self._shares[at] = asyncio.Semaphore(_FETCHES // 2)
-        work = partial(fetch, *at, key, n_bytes, self._timeout_s)
+        work = partial(fetch, *at, key, n_bytes, self._timeout_s, self.new_cache)
         try:
             cache = await self._in_thread(self._shares[at], work)
         except CacheLost as error:

@@ -70,4 +70,6 @@ class HalfServer:
         """Return the role of the instance's first rank."""
         if self._store is not None:
             return ContextServer(core, route, leader, instance, self._store)
+        assert isinstance(core, HandsOverToRuns)  # its class was asked
+        self.routes.new_cache = core.new_cache
         return GenerationServer(core, route, leader, instance, self._arrivals)

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +33,8 @@ _FETCHED = b"\x01"
 _BACKLOG = 256
 _CONNECT_S = 5.0
 _CALLERS = 4  # of one cache: who has broken off may not be noticed yet
-_CHUNK = 1 << 20  # bytes of one call
+_CHUNK = 1 << 23  # bytes of one call
+_TIMEVAL = struct.Struct("@ll")
 _PIECE = 1 << 13  # words of one sum
 
 
@@ -136,8 +138,9 @@ class KvStore:
                 connection.sendall(_NOTHING)
                 return
             connection.sendall(_HEAD.pack(cache.nbytes, checksum(cache)))
-            connection.sendall(cache.data)
-            if bytes(_received(connection, 1)) == _FETCHED:
+            end = time.monotonic() + self._timeout_s
+            _move(connection, connection.send, cache, end)
+            if bytes(_received(connection, plain_memory(1), end)) == _FETCHED:
                 self._note_fetched(kept)
         with self._lock:
             kept.callers -= 1
@@ -149,19 +152,33 @@ class KvStore:
                 self._fetched.append(kept.id)
 
 
-def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> Cache:
-    """Fetch a cache of `n_bytes`, waiting for it. Raises CacheLost if it does not come within `timeout_s`."""
+def plain_memory(n_bytes: int) -> Cache:
+    return np.empty(n_bytes, np.uint8)
+
+
+def fetch(
+    host: str,
+    port: int,
+    key: bytes,
+    n_bytes: int,
+    timeout_s: float,
+    new: Callable[[int], Cache] = plain_memory,
+) -> Cache:
+    """Fetch a cache of `n_bytes` into `new` memory, waiting for it.
+
+    Raises CacheLost if it does not come within `timeout_s`.
+    """
     end = time.monotonic() + timeout_s
     try:
         with socket.create_connection((host, port), min(timeout_s, _CONNECT_S)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(key)
-            size, expected = _HEAD.unpack(_received(connection, _HEAD.size, end).tobytes())
+            size, expected = _HEAD.unpack(_received(connection, plain_memory(_HEAD.size), end).tobytes())
             if size < 0:
                 raise CacheLost("it does not have the KV cache any more")
             if size != n_bytes:
                 raise CacheLost(f"its KV cache has {size} bytes, not {n_bytes}: another model or data type")
-            cache = _received(connection, n_bytes, end)
+            cache = _received(connection, new(n_bytes), end)
             if checksum(cache) != expected:
                 raise CacheLost("its KV cache arrived with another checksum")
             connection.sendall(_FETCHED)
@@ -177,19 +194,36 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
 def checksum(cache: Cache) -> int:
     """Return the CRC of the sums of its pieces: it costs a tenth of the CRC of all bytes."""
     words = cache[: len(cache) // 8 * 8].view(np.uint64)
-    sums = [int(words[at : at + _PIECE].sum(dtype=np.uint64)) for at in range(0, len(words), _PIECE)]
-    return zlib.crc32(cache[8 * len(words) :].tobytes(), zlib.crc32(np.array(sums, np.uint64).tobytes()))
+    whole = len(words) // _PIECE * _PIECE
+    # All in one call, in which other threads have Python's lock.
+    sums = words[:whole].reshape(-1, _PIECE).sum(axis=1, dtype=np.uint64)
+    if whole < len(words):
+        sums = np.append(sums, words[whole:].sum(dtype=np.uint64))
+    return zlib.crc32(cache[8 * len(words) :].tobytes(), zlib.crc32(sums.tobytes()))
 
 
-def _received(connection: socket.socket, n_bytes: int, end: float | None = None) -> Cache:
-    """Read this many bytes, until `end` (time.monotonic())."""
-    made = np.empty(n_bytes, np.uint8)
-    view, at = made.data, 0
-    while at < n_bytes:
-        if end is not None:
-            connection.settimeout(max(0.001, end - time.monotonic()))
-        n = connection.recv_into(view[at : at + _CHUNK])
+def _received(connection: socket.socket, into: Cache, end: float) -> Cache:
+    """Fill `into`, until `end` (time.monotonic())."""
+    _move(connection, lambda part: connection.recv_into(part, 0, socket.MSG_WAITALL), into, end)
+    return into
+
+
+def _move(connection: socket.socket, call: Callable[[memoryview], int], cache: Cache, end: float) -> None:
+    """Have `call` send or receive all of a cache, until `end` (time.monotonic()).
+
+    The kernel waits, for many bytes at a time: Python needs its lock after each call, and the main thread
+    rarely gives it away. Raises TimeoutError, and EOFError if the connection is closed.
+    """
+    connection.settimeout(None)
+    view, at = cache.data, 0
+    while at < len(cache):
+        whole, part = divmod(max(0.001, end - time.monotonic()), 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+        try:
+            n = call(view[at : at + _CHUNK])
+        except BlockingIOError:
+            raise TimeoutError from None
         if n == 0:
             raise EOFError
         at += n
-    return made

@@ -168,3 +168,52 @@ def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
         contextlib.closing(KvStore("127.0.0.1", 60.0)) as store,
     ):
         asyncio.run(test(listening.getsockname()[1], store))
+
+
+def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while others wait does not take the room that becomes free."""
+    store = KvStore("127.0.0.1", 5.0)
+    half = Half("context", "it", KvFormat("any", 1), "localhost", store, {}, 5.0, Seal(None))
+    served: list[int] = []
+    answers = [Answer(i, 1) for i in range(9)]
+
+    async def ask(i: int) -> None:
+        await half.wait_for_room()
+        half.began(answers[i])
+        served.append(i)
+
+    async def all_of_them() -> None:
+        tasks = []
+        for i in range(8):
+            tasks.append(asyncio.create_task(ask(i)))
+            await asyncio.sleep(0)
+        for i in range(8):
+            while len(served) <= i:
+                await asyncio.sleep(0.001)
+            assert len(served) == i + 1  # there is room for one
+            if i == 3:
+                tasks.append(asyncio.create_task(ask(8)))
+            answers[served[-1]].released = True
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+    try:
+        asyncio.run(all_of_them())
+    finally:
+        store.close()
+    assert served == list(range(9))
+
+
+def test_who_waits_too_long_for_room_is_told_so() -> None:
+    store = KvStore("127.0.0.1", 5.0)
+    half = Half("context", "it", KvFormat("any", 1), "localhost", store, {}, 0.05, Seal(None))
+    half.began(Answer(0, 1))
+
+    async def two() -> list[Any]:
+        asks = half.wait_for_room(), half.wait_for_room()
+        return list(await asyncio.gather(*asks, return_exceptions=True))
+
+    try:
+        found = asyncio.run(two())
+    finally:
+        store.close()
+    assert [one.status for one in found] == [429, 429]

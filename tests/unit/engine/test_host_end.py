@@ -7,6 +7,7 @@ import pytest
 from mpillm.comms.mover import Peer
 from mpillm.engine.handoff.host_end import HostEnd
 from mpillm.engine.handoff.transfer import Kind, Transfer
+from mpillm.nvidia.halves.kv_socket import plain_memory
 from tests.helpers.loopback import Wire
 from tests.unit.engine.test_engine_handoff import Instance, model
 
@@ -25,7 +26,7 @@ def test_a_cache_goes_in_and_out(sender: tuple[int, int], receiver: tuple[int, i
     for i, layout in enumerate(contexts.layouts):
         for layer in range(len(layout.layers(config))):
             contexts.store(i, layer, SENT, N_TOKENS)
-    end = HostEnd(config, kv_bytes, into.mover(0), Peer(0, *sender), takes=True)
+    end = HostEnd(config, kv_bytes, into.mover(0), Peer(0, *sender), takes=True, new=plain_memory)
     end.take(4, N_TOKENS)
     for transfers in contexts.transfers:
         transfers.start([Transfer(Kind.SEND, 1, 9, 4, N_TOKENS, SENT)])
@@ -36,7 +37,7 @@ def test_a_cache_goes_in_and_out(sender: tuple[int, int], receiver: tuple[int, i
     generations = Instance(out, config, receiver, 0, Peer(0, 1, 1), 8, sends=False)
     for transfers in generations.transfers:
         transfers.start([Transfer(Kind.RECEIVE, 1, 9, 6, N_TOKENS, RECEIVED)])
-    end = HostEnd(config, kv_bytes, out.mover(0), Peer(0, *receiver), takes=False)
+    end = HostEnd(config, kv_bytes, out.mover(0), Peer(0, *receiver), takes=False, new=plain_memory)
     end.give(6, N_TOKENS, caches[4])
     assert list(end.poll()) == [6] and end.poll() == {}
     assert all(transfers.poll() == [1] for transfers in generations.transfers)

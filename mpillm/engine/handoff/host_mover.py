@@ -1,0 +1,147 @@
+"""Move KV caches between a GPU and the host memory of a rank (`host_end`).
+
+A stream of its own copies between the GPU and pinned memory, beside the steps. The rank that has the memory
+copies its own pieces straight to their place there, or from it; those of other ranks go over MPI.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpillm.comms.mover import Mover, Moving
+from mpillm.engine.handoff.nccl_mover import event
+from mpillm.engine.handoff.pinned import Pinned
+from mpillm.engine.staging import Event
+
+
+class HostMover:
+    """A `Mover` of tensors on a GPU (uint8 [bytes]); `host_end`: the other end, in this rank's memory."""
+
+    def __init__(self, mover: Mover, rank: int, pinned: Pinned) -> None:
+        """`mover`: between ranks; `rank`: this one, in its communicator; `pinned`: for what goes over MPI."""
+        self._pinned = pinned
+        self.whole_below = mover.whole_below
+        self.host_end = _HostEnd(self, mover, rank)
+        self._mover = mover
+        self._rank = rank
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._met: dict[int, deque[_Copy]] = {}  # by tag: one end of each has come
+        self._leaving: deque[_Copy] = deque()  # not in host memory yet, in order
+        self._coming: list[_Copy] = []  # not in host memory yet
+
+    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+        """`buffer` is filled by the current stream's work so far."""
+        if rank == self._rank:
+            return self.meet(tag, gpu=buffer, to_host=True)
+        leaving = _Copy(buffer, self._like(buffer), to_host=True, rank=rank, tag=tag)
+        self._launch(leaving)
+        self._leaving.append(leaving)
+        return leaving
+
+    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+        """`buffer` may be in use by the current stream's work so far."""
+        if rank == self._rank:
+            return self.meet(tag, gpu=buffer, to_host=False)
+        coming = _Copy(buffer, self._like(buffer), to_host=False)
+        coming.over_mpi = self._mover.receive(rank, tag, coming.host)
+        self._coming.append(coming)
+        return coming
+
+    def meet(
+        self, tag: int, *, gpu: Tensor | None = None, host: Tensor | None = None, to_host: bool
+    ) -> _Copy:
+        """Bring one end of a copy inside this rank, which begins when the other has come."""
+        waiting = self._met.setdefault(tag, deque())
+        if not waiting or (waiting[0].gpu is None) == (gpu is None):
+            waiting.append(_Copy(gpu, host, to_host=to_host))
+            return waiting[-1]
+        copy = waiting.popleft()
+        if not waiting:
+            del self._met[tag]
+        copy.complete(gpu, host)
+        self._launch(copy)
+        return copy
+
+    def poll(self) -> None:
+        self._mover.poll()
+        while self._leaving and self._leaving[0].is_copied():
+            copy = self._leaving.popleft()
+            copy.over_mpi = self._mover.send(copy.rank, copy.tag, copy.host)
+        waiting = []
+        for copy in self._coming:
+            if copy.over_mpi is not None and copy.over_mpi.done():
+                copy.over_mpi = None
+                self._launch(copy)
+            else:
+                waiting.append(copy)
+        self._coming = waiting
+
+    def _like(self, buffer: Tensor) -> Tensor:
+        return torch.from_numpy(self._pinned.new(buffer.nbytes))
+
+    @torch.inference_mode()
+    def _launch(self, copy: _Copy) -> None:
+        assert copy.gpu is not None and copy.host is not None and copy.free is not None
+        self._stream.wait_event(copy.free)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream):
+            into, out = (copy.host, copy.gpu) if copy.to_host else (copy.gpu, copy.host)
+            into.copy_(out, non_blocking=True)
+        copy.copied = event(self._stream)
+
+
+class _HostEnd:
+    """The `Mover` of NumPy arrays at the other end."""
+
+    def __init__(self, gpus: HostMover, mover: Mover, rank: int) -> None:
+        self.whole_below = mover.whole_below
+        self._gpus = gpus
+        self._mover = mover
+        self._rank = rank
+
+    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+        if rank == self._rank:
+            return self._gpus.meet(tag, host=torch.from_numpy(buffer), to_host=False)
+        return self._mover.send(rank, tag, buffer)
+
+    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+        if rank == self._rank:
+            return self._gpus.meet(tag, host=torch.from_numpy(buffer), to_host=True)
+        return self._mover.receive(rank, tag, buffer)
+
+    def poll(self) -> None:
+        self._mover.poll()
+
+
+class _Copy:
+    """A copy between a GPU and host memory, and what MPI does before or after it."""
+
+    def __init__(
+        self, gpu: Tensor | None, host: Tensor | None, *, to_host: bool, rank: int = -1, tag: int = -1
+    ) -> None:
+        self.gpu: Tensor | None = None
+        self.host: Tensor | None = None
+        self.free: Event | None = None  # the current stream's work when `gpu` came
+        self.complete(gpu, host)
+        self.to_host = to_host
+        self.rank = rank
+        self.tag = tag
+        self.copied: Event | None = None
+        self.over_mpi: Moving | None = None
+
+    def complete(self, gpu: Tensor | None, host: Tensor | None) -> None:
+        if gpu is not None:
+            self.gpu, self.free = gpu, event(torch.cuda.current_stream())
+        if host is not None:
+            self.host = host
+
+    def is_copied(self) -> bool:
+        return self.copied is not None and self.copied.query()
+
+    def done(self) -> bool:
+        if self.rank >= 0:
+            return self.over_mpi is not None and self.over_mpi.done()
+        return self.is_copied()

@@ -1,0 +1,66 @@
+"""Host memory that a GPU copies to and from by itself, in one piece that is taken at the start.
+
+To pin memory takes 0.4 s a GB, and longer beside running kernels: too long for each KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_ALIGNED = 4096
+
+
+class Pinned:
+    """Gives out parts of some bytes; other memory, which a GPU copies slower, while too few are free."""
+
+    def __init__(self, n_bytes: int, *, pin: bool = True) -> None:
+        """`pin`: for a GPU; without, it is plain memory."""
+        self._whole = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._lock = threading.Lock()
+        self._free = [(0, n_bytes)]  # where and how many, in order, none beside another
+        self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run anywhere
+
+    def new(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Return memory that is free again when nothing refers to it. Called in any thread."""
+        size = -(-n_bytes // _ALIGNED) * _ALIGNED
+        at = self._take(size) if n_bytes else None
+        if at is None:
+            return np.empty(n_bytes, np.uint8)
+        part = (ctypes.c_uint8 * n_bytes).from_address(self._whole.data_ptr() + at)
+        weakref.finalize(part, self._returned.append, (at, size))
+        return np.frombuffer(memoryview(part), np.uint8)  # it, and each view of it, keeps `part`
+
+    def n_free(self) -> int:
+        with self._lock:
+            self._merge()
+            return sum(size for _, size in self._free)
+
+    def _take(self, size: int) -> int | None:
+        with self._lock:
+            self._merge()
+            for i, (at, n) in enumerate(self._free):
+                if n >= size:
+                    self._free[i : i + 1] = [(at + size, n - size)] if n > size else []
+                    return at
+        return None
+
+    def _merge(self) -> None:
+        """Join what was returned with what is free beside it."""
+        if not self._returned:
+            return
+        free = self._free
+        while self._returned:
+            free.append(self._returned.popleft())
+        self._free = []
+        for at, size in sorted(free):
+            if self._free and sum(self._free[-1]) == at:
+                before, size_before = self._free.pop()
+                at, size = before, size_before + size
+            self._free.append((at, size))
