@@ -172,7 +172,8 @@ class Service:
         }
         if (usage := self._kv_cache_usage()) is not None:
             gauges["kv_cache_usage_perc"] = usage
-        text = self.metrics.text(self._served.names[0], gauges)
+        half = self._half if self._half is not None and not self._half.is_context else None
+        text = self.metrics.text(self._served.names[0], gauges, half)
         return web.Response(text=text, headers={"Content-Type": TEXT})
 
     # --- answers ---

@@ -32,6 +32,8 @@ class Half(Protocol):
     """What the routes ask of it, in the HTTP thread alone."""
 
     is_context: bool
+    transfers: int  # KV caches that a generation server has fetched
+    failed_transfers: int
 
     def check(self, asked: Asked, served: Served) -> Asked:
         """Return what is asked for, with what the other half's word changes.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mpillm.endpoint.open_requests import Answer
 from mpillm.roles.harness import Totals
+
+if TYPE_CHECKING:
+    from mpillm.endpoint.half import Half
 
 
 def _bounds(text: str) -> tuple[float, ...]:
@@ -113,8 +117,11 @@ class ServeMetrics:
     def aborted(self) -> int:
         return self._finished["abort"]
 
-    def text(self, model: str, gauges: Mapping[str, float]) -> str:
-        """Return Prometheus' text format, version 0.0.4. `gauges`: values that hold now, by name."""
+    def text(self, model: str, gauges: Mapping[str, float], fetches: Half | None) -> str:
+        """Return Prometheus' text format, version 0.0.4.
+
+        `gauges`: values that hold now, by name; `fetches`: what counts the KV caches of a generation server.
+        """
         label = f'model_name="{escaped(model)}"'
         lines = []
         for name, value in gauges.items():
@@ -126,6 +133,11 @@ class ServeMetrics:
         if self._block_tokens is not None:
             cached = "Prompt tokens that were in a KV cache already"
             counts.append(("prefix_cache_hits_total", cached, self._cached_tokens))
+        if fetches is not None:
+            counts += [
+                ("kv_transfers_total", "KV caches fetched from context servers", fetches.transfers),
+                ("kv_failed_transfers_total", "KV caches that could not be", fetches.failed_transfers),
+            ]
         for name, help_, count in counts:
             lines += [*head(name, help_, "counter"), f"mpillm:{name}{{{label}}} {count}"]
         lines += head("request_success_total", "Requests that have ended", "counter")

@@ -156,4 +156,8 @@ def test_own_serve(one: Starter) -> None:
         ended = command.end(180).must(DONE)
         tokens.append({line["index"]: line["output_tokens"] for line in ended.outputs()})
     assert tokens[0] == tokens[1] and len(tokens[1]) == 40
-    assert sum(client["handed_over"] for client in ended.result["per_instance"]) > 0
+    per_instance = ended.result["per_instance"]
+    handed, counted = (
+        sum(one_[name] for one_ in per_instance) for name in ("handed_over", "server_transfers")
+    )
+    assert handed == counted > 0 and "not checked" not in ended.out

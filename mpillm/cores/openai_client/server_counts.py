@@ -47,9 +47,12 @@ _NAMES = {
     ),
     "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
-    "transfers": ("vllm:nixl_xfer_time_seconds_count",),
-    # It counts handshakes and notifications that failed, too.
-    "failed_transfers": ("vllm:nixl_num_failed_transfers_total", "sglang:num_transfer_failed_reqs_total"),
+    "transfers": ("vllm:nixl_xfer_time_seconds_count", "mpillm:kv_transfers_total"),
+    "failed_transfers": (
+        "vllm:nixl_num_failed_transfers_total",  # handshakes and notifications that failed, too
+        "sglang:num_transfer_failed_reqs_total",
+        "mpillm:kv_failed_transfers_total",
+    ),
 }
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = Reading._fields[3:]

@@ -70,6 +70,7 @@ class DisaggregatedParams:
         be fetched.
         """
         self.is_context = role == "context"
+        self.transfers = self.failed_transfers = 0
         self._role = role
         self._name = name
         self._kv = kv
@@ -205,10 +206,12 @@ class DisaggregatedParams:
         try:
             cache = await self._in_thread(self._shares[at], work)
         except CacheLost as error:
+            self.failed_transfers += 1
             _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
             raise ApiError(
                 502, f"{state.server}: its KV cache can't be had; our log says why", code="context_server"
             ) from None
+        self.transfers += 1
         return Arrival(tokens[0], cache)
 
     async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
