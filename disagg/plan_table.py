@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # every command imports this file, for `rank_list`
 
 _MAX_ROWS = 64  # of a table; longer ones are condensed
 _MOST_HOSTS = 8  # of a list of ranks
+_WIDTH = 80
 _RIGHT = ("rank", "inst", "tp", "pp", "ep", "device", "ranks", "slots", "control", "ctx", "gen", "executor")
 _T = TypeVar("_T")
 
@@ -28,11 +30,12 @@ def table(plan: WorldPlan) -> str:
     n_control = sum(_is_control(rank) for rank in plan.ranks)
     n_groups = sum(len(instance.tp_groups) for instance in plan.instances)
     owners = f"{_many(n, 'owner')} of context servers, " if (n := plan.n_context_servers) else ""
-    lines = [
+    head = (
         f"{_many(plan.world_size, 'rank')} on {_many(len(nodes), 'node')}: "
         f"{n_control} control, {owners}{_many(n_workers, 'worker')}; "
         f"{', '.join(_many(n, f'{role} instance') for role, n in roles.items())}"
-    ]
+    )
+    lines = textwrap.wrap(head, _WIDTH, subsequent_indent="  ")
     if n_groups != n_workers:
         splits = plan.tp_splits
         lines.append(

@@ -35,7 +35,8 @@ def test_a_large_world_is_condensed() -> None:
         plan(generate("disaggregated", 8192, num_ctx_servers=1023, ctx_tp_size=2, gen_tp_size=8), 8192, nodes)
     )
     assert text == (
-        "8192 ranks on 1024 nodes: 2 control, 8190 workers; 1023 ctx instances, 768 gen instances\n"
+        "8192 ranks on 1024 nodes: 2 control, 8190 workers; 1023 ctx instances, 768 gen\n"
+        "  instances\n"
         "1791 TP groups, none over several nodes\n"
         "\n"
         "rank  node  roles\n"
@@ -98,3 +99,12 @@ def test_a_list_of_ranks_says_where_they_are(ranks: list[int], text: str) -> Non
 
 def test_a_list_of_ranks_of_one_host() -> None:
     assert rank_list([3]) == "rank 3" and rank_list([7, 1, 2, 3, 3]) == "ranks 1-3, 7"
+
+
+def test_the_head_goes_on_in_the_next_line_at_a_word() -> None:
+    made = plan(generate("aggregated", 9), 21, ["a"] * 21, 1, 12)
+    head = table(made).partition("\n\n")[0].splitlines()
+    assert max(map(len, head)) <= 80 and len(head) == 2
+    assert " ".join(map(str.strip, head)).startswith(
+        "21 ranks on 1 node: 1 control, 12 owners of context servers"
+    )
