@@ -54,7 +54,8 @@ _HEALTH_PAUSE_S = 0.0005
 _TIMED = 3  # prompts of each size, of which the fastest counts
 # The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
-_PINNED = 4 << 30  # bytes for caches between a GPU and another run, on the rank that has them in its memory
+# Bytes, for caches between a GPU and another run: of the rank that keeps them; others have an eighth
+_PINNED = 4 << 30
 _MEMORY_TO_PINNED = 16  # a rank's share of the host memory over that
 
 

@@ -217,7 +217,9 @@ def _move(connection: socket.socket, call: Callable[[memoryview], int], cache: C
     connection.settimeout(None)
     view, at = cache.data, 0
     while at < len(cache):
-        whole, part = divmod(max(0.001, end - time.monotonic()), 1)
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        whole, part = divmod(max(0.001, left), 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
         try:

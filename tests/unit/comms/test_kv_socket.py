@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +118,30 @@ def test_a_cache_of_another_size(store: KvStore) -> None:
     store.put(1, CACHE[:100])
     with pytest.raises(CacheLost, match=f"has 100 bytes, not {CACHE.nbytes}"):
         fetched(store, 1)
+
+
+def test_a_server_that_sends_a_byte_now_and_then() -> None:
+    """Its bytes put nothing off: the cache has its time, and no more."""
+    over = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(struct.pack("<qI", 1 << 16, 0))
+            while not over.wait(0.0002):
+                connection.sendall(b"x")
+
+    with socket.create_server((HOST, 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(CacheLost, match="did not come within"):
+                fetch(HOST, listening.getsockname()[1], bytes(16), 1 << 16, 0.3)
+            assert time.monotonic() - began < 10
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_a_server_that_is_gone(store: KvStore) -> None:
