@@ -185,12 +185,16 @@ class Children:
             end_processes(child.process, self._before if self._adopts else others)
 
 
-def tail(log: Path, lines: int) -> str:
-    """Return the last `lines` lines of a log file, indented."""
+def end_of(log: Path) -> str:
+    """Return the last 64 KiB of a log file; "" without the file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(f"  | {line}" for line in text.rstrip().splitlines()[-lines:])
+
+
+def tail(log: Path, lines: int) -> str:
+    """Return the last `lines` lines of a log file, indented."""
+    return "\n".join(f"  | {line}" for line in end_of(log).rstrip().splitlines()[-lines:])

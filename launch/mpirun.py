@@ -49,6 +49,7 @@ from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
 from launch.mpi_ports import unreached_ranks
 from launch.mpirun_words import PLACEMENT, USAGE, has_option, parse_arguments, spans_hosts
+from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
@@ -290,7 +291,7 @@ def main(
         lost = supervisor.lost or (roll_call.first() if roll_call is not None else "")
         if told is None and interrupted is None and lost:
             text = f"MPI can't start: {lost} has ended"
-            print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
+            print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
         if told is None and interrupted is None and not started and not supervisor.killed:
             why = f"it has no daemon on {witness.host}" if witness.host else "what it printed says why"

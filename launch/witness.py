@@ -18,6 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from disagg import rank_list
+from launch.own_messages import MESSAGE
 from launch.roll_call import RollCall
 
 _LOSES = re.compile(r"has lost communication with a remote daemon|A daemon failed to report back")
@@ -28,7 +29,6 @@ _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not
 _HYDRA_LOOKS_S = 0.5
 _HYDRA_ENDS_S = 2.0  # after its own end, the ranks on all hosts
 _GOES_ON_S = 2.0  # with a daemon less; when a run ends, all of them end sooner
-_OF_THE_RUN = "mpillm: "  # how rank 0's one message begins
 _STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one that only the launcher knows
 
 
@@ -89,7 +89,7 @@ class Witness:
         """
         if self._roll_call is not None and self._roll_call.note_cut_off(line):
             return True
-        if line.startswith(_OF_THE_RUN):
+        if line.startswith(MESSAGE):
             self.told_person = True
         elif _HYDRA_LOSES in line and self._proxies:
             self._hydra_loses = True

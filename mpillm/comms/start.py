@@ -27,6 +27,7 @@ from launch.environment import (
 )
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart, unmet
+from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
 from mpillm.comms import pmix, segments
@@ -324,5 +325,5 @@ def _never_started(cause: tuple[str, ExitCode]) -> None:
     exit_file = os.environ.get(EXIT_FILE)
     if exit_file and (told_exit_code(Path(exit_file)) is not None or not Path(exit_file).parent.exists()):
         return  # the other child has reported it, or the launcher
-    print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
+    print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
     tell_exit_code(code)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.check_world import library_title
-from launch.children import Child, Children, tail
+from launch.children import Child, Children, end_of, tail
 from launch.command import Command
 from launch.launcher import EveryRankError
+from launch.own_messages import why_ended
 from mpillm.comms.start import mpi_library
 from mpillm.doctor.findings import Status
 from mpillm.errors import ExitCode
@@ -82,9 +83,9 @@ def result_of(run: Path) -> dict[str, Any]:
 def must_be_valid(run: Path) -> Judge:
     """Return the judge of a test that is to end VALID."""
 
-    def judge(code: int, _: Path) -> tuple[Status, str]:
+    def judge(code: int, log: Path) -> tuple[Status, str]:
         if not (result := result_of(run)):
-            return Status.FAILURE, f"exit code {code}, and no result.json in {run}"
+            return Status.FAILURE, f"no result.json in {run}, {why_ended(code, end_of(log))}"
         good = (result["status"], code) == ("VALID", ExitCode.DONE)
         return Status.OK if good else Status.FAILURE, f"{result['status']}, exit code {code}{_cause(result)}"
 
@@ -94,9 +95,9 @@ def must_be_valid(run: Path) -> Judge:
 def must_be_named(run: Path, is_named: Callable[[dict[str, Any]], bool], codes: Sequence[int] = ()) -> Judge:
     """Return the judge of a run that is to fail, and to tell one failure, of which `is_named`."""
 
-    def judge(code: int, _: Path) -> tuple[Status, str]:
+    def judge(code: int, log: Path) -> tuple[Status, str]:
         if not (result := result_of(run)):
-            return Status.FAILURE, f"exit code {code}, and no result.json in {run}"
+            return Status.FAILURE, f"no result.json in {run}, {why_ended(code, end_of(log))}"
         told = result.get("failures") or []
         named = result["status"] == "FAILED" and len(told) == 1 and is_named(told[0])
         named = named and (code in codes if codes else code != ExitCode.DONE)

@@ -17,7 +17,8 @@ import psutil
 
 import disagg
 from disagg.errors import ConfigError
-from launch.children import Child
+from launch.children import Child, end_of
+from launch.own_messages import why_ended
 from launch.supervisor import is_guard
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
@@ -106,9 +107,9 @@ def cases(tried: Tried) -> list[Step]:
 def answered(run: Path) -> Judge:
     """Return the judge of a test in which each prompt is to be answered, whatever its size makes of it."""
 
-    def judge(code: int, _: Path) -> tuple[Status, str]:
+    def judge(code: int, log: Path) -> tuple[Status, str]:
         if not (result := result_of(run)):
-            return Status.FAILURE, f"exit code {code}, and no result.json in {run}"
+            return Status.FAILURE, f"no result.json in {run}, {why_ended(code, end_of(log))}"
         if failures := result.get("failures"):
             return Status.FAILURE, f"exit code {code}: {failures[0]['cause'].splitlines()[0]}"
         n, errors = result["samples"], result["errors"]
@@ -146,13 +147,9 @@ def _tokens(tried: Tried, config: RunConfig, ranks: int) -> list[Step]:
 
 
 def _same_answers(run: Path, reference: Path) -> Judge:
-    def judge(code: int, _: Path) -> tuple[Status, str]:
+    def judge(code: int, log: Path) -> tuple[Status, str]:
         if code != ExitCode.DONE:
-            causes = [one["cause"].splitlines()[0] for one in result_of(reference).get("failures", ())]
-            return (
-                Status.SKIPPED,
-                f"the embedded engine could not: {causes[0] if causes else f'exit code {code}'}",
-            )
+            return Status.SKIPPED, f"the embedded engine could not: {why_ended(code, end_of(log))}"
         theirs, ours = _outputs(run), _outputs(reference)
         equal = sum(theirs.get(index) == tokens for index, tokens in ours.items())
         told = f"{equal} of {len(ours)} answers are equal, token by token"

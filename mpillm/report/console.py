@@ -16,6 +16,7 @@ import disagg
 from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
+from launch.own_messages import FAILED, MESSAGE
 from mpillm.configurator.columns import WIDTH, beside
 from mpillm.errors import Failure
 from mpillm.report.numbers import duration
@@ -193,13 +194,13 @@ class Console:
         Ranks with the same cause share a line, with their `hosts` (by rank).
         """
         if all(failure.interrupted and failure.rank is None for failure in failures):
-            self._interrupted("\n  ".join([f"mpillm: {failures[0].cause} {when}", *more]))
+            self._interrupted("\n  ".join([f"{MESSAGE}{failures[0].cause} {when}", *more]))
             return
         by_cause: dict[tuple[str, str], list[int]] = {}
         for failure in failures:
             key = (failure.cause, failure.traceback)
             by_cause.setdefault(key, []).extend([] if failure.rank is None else [failure.rank])
-        message = [f"mpillm: failed {when}"]
+        message = [f"{FAILED}{when}"]
         for (cause, trace), ranks in by_cause.items():
             who = ""
             if ranks:

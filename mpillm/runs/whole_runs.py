@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.children import Children, tail
+from launch.children import Children, end_of, tail
 from launch.command import Command
 from launch.live_lines import LiveLines
+from launch.own_messages import cause_in
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
@@ -42,14 +43,23 @@ class EndedRun:
     result: dict[str, Any]  # its result.json; {}: it wrote none
     stopped: str = ""  # why the caller's `watch` ended it; "": it ended by itself
     tail: str = ""  # the end of its output
+    message: str = ""  # the cause that its output names
+
+    @property
+    def cause(self) -> str:
+        """Why there are no figures; "" if the test has ended well."""
+        if self.result.get("status") in HAS_FIGURES:
+            return ""
+        causes = dict.fromkeys(str(one.get("cause")) for one in self.result.get("failures", ()))
+        return "; ".join(causes) or self.message or f"exit code {self.code}"
 
     @property
     def failure(self) -> str:
-        """Why there are no figures, with the end of the output; "" if the test has ended well."""
-        if self.result.get("status") in HAS_FIGURES:
+        """The cause with the run directory, and the end of the output; "" if the test has ended well."""
+        if not self.cause:
             return ""
-        causes = "; ".join(str(one.get("cause")) for one in self.result.get("failures", ()))
-        return f"{causes or f'exit code {self.code}'} (run directory {self.folder})\n{self.tail}".rstrip()
+        tail = "" if self.cause == self.message else self.tail
+        return f"{self.cause} (run directory {self.folder})\n{tail}".rstrip()
 
 
 def run_in(
@@ -89,7 +99,7 @@ def run_in(
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         result = {}
-    return EndedRun(folder, code, result, stopped, child.tail())
+    return EndedRun(folder, code, result, stopped, child.tail(), cause_in(end_of(log)))
 
 
 @contextlib.contextmanager
@@ -137,7 +147,7 @@ def run_once(ranks: int, *options: str) -> dict[str, Any]:
         folder = Path(directory)
         ended = run_in(folder, ("-n", str(ranks)), options, deadline_s=_DEADLINE_S)
         if ended.code:
-            raise ConfigError(f"a run of the benchmark failed ({ended.code}):\n{ended.tail}")
+            raise ConfigError(f"a run of the benchmark failed with exit code {ended.code}: {ended.failure}")
         telemetry = json.loads((folder / "telemetry.json").read_text(encoding="utf-8"))
         return ended.result | {"latency_ms": latencies_ms(folder), "rank_cores": rank_cores(telemetry)}
 
@@ -167,7 +177,8 @@ def served_in(
             if watch is not None:
                 watch()
             if children.ended() or time.monotonic() > end:
-                raise ConfigError(f"{server.name} is not ready:\n{server.tail()}")
+                why = cause_in(end_of(log)) or f"the end of its output:\n{server.tail()}"
+                raise ConfigError(f"{server.name} is not ready: {why}")
             time.sleep(_LOOK_S)
         yield ready[1]
 

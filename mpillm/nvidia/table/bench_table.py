@@ -61,10 +61,7 @@ def fit_at_once(options: Mapping[str, Any], n_ranks: int) -> int:
 
 
 def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[dict[str, Any], Drawn]:
-    """Return the run's `result.json`, and what its GPUs drew.
-
-    Of a run without a result, a status and its last lines.
-    """
+    """Return the run's `result.json`, and what its GPUs drew; of a run without figures, status and cause."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
         path = Path(folder) / "run"
@@ -72,13 +69,9 @@ def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[di
             ended = run_in(path, ("-n", str(n_ranks)), words, deadline_s=deadline_s)
         except ConfigError as error:
             return failed(str(error)), Drawn()
-        if not ended.result:
-            last = [line.lstrip(" |") for line in ended.tail.splitlines()[-2:]]
-            return failed(": ".join(last) or f"exit code {ended.code}"), Drawn()
-        try:
-            telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
-        except FileNotFoundError:  # of a run that failed
-            return ended.result, Drawn()
+        if ended.cause:
+            return failed(ended.cause.splitlines()[0]), Drawn()
+        telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
         return ended.result, _drawn(telemetry)
 
 

@@ -59,6 +59,26 @@ def test_as_many_samples_as_run_at_once_or_a_multiple(
     assert int(given["--num_samples"]) == expected
 
 
+@pytest.mark.parametrize(
+    "failed",
+    [
+        {"result": {"status": "FAILED", "failures": [{"cause": "rank 1: no memory\nmore"}]}},
+        {"result": {}, "message": "rank 1: no memory\nmore"},
+    ],
+)
+def test_a_run_without_figures_has_its_cause_in_the_table(
+    failed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Open MPI's banner stands behind our message, and ends the output."""
+
+    def run_in(folder: Path, *_: Any, **__: Any) -> EndedRun:
+        return EndedRun(folder, 3, tail="  | rank 1: no memory\n  | -----\n  | \0", **failed)
+
+    monkeypatch.setattr(bench_table, "run_in", run_in)
+    assert main(["bench", "table", "--pairs", "128/128", "--num_samples", "4"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("128/128 failed: rank 1: no memory")
+
+
 def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,33 @@
+"""The message with which a command of ours fails: how it begins, and how to find it in a program's output."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+
+MESSAGE = "mpillm: "
+"""How each message begins."""
+
+FAILED = f"{MESSAGE}failed "
+"""How the message of a failed run begins. The phase follows, and below it, indented, the cause."""
+
+_NOTE = f"{MESSAGE}note: "
+
+
+def cause_in(output: str) -> str:
+    """Return the cause in the last message of ours in a program's output; "" without a message.
+
+    MPI libraries print banners of their own before and after the message.
+    """
+    lines = output.splitlines()
+    ours = [i for i, line in enumerate(lines) if line.startswith(MESSAGE) and not line.startswith(_NOTE)]
+    if failed := [i for i in ours if lines[i].startswith(FAILED)]:
+        indented = itertools.takewhile(lambda line: line.startswith("  "), lines[failed[-1] + 1 :])
+        return textwrap.dedent("\n".join(indented))
+    return lines[ours[-1]].removeprefix(MESSAGE) if ours else ""
+
+
+def why_ended(code: int, output: str) -> str:
+    """Return the exit code of a program with the cause that its output names, in one line."""
+    cause = cause_in(output)
+    return f"exit code {code}: {cause.splitlines()[0]}" if cause else f"exit code {code}"
