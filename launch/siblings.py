@@ -38,6 +38,16 @@ class Sibling(NamedTuple):
     place: int | None = None  # among those of this host, from 0; None: the launcher does not tell
 
 
+def visible_pids() -> str:
+    """Return what names the processes that this one can see: its host's, or its container's; "" if
+    unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
 def ranks_here() -> int | None:
     """Return how many ranks of this job are on this host; None if the launcher does not tell.
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import psutil
 
+from launch import segments
 from launch.live_lines import LiveLines
 from launch.prctl import adopt_orphans, die_with_parent
 from launch.shared_files import mapped
@@ -130,6 +131,7 @@ class Supervisor:
                 self._lines.end()
                 for segment in self._segments:
                     segment.unlink(missing_ok=True)
+                segments.sweep()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -156,8 +158,10 @@ class Supervisor:
             self._signals.append(number)
 
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
-        """Note the shared memory of MPICH's ranks on this node, which stays behind when one of them is
-        killed."""
+        """Note the shared memory of MPICH's ranks on this node while they start.
+
+        A rank that is killed inside MPI_Init leaves it, and has no record of it yet (`launch.segments`).
+        """
         if not self._openmpi and self._witness:
             self._witness.note_proxies(process.pid)
         if self._openmpi or self._segments:

@@ -15,9 +15,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from launch.siblings import runs
+from launch.siblings import runs, visible_pids
 from mpillm.comms import kept_connections
-from mpillm.comms.lifeline import Lifeline, visible_pids
+from mpillm.comms.lifeline import Lifeline
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
     ARRIVED,

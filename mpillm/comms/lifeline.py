@@ -11,7 +11,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from launch.callers import KEY, Callers, call
@@ -26,16 +25,6 @@ class Address(NamedTuple):
     hosts: tuple[str, ...]  # its names and addresses, best first
     port: int
     key: bytes  # who does not know it is no rank of this run
-
-
-def visible_pids() -> str:
-    """Return what names the processes that this one can see: its host's, or its container's; "" if
-    unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
 
 
 class Lifelines:

@@ -262,7 +262,7 @@ class JoinReport(NamedTuple):
     # Options by name, to say where two digests differ.
     values: dict[str, Any] = {}  # noqa: RUF012 - never changed
     gpus: tuple[Gpu, ...] = ()  # those it may use, if its core uses any
-    pids: str = ""  # see `lifeline.visible_pids`
+    pids: str = ""  # see `siblings.visible_pids`
     code: str = ""  # a digest of mpillm's files, of each node's first rank; "": of another rank
     port: int = 0  # held where the parts of a server over several nodes may meet; 0: no server has any
 
@@ -291,7 +291,7 @@ class Rank0At(NamedTuple):
 
     host: str
     pid: int
-    pids: str  # see `lifeline.visible_pids`
+    pids: str  # see `siblings.visible_pids`
     lifelines: Address | None  # None: all ranks can see its process
 
 

@@ -53,7 +53,7 @@ class RankState:
     instance: int | None = None
     host: str = ""
     pid: int = 0
-    pids: str = ""  # see `lifeline.visible_pids`
+    pids: str = ""  # see `siblings.visible_pids`
     heard: float = field(default_factory=time.monotonic)
     seen: str = ""  # the phase of its last message
     beat: Beat | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import roll_call
+from launch import roll_call, segments
 from launch.check_world import check_world, library_title, understands
 from launch.environment import (
     EXIT_FILE,
@@ -30,7 +30,7 @@ from launch.mpi_ports import Port, told_apart, unmet
 from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
-from mpillm.comms import pmix, segments
+from mpillm.comms import pmix
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.kept_connections import ends_with_a_rank
 from mpillm.comms.node_barrier import wait_for_node

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from mpillm.comms.segments import left_over
+from launch.segments import left_over
 from mpillm.doctor.findings import Place, Status, Verdict, check, size
 from mpillm.telemetry.free_memory import available_bytes
 

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, NoReturn
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
-from launch import roll_call
+from launch import roll_call, segments
 from launch.environment import tell_exit_code
 from launch.launcher import find_launcher
-from mpillm.comms import segments
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_leave

@@ -20,10 +20,10 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch import roll_call
 from launch.held_port import HeldPort
+from launch.siblings import visible_pids
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
-from mpillm.comms.lifeline import visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Setup
 from mpillm.comms.start import node_name

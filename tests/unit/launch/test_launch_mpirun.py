@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from launch import find_mpirun, mpirun, supervisor
+from launch import find_mpirun, mpirun, segments, supervisor
 from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
 from launch.mpirun import INSTANCE_LOST, command_line, exit_code, on_this_host, slots, usable_cores
 from launch.mpirun_words import parse_arguments, spans_hosts
+from tests.helpers.support import ROOT
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
 OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")
@@ -356,6 +357,28 @@ def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
         parse_arguments(
             ["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words]
         )
+
+
+def test_shared_memory_of_a_short_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may end between two looks at its processes. The ranks' own records name its segments."""
+    monkeypatch.setattr(segments, "_SHM", tmp_path)
+    rank = f"""
+import mmap, os, signal
+from pathlib import Path
+from launch import segments
+segments._SHM = Path({str(tmp_path)!r})
+path = segments._SHM / "mpich_shm_1_0"
+path.write_bytes(bytes(4096))
+with path.open("r+b") as file:
+    memory = mmap.mmap(file.fileno(), 4096)
+segments.note()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    monkeypatch.setattr(supervisor.Supervisor, "_note_segments", lambda self, process: None)
+    made = supervisor.Supervisor(openmpi=False)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert made.run([sys.executable, "-c", rank], env, lambda: True, lambda: False) == (-signal.SIGKILL, None)
+    assert not (tmp_path / "mpich_shm_1_0").exists()
 
 
 def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from launch.roll_call import RollCall
 from launch.witness import Witness, killed
+from tests.helpers.support import wait_until
 
 # As printed by Open MPI 5.0.11 and 4.1.6, and MPICH 5.0.2.
 LOST = """\
@@ -84,8 +85,12 @@ def test_hydras_lost_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
     pids = [int(process.stdout.readline()) for _ in range(2)]
     made = Witness(roll_call)
     try:
-        made.note_proxies(process.pid)
-        assert sorted(made._proxies.values()) == [0, 1]
+
+        def noted() -> bool:  # a program that has just been started has no arguments for a moment
+            made.note_proxies(process.pid)
+            return sorted(made._proxies.values()) == [0, 1]
+
+        wait_until(noted, "both shells")
         os.kill(pids[1], signal.SIGKILL)
         hear(made, HYDRA)
     finally:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.comms import segments
+from launch import segments
 from tests.helpers.support import ROOT
 
 RANK = """
 import mmap, sys
 from pathlib import Path
-from mpillm.comms import segments
+from launch import segments
 segments._SHM = Path(sys.argv[1])
 own = segments.apart()["OMPI_MCA_btl_sm_backing_directory"] if "apart" in sys.argv else ""
 maps = []

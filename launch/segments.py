@@ -1,4 +1,6 @@
-"""MPI's shared memory that killed ranks leave in /dev/shm: the next start on the host sweeps it.
+"""MPI's shared memory that killed ranks leave in /dev/shm.
+
+`mpillm mpirun` removes it when its ranks have ended, and so does the next start on the host.
 
 Open MPI's segments have 16 MiB, one for each rank, MPICH's 2 MB or more for a node; who removes them is gone.
 Only the ranks' own records say which are ours: other programs of this user have such segments, too.
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.shared_files import SHM, mapped
-from mpillm.comms.lifeline import visible_pids
+from launch.siblings import visible_pids
 
 _SHM = SHM
 _NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
