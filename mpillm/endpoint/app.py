@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 import time
 import uuid
@@ -30,7 +29,7 @@ from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.endpoint.perf_metrics import PerfMetrics
 from mpillm.endpoint.prometheus import TEXT, ServeMetrics
-from mpillm.endpoint.protocol import Asked, Served, encode, read, render
+from mpillm.endpoint.protocol import REQUEST_ID, Asked, Served, encode, read, render
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.version import __version__
 
@@ -41,7 +40,6 @@ _MANY_MESSAGES = 32  # a template may look back through all earlier ones for eac
 _SWITCH_INTERVAL_S = 0.0005  # beside a chat that is rendered; Python's is ten times that
 _MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
 _SPARE_PART = 8  # of the queue, beyond it: for addresses that have no more than that many open requests
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
 _came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
@@ -58,6 +56,12 @@ def _render(asked: Asked, served: Served) -> str:
         return render(asked, served)
     finally:
         sys.setswitchinterval(before)
+
+
+def _id_of(request: web.Request, other: str = "") -> str:
+    """Return the id that a request's header has; without one `other`, or a new id."""
+    in_header = request.headers.get("X-Request-Id", "")
+    return in_header if REQUEST_ID.fullmatch(in_header) else other or uuid.uuid4().hex
 
 
 class Service:
@@ -78,12 +82,13 @@ class Service:
     ) -> None:
         """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
-        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see `ServeMetrics`. `lost`:
-        the instances that are, as in `result.json`; it may grow.
+        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see `Answer.cached_tokens`.
+        `lost`: the instances that are, as in `result.json`; it may grow.
         """
         self.metrics = ServeMetrics(block_tokens)
         self.guard = guard or Guard()
         self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests)
+        self._block_tokens = block_tokens
         self._served = served
         self._requests = requests
         self._max_queue_size = max_queue_size
@@ -119,14 +124,13 @@ class Service:
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give the request its id, and count the response."""
-        given = request.headers.get("X-Request-Id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = _id_of(request)
         _request_id.set(request_id)
         _came_at.set(time.perf_counter())
         response = await self.guard.answered(handler, request, f"request {request_id}")
         self.metrics.responded(response.status)
         if not response.prepared:
-            response.headers["X-Request-Id"] = request_id
+            response.headers["X-Request-Id"] = _request_id.get()
         return response
 
     # --- state ---
@@ -192,6 +196,7 @@ class Service:
                 asked = await loop.run_in_executor(self._parser, read, data, chat, self._served)
             else:
                 asked = read(data, chat, self._served)
+            _request_id.set(_id_of(request, asked.request_id or _request_id.get()))
             half = self._half if asked.disaggregated else None
             if half is not None:
                 asked = half.check(asked, self._served)
@@ -222,7 +227,7 @@ class Service:
         half: Half | None,
     ) -> web.StreamResponse:
         each = [one for one in prompts for _ in range(asked.n)]
-        shapes = Shapes(asked, _request_id.get(), self._served.names[0])
+        shapes = Shapes(asked, _request_id.get(), self._served.names[0], self._block_tokens)
         if half is not None and half.is_context:
             return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
         arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)

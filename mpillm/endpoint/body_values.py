@@ -86,12 +86,12 @@ def _as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def flag(body: Json, name: str) -> bool:
-    """Return a boolean of the body, False by default. Raises ApiError for anything else."""
+def flag(body: Json, name: str, *, default: bool = False) -> bool:
+    """Return a boolean of the body. Raises ApiError for anything else."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise ApiError(400, f"{name} {excerpt(value)}: expected true or false", name)
-    return bool(value)
+    return default if value is None else value
 
 
 def mapping(body: Json, name: str) -> Json:

@@ -61,9 +61,10 @@ class Choice:
         entries = [
             logprobs.read(token, self.answer.logprobs[place]) for place, token in enumerate(tokens, first)
         ]
+        as_ids = self.asked.tokens_as_ids
         if self.asked.chat:
-            return logprobs.chat(entries, self._tokenizer)
-        made = logprobs.completion(entries, self._tokenizer, self._n_characters)
+            return logprobs.chat(entries, self._tokenizer, as_ids=as_ids)
+        made = logprobs.completion(entries, self._tokenizer, self._n_characters, as_ids=as_ids)
         self._n_characters += sum(map(len, made["tokens"]))
         return made
 

@@ -32,27 +32,30 @@ def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
     return TokenLogprobs(token, logprob, list(zip(numbers[1 : 1 + n], top, strict=True)))
 
 
-def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int) -> Json:
-    """Return the `logprobs` of a text completion. `offset`: characters of the tokens before."""
+def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int, *, as_ids: bool) -> Json:
+    """Return the `logprobs` of a text completion. `offset`: characters of the tokens before.
+
+    `as_ids`: see `_name_of`.
+    """
     made: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for entry in entries:
-        text = text_of(entry.token, tokenizer)
+        text = _name_of(entry.token, tokenizer, as_ids)
         made["text_offset"].append(offset)
         made["token_logprobs"].append(entry.logprob)
         made["tokens"].append(text)
-        top = {text_of(token, tokenizer): logprob for token, logprob in reversed(entry.top)}
+        top = {_name_of(token, tokenizer, as_ids): logprob for token, logprob in reversed(entry.top)}
         # Two tokens may have the same text; then the likelier is returned. The chosen one always is.
         made["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
         offset += len(text)
     return made
 
 
-def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
-    """Return the `logprobs` of a chat's message."""
+def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, as_ids: bool) -> Json:
+    """Return the `logprobs` of a chat's message. `as_ids`: see `_name_of`."""
 
     def one(token: int, logprob: float) -> Json:
-        text = text_of(token, tokenizer)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        name = _name_of(token, tokenizer, as_ids)
+        return {"token": name, "logprob": logprob, "bytes": list(text_of(token, tokenizer).encode())}
 
     return {
         "content": [
@@ -60,6 +63,11 @@ def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
             for entry in entries
         ]
     }
+
+
+def _name_of(token: int, tokenizer: Tokenizer, as_ids: bool) -> str:
+    """Return the text of a token, or with `as_ids` its number, as in "token_id:5": texts are ambiguous."""
+    return f"token_id:{token}" if as_ids else text_of(token, tokenizer)
 
 
 def text_of(token: int, tokenizer: Tokenizer) -> str:

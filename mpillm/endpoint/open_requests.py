@@ -92,6 +92,15 @@ class Answer:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
+    def cached_tokens(self, block_tokens: int | None) -> int | None:
+        """Return how many of the prompt's tokens were in a KV cache; None: unknown.
+
+        `block_tokens`: of a block of that cache; 0: no instance keeps prompts; None: unknown.
+        """
+        if not block_tokens:
+            return block_tokens
+        return None if self.times is None else block_tokens * self.times[2]
+
     def begin_again(self) -> None:
         """Note that the instance is lost, and that another one computes the answer from its beginning."""
         self._to_repeat = [*self.tokens]

@@ -54,13 +54,10 @@ class ServeMetrics:
     """Counts since the start; of constant size. `totals` is what `result.json` is made of."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
-        """`block_tokens`: of a KV cache's block, where answers tell how many were there of their prompt.
-
-        0: no instance keeps prompts; None: that is not known.
-        """
+        """`block_tokens`: see `Answer.cached_tokens`."""
         self.totals = Totals()
         self._block_tokens = block_tokens
-        self._cached_tokens = 0
+        self._queried_tokens = self._cached_tokens = 0
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._prompt_tokens = self._generated_tokens = 0
         self._responses: dict[int, int] = {}  # by HTTP status
@@ -83,8 +80,10 @@ class ServeMetrics:
         self._histograms["time_to_first_token_seconds"].add(seconds)
         self.totals.ttft.add_one(seconds)
         self._prompt_tokens += answer.n_prompt
-        if self._block_tokens and answer.times is not None:
-            self._cached_tokens += self._block_tokens * answer.times[2]
+        cached_tokens = answer.cached_tokens(self._block_tokens)
+        if self._block_tokens and cached_tokens is not None:
+            self._queried_tokens += answer.n_prompt
+            self._cached_tokens += cached_tokens
 
     def more_tokens(self, n: int, seconds: float) -> None:
         """Count `n` tokens that arrived `seconds` after those before them."""
@@ -131,8 +130,12 @@ class ServeMetrics:
             ("generation_tokens_total", "Tokens of answers that have ended", self._generated_tokens),
         ]
         if self._block_tokens is not None:
+            queried = "Prompt tokens that were looked up in a KV cache"
             cached = "Prompt tokens that were in a KV cache already"
-            counts.append(("prefix_cache_hits_total", cached, self._cached_tokens))
+            counts += [
+                ("prefix_cache_queries_total", queried, self._queried_tokens),
+                ("prefix_cache_hits_total", cached, self._cached_tokens),
+            ]
         if fetches is not None:
             counts += [
                 ("kv_transfers_total", "KV caches fetched from context servers", fetches.transfers),

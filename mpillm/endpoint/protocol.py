@@ -2,13 +2,14 @@
 
 The names are those of OpenAI's completions and chat completions, and of vLLM's additions to them:
 `min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. A request is
-refused if it asks for something that would change the answer and can't be done; names that no answer depends
-on are ignored, as by vLLM.
+refused if it sets a parameter that would change the answer and has no implementation (`parameters.py`). Other
+names have no effect, as with vLLM.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import Messages, Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
+from mpillm.endpoint.parameters import check_body, check_message, refuse
 from mpillm.files import excerpt
 
 # Plain numbers: operations on flags take ten times as long.
@@ -35,46 +37,8 @@ _MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
 _MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
 _OF_TEMPLATE = 8  # characters that a chat template puts around a message, or more
 _MOST_SECONDS = 1e12  # between the clocks of two machines
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
-
-# Names with the values that ask for nothing; any other value asks for something that is missing here.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "prompt_logprobs": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),  # this and the next two change the prompt of a chat
-    "reasoning_effort": (),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-_WHY = {
-    "tools": "answers are text, never function calls; leave it out",
-    "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
-}
 
 
 @dataclass(frozen=True)
@@ -125,6 +89,9 @@ class Asked:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # log probabilities have "token_id:5" in place of a token's text
+    add_special_tokens: bool = True  # those that frame any text, if the prompt is one
+    request_id: str = ""  # "": the server makes one
     # `disaggregated_params`, unchecked: see `Half.check`
     disaggregated: Json = field(default_factory=dict)
     prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
@@ -133,7 +100,7 @@ class Asked:
     def n_characters(self) -> int:
         """The number of characters to tokenise, about."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
-            len(m["content"]) + len(m["role"]) + _OF_TEMPLATE for m in self.messages
+            sum(map(len, message.values())) + _OF_TEMPLATE for message in self.messages
         )
 
 
@@ -148,19 +115,18 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
             "model",
             "model_not_found",
         )
-    for name, value in body.items():
-        if name in _NOT_HERE and value is not None and not _asks_for_nothing(name, value):
-            _refuse(name, value)
-    options = mapping(body, "stream_options")
+    check_body(body)
     disaggregated = mapping(body, "disaggregated_params")
-    if disaggregated and not served.is_half:
-        _refuse("disaggregated_params", disaggregated)
+    if not served.is_half:
+        for name in ("disaggregated_params", "prompt_token_ids"):
+            if body.get(name):
+                refuse(name, body[name])
     ignore_eos = flag(body, "ignore_eos")
     stop, stop_token_ids = (
         _stops(body),
         token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
     )
-    stream = flag(body, "stream")
+    stream, options = stream_of(body)
     max_tokens = number(body, "max_tokens", 1, served.max_model_len, whole=True)
     if chat:
         max_tokens = number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
@@ -195,12 +161,24 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         stop_token_ids=frozenset(stop_token_ids),
         ignore_eos=ignore_eos,
         stream=stream,
-        include_usage=flag(options, "include_usage"),
-        continuous_usage=flag(options, "continuous_usage_stats"),
+        include_usage=options["include_usage"],
+        continuous_usage=options["include_usage"] and options["continuous_usage_stats"],
         return_token_ids=flag(body, "return_token_ids"),
+        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
+        add_special_tokens=flag(body, "add_special_tokens", default=not chat),
+        request_id=_request_id(body),
         disaggregated=disaggregated,
         prompt_token_ids=body.get("prompt_token_ids"),
     )
+
+
+def stream_of(body: Json) -> tuple[bool, dict[str, bool]]:
+    """Return whether the answer streams, and each of `stream_options`. Raises ApiError for wrong values."""
+    stream, options = flag(body, "stream"), mapping(body, "stream_options")
+    values = {name: flag(options, name) for name in ("include_usage", "continuous_usage_stats")}
+    if options and not stream:
+        raise ApiError(400, "stream_options: needs stream true", "stream_options")
+    return stream, values
 
 
 def read_clock_offset(data: bytes) -> float:
@@ -224,15 +202,15 @@ def encode(asked: Asked, served: Served, chat: str | None = None) -> list[tuple[
     limits, most = served.limits, served.max_model_len
     made: list[tuple[NDArray[np.int32], int]] = []
     param = "messages" if asked.chat else "prompt"
+    tokenizer = served.tokenizer
+    tokens_of = tokenizer.encode_text if asked.add_special_tokens else tokenizer.encode_rendered
     is_text = not asked.prompts or any(isinstance(prompt, str) for prompt in asked.prompts)
     try:
         if asked.chat and not asked.prompts:
             text = render(asked, served) if chat is None else chat
-            prompts = [served.tokenizer.encode_rendered(text, most)]
+            prompts = [tokens_of(text, most)]
         else:
-            prompts = [
-                served.tokenizer.encode_text(p, most) if isinstance(p, str) else p for p in asked.prompts
-            ]
+            prompts = [tokens_of(p, most) if isinstance(p, str) else p for p in asked.prompts]
     except TooLongError as error:
         message = f"the model's context is {most} tokens; {param}: {error}"
         raise ApiError(400, message, param, "context_length_exceeded") from None
@@ -291,6 +269,7 @@ def _messages(body: Json) -> Messages:
 def _message(message: Any) -> Json:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(400, "messages: each must be an object with a role and content", "messages")
+    check_message(message)
     content = message.get("content")
     if isinstance(content, list):  # of parts
         parts = [
@@ -300,9 +279,20 @@ def _message(message: Any) -> Json:
         if not all(isinstance(part, str) for part in parts):
             raise ApiError(400, "messages: content may only have parts of type text", "messages")
         content = "".join(map(str, parts))
-    if message.get("tool_calls"):
-        raise ApiError(400, "messages: tool_calls are not supported; leave them out", "messages")
-    return {"role": text(message["role"], "messages"), "content": text(content, "messages")}
+    made = {"role": message["role"], "content": content}
+    if message.get("name") is not None:
+        made["name"] = message["name"]
+    return {key: text(value, "messages") for key, value in made.items()}
+
+
+def _request_id(body: Json) -> str:
+    value = body.get("request_id")
+    if value is None:
+        return ""
+    if not REQUEST_ID.fullmatch(text(value, "request_id")):
+        expected = "expected 1 to 128 letters, digits, or any of . _ : -"
+        raise ApiError(400, f"request_id {excerpt(value)}: {expected}", "request_id")
+    return str(value)
 
 
 def _sampling(body: Json, served: Served) -> dict[str, float]:
@@ -361,12 +351,3 @@ def _stops(body: Json) -> tuple[str, ...]:
     if sum(map(len, strings)) > _MOST_STOP_CHARACTERS:  # each token is compared with each of them
         raise ApiError(400, f"stop: expected at most {_MOST_STOP_CHARACTERS} characters in all", "stop")
     return tuple(text(one, "stop") for one in strings if one)
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _NOT_HERE[name])
-
-
-def _refuse(name: str, value: Any) -> None:
-    why = f": {_WHY[name]}" if name in _WHY else ""
-    raise ApiError(400, f"{name} {excerpt(value)} is not supported{why}", name, "unsupported_parameter")

@@ -16,18 +16,32 @@ DONE = b"data: [DONE]\n\n"
 _string = json.encoder.encode_basestring_ascii  # what json.dumps does with one, in a fifth of the time
 
 
-def usage(choices: Sequence[Choice], n: int) -> Json:
-    """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens."""
+def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
+    """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens.
+
+    `block_tokens`: see `Answer.cached_tokens`.
+    """
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    made: Json = {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+    }
+    cached = [choice.answer.cached_tokens(block_tokens) for choice in choices[::n]]
+    known = [tokens for tokens in cached if tokens is not None]
+    if len(known) == len(cached):
+        made["prompt_tokens_details"] = {"cached_tokens": sum(known)}
+    return made
 
 
 class Shapes:
     """Makes the objects that answer one request."""
 
-    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
+    def __init__(self, asked: Asked, request_id: str, model: str, block_tokens: int | None = None) -> None:
+        """`block_tokens`: see `Answer.cached_tokens`."""
         self._asked = asked
+        self._block_tokens = block_tokens
         self._head: Json = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if asked.chat else "text_completion",
@@ -70,7 +84,7 @@ class Shapes:
 
     def around(self, choices: Sequence[Choice]) -> Json:
         """Return an answer that does not stream, without its choices."""
-        whole = self._head | {"usage": usage(choices, self._asked.n)}
+        whole = self._head | {"usage": usage(choices, self._asked.n, self._block_tokens)}
         if self._asked.chat and self._asked.return_token_ids:
             whole["prompt_token_ids"] = choices[0].prompt.tolist()
         return whole
@@ -101,11 +115,11 @@ class Shapes:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the last chunk of a stream whose client asked for usage."""
-        total = json.dumps(usage(choices, self._asked.n))
+        total = json.dumps(usage(choices, self._asked.n, self._block_tokens))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
     def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
-        return {"usage": usage([choice], 1)} if self._asked.continuous_usage else {}
+        return {"usage": usage([choice], 1, self._block_tokens)} if self._asked.continuous_usage else {}
 
     @staticmethod
     def _event(text: str) -> bytes:

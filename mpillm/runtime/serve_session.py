@@ -238,7 +238,7 @@ def _served(planned: Planned) -> Served:
 
 
 def _block_tokens(planned: Planned) -> int | None:
-    """Return what `ServeMetrics` wants to know of the instances' KV caches."""
+    """Return the tokens of a KV cache block, as `Answer.cached_tokens` needs them."""
     config, cores = planned.config, planned.cores
     core_class = BackendRegistry.get(config.core_type)
     if core_class.is_client:

@@ -303,10 +303,14 @@ def test_cached_prompts_are_found_by_the_policy_that_looks_for_them(one: Starter
     reused, cached = [], []
     for options in in_turn, ("--disagg_config", yaml):
         command, host, port = serve(one, 3, "--model_path", "tiny-llama", "--max_seq_len", 256, *options)
+        in_answers = 0
         for i in range(24):
             beginning = [1 + i // 4] * 128
-            answer(host, port, "/v1/completions", prompt=[*beginning, 50 + i], max_tokens=2)
+            made = answer(host, port, "/v1/completions", prompt=[*beginning, 50 + i], max_tokens=2)
+            in_answers += made["usage"]["prompt_tokens_details"]["cached_tokens"]
         cached.append(metric(host, port, "prefix_cache_hits_total"))
+        assert in_answers == cached[-1]
+        assert metric(host, port, "prefix_cache_queries_total") == 24 * 129
         command.process.send_signal(signal.SIGTERM)
         instances = command.end(TIMEOUT_S).must(DONE).result["per_instance"]
         assert sum(instance["samples"] for instance in instances) == 24

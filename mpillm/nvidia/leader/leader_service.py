@@ -21,8 +21,9 @@ from aiohttp import web
 
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
-from mpillm.endpoint.body_values import LARGE, flag, mapping, parse
+from mpillm.endpoint.body_values import LARGE, mapping, parse
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram, escaped, head
+from mpillm.endpoint.protocol import stream_of
 from mpillm.endpoint.shapes import DONE, error_event
 from mpillm.nvidia.halves.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.nvidia.leader.ask import Ask
@@ -239,10 +240,7 @@ def _read(data: bytes) -> Json:
     body = parse(data)
     if body.get("disaggregated_params"):
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
-    flag(body, "stream")  # context servers are not told of it
-    options = mapping(body, "stream_options")
-    for name in ("include_usage", "continuous_usage_stats"):
-        flag(options, name)
+    stream_of(body)  # the request to a context server contains neither
     return body
 
 

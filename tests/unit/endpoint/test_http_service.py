@@ -504,7 +504,9 @@ def test_tokens_from_a_prefix_cache_are_counted_where_they_are_known() -> None:
             async with api(block_tokens=block_tokens) as a:
                 await a.answer("/v1/completions", prompt=[1, 2], max_tokens=4)
                 async with a.session.get(a.base + "/metrics") as response:
-                    assert reading_of(await response.text()).cached_tokens == block_tokens
+                    page = await response.text()
+                assert reading_of(page).cached_tokens == block_tokens
+                assert ("\nmpillm:prefix_cache_queries_total{" in page) is (block_tokens is not None)
 
     run(test)
 

@@ -125,9 +125,14 @@ def test_infinities_and_tokens_with_the_same_text() -> None:
     """Of tokens whose bytes are no text by themselves, all U+FFFD, only the likeliest is told."""
     entry = logprobs.read(200, [*bits(-math.inf), 201, 202, 65, *bits(-0.5, -1.0, -2.0)])
     assert entry == (200, -9999.0, [(201, -0.5), (202, -1.0), (65, -2.0)])
-    made = logprobs.completion([entry._replace(token=66)], ByteTokenizer(), 7)
+    made = logprobs.completion([entry._replace(token=66)], ByteTokenizer(), 7, as_ids=False)
     assert made["top_logprobs"] == [{"\ufffd": -0.5, "A": -2.0, "B": -9999.0}]
     assert made["text_offset"] == [7]
+    made = logprobs.completion([entry], ByteTokenizer(), 7, as_ids=True)
+    top = {"token_id:200": -9999.0, "token_id:201": -0.5, "token_id:202": -1.0, "token_id:65": -2.0}
+    assert made["tokens"] == ["token_id:200"] and made["top_logprobs"] == [top]
+    (content,) = logprobs.chat([entry], ByteTokenizer(), as_ids=True)["content"]
+    assert content["token"] == "token_id:200" and content["top_logprobs"][2]["bytes"] == [65]
 
 
 def test_what_is_refused() -> None:

@@ -1,0 +1,127 @@
+"""Parameters of OpenAI's API, vLLM and TensorRT-LLM that have no implementation here.
+
+The server refuses a request that sets one of them to a value with an effect.
+`tests/unit/endpoint/test_parameters.py` has the names of vLLM's request classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.files import excerpt
+
+# Names with the values that have no effect; null never has one. Any other value is refused.
+_BODY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "top_p_min": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # no text has special tokens
+    "detokenize": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "prompt_ignore_length": (0,),
+    "prompt_embeds": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "mm_payload": ("tensors",),
+    "return_mm_kwargs": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),  # this and the next two change the prompt of a chat
+    "reasoning_effort": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),  # the text of an answer contains the reasoning
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_context_logits": (False,),
+    "routed_experts_prompt_start": (0,),
+    "lora_request": (),
+    "priority": (0,),
+    "cache_salt": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+# Of a chat's message: what chat templates use, beside its role, content and name.
+_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": ("",),
+    "function_call": (),
+    "tools": ([],),
+    "task": ("",),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "audio": (),
+}
+_WHY = {
+    "tools": "answers are text, never function calls; leave it out",
+    "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
+    "prompt_token_ids": "this server is not one half of disaggregated serving (--server_role)",
+    "thinking_token_budget": "max_tokens limits the reasoning and the rest of an answer together",
+    "truncation_side": "the server never truncates a prompt",
+}
+
+
+def check_body(body: Json) -> None:
+    """Raise ApiError if a body sets a parameter that has no implementation here."""
+    for name, value in body.items():
+        if name in _BODY and not _has_no_effect(value, _BODY[name]):
+            refuse(name, value)
+
+
+def check_message(message: Mapping[str, Any]) -> None:
+    """Raise ApiError if a chat's message has a part that has no implementation here."""
+    for name, value in message.items():
+        if name in _MESSAGE and not _has_no_effect(value, _MESSAGE[name]):
+            raise ApiError(
+                400, f"messages: {name} {excerpt(value)} is not supported; leave it out", "messages"
+            )
+
+
+def refuse(name: str, value: Any) -> None:
+    """Raise the ApiError for a parameter that has no implementation here."""
+    why = f": {_WHY[name]}" if name in _WHY else ""
+    raise ApiError(400, f"{name} {excerpt(value)} is not supported{why}", name, "unsupported_parameter")
+
+
+def _has_no_effect(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None:
+        return True
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -1,0 +1,141 @@
+"""Every parameter of vLLM's API has its effect, or gets 400 with its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.choices import Choice
+from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.protocol import Asked, Served, encode, read
+from mpillm.endpoint.shapes import usage
+from tests.helpers.http_api import ROUTES, api, run
+from tests.helpers.http_api import asked as asked_for
+from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, SAME, STREAM_OPTIONS
+
+SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), seed=0, gives_logprobs=True)
+HELLO = {"role": "user", "content": "hello"}
+PLAIN = {False: {"prompt": "hello", "stream": True}, True: {"messages": [HELLO], "stream": True}}
+CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for name in names]
+WITHOUT_EFFECT = {"user", "session_id", "spaces_between_special_tokens", "parallel_tool_calls"}
+
+
+def asked(chat: bool, **more: Any) -> Asked:
+    return read(json.dumps(PLAIN[chat] | more).encode(), chat, SERVED)
+
+
+@pytest.mark.parametrize(("chat", "name"), CASES)
+def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> None:
+    neutral, effective = (CHAT if chat else COMPLETION)[name]
+    base = {"logprobs": True if chat else 1} if name == "top_logprobs" else {}
+    if neutral is not SAME:
+        assert asked(chat, **base | {name: neutral}) == asked(chat, **base)
+    if effective is SAME:
+        assert name in WITHOUT_EFFECT
+        return
+    try:
+        assert asked(chat, **base | {name: effective}) != asked(chat, **base)
+    except ApiError as error:
+        assert (error.status, error.param) == (404 if name == "model" else 400, name)
+        assert name in str(error)
+
+
+@pytest.mark.parametrize("name", MESSAGE)
+def test_each_part_of_a_message_has_an_effect_or_is_refused(name: str) -> None:
+    neutral, effective = MESSAGE[name]
+    if neutral is not SAME:
+        assert asked(True, messages=[HELLO | {name: neutral}]) == asked(True)
+    try:
+        assert asked(True, messages=[HELLO | {name: effective}]) != asked(True)
+    except ApiError as error:
+        assert (error.status, error.param) == (400, "messages") and name in str(error)
+
+
+def test_options_of_a_stream() -> None:
+    """They need a stream, and the usage of each chunk needs the usage at all."""
+    for name, (neutral, effective) in STREAM_OPTIONS.items():
+        assert asked(False, stream_options={name: neutral}) == asked(False)
+        others = {other: True for other in STREAM_OPTIONS if other != name}
+        assert asked(False, stream_options=others | {name: effective}) != asked(
+            False, stream_options=others | {name: neutral}
+        )
+        with pytest.raises(ApiError) as error:
+            asked(False, stream=False, stream_options={name: effective})
+        assert (error.value.status, error.value.param) == (400, "stream_options")
+    assert not asked(False, stream_options={"continuous_usage_stats": True}).continuous_usage
+    assert asked(False, stream=False, stream_options={}) == asked(False, stream=False)
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a" * 129, "é", 5])
+def test_an_id_that_no_header_may_have(value: Any) -> None:
+    with pytest.raises(ApiError) as error:
+        asked(False, request_id=value)
+    assert (error.value.status, error.value.param) == (400, "request_id")
+
+
+def test_booleans_are_not_numbers() -> None:
+    """In Python 1 equals True and 0 equals False."""
+    for name, value in (("min_p", False), ("best_of", True), ("echo", 0), ("add_generation_prompt", 1)):
+        with pytest.raises(ApiError):
+            asked(True, **{name: value})
+
+
+class Framed(ByteTokenizer):
+    """A tokenizer that puts token 1 before a text."""
+
+    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        return [1, *super().encode_text(text, most)]
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        return super().encode_text(text, most)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_special_tokens_around_a_prompt(chat: bool) -> None:
+    """A text has them unless the request refuses them, a chat only on request, token ids never."""
+    served = Served(("m",), Framed(), Limits(256, 64))
+
+    def first(**more: Any) -> int:
+        body = {"messages": [HELLO], "prompt": "hello"} | more
+        ((prompt, _),) = encode(read(json.dumps(body).encode(), chat, served), served)
+        return int(prompt[0])
+
+    assert (first() == 1) is not chat
+    assert first(add_special_tokens=True) == 1 and first(add_special_tokens=False) == ord("h")
+    assert chat or first(prompt=[5], add_special_tokens=True) == 5
+
+
+def test_cached_tokens_in_usage() -> None:
+    """They are those of each prompt once, and left out where an instance did not report them."""
+
+    def choice(i: int, reused: int | None) -> Choice:
+        answer = Answer.of(40, [1, 2])
+        answer.times = None if reused is None else [0, 0, reused]
+        return Choice(i, answer, np.zeros(40, np.int32), 2, asked(False), SERVED)
+
+    choices = [choice(i, reused) for i, reused in enumerate([2, 1, 0, 2])]
+    assert usage(choices, 2, 16)["prompt_tokens_details"] == {"cached_tokens": 32}
+    assert usage(choices, 4, 0)["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "prompt_tokens_details" not in usage(choices, 2, None)
+    assert "prompt_tokens_details" not in usage([*choices, choice(4, None)], 1, 16)
+
+
+@ROUTES
+def test_the_id_of_a_request(path: str) -> None:
+    """The header's, or else the body's; it is in the answer and in the answer's header."""
+
+    async def test() -> None:
+        async with api() as a:
+            for headers, expected in (({}, "mine"), ({"X-Request-Id": "theirs"}, "theirs")):
+                body = asked_for(path) | {"request_id": "mine", "max_tokens": 2}
+                async with await a.post(path, body, **headers) as response:
+                    made = await response.json()
+                    assert made["id"].partition("-")[2] == response.headers["X-Request-Id"] == expected
+
+    run(test)
