@@ -14,12 +14,13 @@ from disagg.errors import ConfigError
 from launch.check_world import WrongLauncher
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError
+from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import share_out
-from mpillm.errors import STOP_SIGNALS, ExitCode
+from mpillm.errors import ExitCode
 from mpillm.fields import DEADLINES, Field, seconds
 from mpillm.fields.model import ModelFields
 
@@ -53,7 +54,7 @@ def run_on_ranks(
     An error on one rank ends all, as does the deadline: the others may be waiting for that rank. Raises
     EveryRankError for a bad option, the wrong number of ranks, or too few GPUs.
     """
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
     try:
         config = collect(argv, options, parser)

@@ -57,8 +57,8 @@ class Child:
 class Children:
     """A context: children started in it have ended when it is left, whatever ends it.
 
-    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread, if
-    the context was entered there: no other thread may set handlers. On leaving, children that still run get
+    Inside it, the first of `stop_signals` raises `Stopped` in the main thread, if the context was entered
+    there: no other thread may set handlers. On leaving, children that still run get
     SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s` to end by themselves; a second signal
     cuts that short. Then they are killed, with everything below them and every other process that has become
     a child of this one meanwhile; with `adopts` False, in a program that starts processes of its own, only

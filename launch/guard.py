@@ -16,7 +16,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 def main(command: list[str]) -> int:

@@ -13,6 +13,7 @@ RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-se
 """The mpillm commands that may run as several ranks of one launcher."""
 
 OPEN_MPI = "Open MPI's mpirun"
+HYDRA = "MPICH's mpirun (Hydra)"
 Protocol = Literal["PMIx", "PMI", ""]
 
 
@@ -54,9 +55,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
     given: Protocol = "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
     found = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
     if "HYDI_CONTROL_FD" in env or "MPI_LOCALNRANKS" in env:
-        found += started(
-            "MPICH's mpirun (Hydra)", "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI"
-        )
+        found += started(HYDRA, "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI")
     if found:  # of two nested mpiruns, the outer one has one rank: the inner mpirun
         return max(found, key=lambda launcher: launcher.size or 0)
     found += started("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", given)

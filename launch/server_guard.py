@@ -30,7 +30,15 @@ SHM = "/dev/shm"
 SHM_S = 0.2  # between looks there
 SHM_LOOKS = 10  # at the server's processes, for one that has mapped a new file
 MOST = 4096  # bytes read from the owner at once
-OURS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# With SIGCHLD, those of `launch.signals.stop_signals`: a batch system sends them to every process of a job.
+OURS = (
+    signal.SIGCHLD,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def main(grace: str, command: list[str]) -> None:

@@ -6,17 +6,19 @@ import math
 import os
 import signal
 import time
+from collections.abc import Mapping
 
-from launch.environment import EXIT_FILE
+from launch.launcher import HYDRA, find_launcher
 
 _ECHO_S = 0.5
 
 
 class Echoes:
-    """Tells a SIGTERM from its echo.
+    """A filter of repeated signals of a batch system.
 
-    When a job reaches its time limit, Slurm sends its processes SIGTERM twice within 10 ms: once itself, once
-    through srun. The second one is no second wish, and must not cut short what the first one began.
+    At a job's time limit Slurm sends its processes SIGTERM twice within 10 ms: once itself, once through
+    srun. At a warning signal (``sbatch --signal=USR1@60``) a rank gets SIGUSR1 from Slurm, and SIGUSR2 from
+    an `mpillm mpirun` that got SIGUSR1. The second one must not cut short the end that the first one began.
     """
 
     def __init__(self) -> None:
@@ -24,7 +26,7 @@ class Echoes:
 
     def has(self, number: int) -> bool:
         """Return whether a signal that has come repeats one that came just before. Handlers call this."""
-        if number != signal.SIGTERM:
+        if number == signal.SIGINT:  # a second Ctrl-C is a second request
             return False
         now = time.monotonic()
         if now < self._last + _ECHO_S:
@@ -33,15 +35,20 @@ class Echoes:
         return False
 
 
-def stop_signals() -> list[signal.Signals]:
+def stop_signals(env: Mapping[str, str] = os.environ) -> list[signal.Signals]:
     """Return what a user, a closing terminal, or a batch system sends; without SIGHUP under nohup.
 
-    And SIGUSR2 to what `mpillm mpirun` has started: by that it passes them on through Open MPI's mpirun.
+    Batch systems send SIGUSR1 or SIGUSR2 before a job's time limit, and `mpillm mpirun` sends SIGUSR2 through
+    Open MPI's mpirun, which leaves ranks no time after SIGINT or SIGTERM. Hydra sends its ranks SIGUSR1 when
+    one of them is lost, so they do not stop at SIGUSR1.
     """
-    signals = [signal.SIGINT, signal.SIGTERM]
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]
+    launcher = find_launcher(env)
+    if launcher is None or launcher.name != HYDRA:
+        signals.append(signal.SIGUSR1)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)
-    return signals + [signal.SIGUSR2] * (EXIT_FILE in os.environ)
+    return signals
 
 
 def title(number: int) -> str:

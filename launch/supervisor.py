@@ -46,8 +46,8 @@ class Supervisor:
     `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one
     signal:
 
-    1. the first Ctrl-C, SIGTERM or SIGHUP asks the ranks to stop (a second one skips the wait). Open MPI
-       would give them a quarter of a second and drop their last output on SIGINT or SIGTERM, but hands
+    1. the first of `launch.signals.stop_signals` asks the ranks to stop (a second one skips the wait). Open
+       MPI would give them a quarter of a second and drop their last output on SIGINT or SIGTERM, but hands
        SIGUSR2 on to every rank; hydra hands SIGTERM on;
     2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
     3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
-import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,6 @@ from disagg.errors import ConfigError
 from launch.environment import told_signal
 from launch.signals import title
 from mpillm.phases import Phase
-
-# SIGUSR2 is how `mpillm mpirun` passes Ctrl-C on under Open MPI, whose mpirun leaves ranks no time after
-# SIGINT or SIGTERM.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 # A full disk, a quota, a limit on file sizes: not a wrong option.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -16,13 +16,14 @@ from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.places import RUNS
+from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
 from mpillm.config.values import Values, collect
 from mpillm.configurator import option
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
 from mpillm.doctor.findings import Line, Status, World, report_lines, worst
-from mpillm.errors import STOP_SIGNALS, ExitCode
+from mpillm.errors import ExitCode
 from mpillm.fields import seconds
 from mpillm.fields.results import OutputFields
 from mpillm.version import __version__
@@ -53,7 +54,7 @@ class Options(Values, group="cluster report"):
 
 def main(argv: Sequence[str]) -> int:
     """Examine; rank 0 prints. Return 1 if a check failed, 0 otherwise."""
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
     parser = Parser(
         prog="mpillm doctor",

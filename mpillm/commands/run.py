@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks, tell_exit_code
 from launch.launcher import find_launcher
-from launch.signals import Echoes, title
+from launch.signals import Echoes, stop_signals, title
 from mpillm.comms import kept_connections
 from mpillm.comms.start import node_name, start_run
 from mpillm.config.options import parse_run
 from mpillm.config.run_config import RunConfig
 from mpillm.core_names import lacks
-from mpillm.errors import STOP_SIGNALS, ExitCode, Interrupted
+from mpillm.errors import ExitCode, Interrupted
 from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
@@ -61,7 +61,7 @@ def start_rank(
 
     `share`: this rank belongs to one of several runs.
     """
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
         signal.signal(number, signal.SIG_DFL)
     kept_connections.prepare()  # before anything that may start MPI, as the module of a core does
@@ -94,7 +94,7 @@ def start_rank(
             tell_exit_code(ExitCode.USAGE)
             comms.control.Abort(ExitCode.USAGE)
         handler = Interrupts(rank.drain)
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, handler)
         return rank.live(), rank.log_dir
     except Interrupted as interrupted:

@@ -31,7 +31,7 @@ import time
 from launch.launcher import find_launcher
 from launch.prctl import KEEPER, die_with_parent, name_process
 from launch.siblings import runs
-from mpillm.errors import STOP_SIGNALS
+from launch.signals import stop_signals
 
 _KEPT_S = 10.0
 _LAST_WORDS_S = 3.0  # rank 0 has ended without any: another rank says so
@@ -93,7 +93,7 @@ class KeptConnections:
             die_with_parent(signal.SIGKILL)
             return
         name_process(KEEPER)
-        for number in STOP_SIGNALS:  # Slurm sends them to all processes of a task
+        for number in stop_signals():  # Slurm sends them to all processes of a task
             signal.signal(number, signal.SIG_IGN)
         ended = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
         kept, *_ = _STATE.unpack_from(self._shared)
@@ -101,7 +101,7 @@ class KeptConnections:
         while kept and runs(kept) and not self._shared[_OVER] and time.monotonic() < end:
             time.sleep(_LOOK_S)
         if ended < 0:
-            if -ended in STOP_SIGNALS:
+            if -ended in stop_signals():
                 signal.signal(-ended, signal.SIG_DFL)
             os.kill(os.getpid(), -ended)
         os._exit(abs(ended))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from launch.command import Command, find_program
 from launch.health_check import HealthCheck
 from launch.held_port import HeldPort
 from launch.owned_server import SEARCHED, OwnedServer
+from launch.signals import stop_signals
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
@@ -307,7 +307,7 @@ class ServerRole(Role):
         assert self._server is not None
         plan, code = self._plan, self._server.code
         alone = plan.part.n == 1 and not plan.role
-        return alone and (code is None or (code < 0 and code != -signal.SIGTERM))
+        return alone and (code is None or (code < 0 and -code not in stop_signals()))
 
     def _start_again(self) -> None:
         assert self._server is not None

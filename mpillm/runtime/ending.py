@@ -30,13 +30,14 @@ from disagg.errors import ConfigError
 from launch import roll_call, segments
 from launch.environment import tell_exit_code
 from launch.launcher import find_launcher
+from launch.signals import stop_signals
 from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_leave
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
-from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError, exit_code
+from mpillm.errors import ExitCode, Failure, Interrupted, RunError, exit_code
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
@@ -154,7 +155,7 @@ class Ending(ABC):
 
     def _begin(self, state: State) -> None:
         """Leave RUNNING; if the watch's thread has done so, wait until it ends the process."""
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)  # the rank is already ending, under deadlines
         patience = 3 * self._limits.grace
         if self._lock.acquire(timeout=patience):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.signals import title
 from tests.e2e.test_faults import ENDLESS, GRACE, GRACE_S, START_S, check_failure
 from tests.helpers.support import (
     INSTANCE_LOST,
@@ -181,7 +182,12 @@ def test_a_core_that_exits(one: Starter) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "number", "whole_group"),
-    [("load", signal.SIGINT, True), ("test", signal.SIGINT, False), ("test", signal.SIGTERM, True)],
+    [
+        ("load", signal.SIGINT, True),
+        ("test", signal.SIGINT, False),
+        ("test", signal.SIGTERM, True),
+        ("test", signal.SIGUSR1, False),
+    ],
 )
 def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_group: bool) -> None:
     command = start_endless(both, phase)
@@ -190,8 +196,7 @@ def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_g
     else:
         command.process.send_signal(number)
     ended = command.end()
-    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
-    check_failure(ended, 128 + number, f"interrupted ({name})", phase=phase)
+    check_failure(ended, 128 + number, f"interrupted ({title(number)})", phase=phase)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.signals import stop_signals
 from tests.helpers.support import PYTHONS, ROOT
 
 LAUNCHER = """
@@ -203,7 +204,7 @@ def test_a_lost_rank_0_is_code_5(python: str, start: Start) -> None:
     assert "rank 0 ended without an exit code" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", stop_signals({}))
 def test_an_interrupt_lets_the_ranks_stop(python: str, start: Start, number: signal.Signals) -> None:
     job = start(python, "waits")
     job.rank_pids()

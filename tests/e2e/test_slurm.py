@@ -121,15 +121,19 @@ def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
     assert (ended.log_dir / "report.html").exists()
 
 
-def test_a_cancelled_job_ends_as_ctrl_c_does(both_under: UnderSlurm) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_a_job_ends_it_as_ctrl_c_does(both_under: UnderSlurm, number: signal.Signals) -> None:
+    """``sbatch --signal=USR1@60`` sends it before the time limit."""
     log_dir = ["--log_dir", both_under.starter.folder / "run"]
     command = both_under.start(["-n", 4, "-N", 2], *DUMMY, *ENDLESS, *log_dir)
     command.wait_phase("test")
-    both_under.slurm.ask("scancel", both_under.slurm.ask("squeue", "-h", "-o", "%i"))
-    ended = command.end(WITHIN_S).must(128 + signal.SIGTERM)
-    assert ended.message.startswith("mpillm: interrupted (SIGTERM) in phase 'test'")
-    assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", 128 + signal.SIGTERM)
-    assert [failure["cause"] for failure in ended.result["failures"]] == ["interrupted (SIGTERM)"]
+    which = [] if number == signal.SIGTERM else ["--signal", number.name.removeprefix("SIG")]
+    both_under.slurm.ask("scancel", *which, both_under.slurm.ask("squeue", "-h", "-o", "%i"))
+    ended = command.end(WITHIN_S).must(128 + number)
+    assert ended.message.startswith(f"mpillm: interrupted ({number.name}) in phase 'test'")
+    assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", 128 + number)
+    assert [failure["cause"] for failure in ended.result["failures"]] == [f"interrupted ({number.name})"]
+    assert (ended.log_dir / "report.html").exists()
     both_under.wait_for_jobs()
 
 

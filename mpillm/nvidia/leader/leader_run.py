@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 import time
@@ -14,7 +13,7 @@ from disagg.instances import served_instances
 from disagg.world_plan import check_pairs
 from launch.event_loop import new_loop
 from launch.logs import log_to
-from launch.signals import Echoes
+from launch.signals import Echoes, stop_signals
 from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
@@ -73,7 +72,7 @@ class _Lead:
 
     async def run(self, bound: socket.socket) -> int:
         config, loop = self._config, asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._note, number)
         async with new_session() as session:
             waiting = asyncio.ensure_future(

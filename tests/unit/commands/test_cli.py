@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from launch.signals import stop_signals
 from mpillm import cli
 from mpillm.core_names import WINGS
 
@@ -33,7 +34,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str
     return add
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", stop_signals({}))
 def test_a_stopped_command_leaves_nothing(
     command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, number: signal.Signals
 ) -> None:

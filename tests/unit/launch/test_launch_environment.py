@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
+from launch import guard, server_guard
 from launch.environment import (
     EXIT_FILE,
     LAUNCH_TYPE,
@@ -155,11 +156,24 @@ def test_the_launchers_signal_is_reported(tmp_path: Path) -> None:
     assert (title(signal.SIGINT), title(signal.SIGTERM)) == ("Ctrl-C", "SIGTERM")
 
 
-def test_what_mpillm_mpirun_started_is_stopped_by_what_it_passes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(EXIT_FILE, raising=False)
-    assert signal.SIGUSR2 not in stop_signals() and signal.SIGINT in stop_signals()
-    monkeypatch.setenv(EXIT_FILE, "/tmp/x")
-    assert signal.SIGUSR2 in stop_signals()
+ALWAYS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+OPEN_MPI_RANK = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA_RANK = {"HYDI_CONTROL_FD": "5", "PMI_RANK": "1", "PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize("env", [{}, OPEN_MPI_RANK, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_a_batch_systems_warning_stops_a_process(env: dict[str, str]) -> None:
+    assert {*stop_signals(env)} - {signal.SIGHUP} == ALWAYS | {signal.SIGUSR1}
+
+
+def test_hydras_notice_of_a_lost_rank_does_not_stop_the_others() -> None:
+    assert {*stop_signals(HYDRA_RANK)} - {signal.SIGHUP} == ALWAYS
+
+
+def test_programs_run_by_path_survive_the_stop_signals() -> None:
+    """They import nothing of ours, so they have a list of their own."""
+    assert {*stop_signals({})} <= {*server_guard.OURS}
+    assert {*stop_signals(HYDRA_RANK)} <= {*guard.FORWARDED_BY_HYDRA}
 
 
 def test_another_rank_waits_until_rank_0_has_reported(
