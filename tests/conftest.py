@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif item.path.stem in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: item.path.stem not in BUSY)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the check that tests of `make test` are short."""
+    text = "seconds of CPU that a test without the marker `long` may use, with its fixtures and children"
+    parser.addoption("--cpu_limit", type=float, help=text)
+
+
+_CPU_AT_SETUP = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note the CPU time at which a test begins."""
+    item.stash[_CPU_AT_SETUP] = _cpu_s()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Record the CPU time of a test (`--junitxml` shows it), and check it."""
+    yield
+    used = _cpu_s() - item.stash[_CPU_AT_SETUP]
+    item.user_properties.append(("cpu_s", f"{used:.3f}"))
+    limit = item.config.getoption("cpu_limit")
+    if limit is not None and used > limit and not item.get_closest_marker("long"):
+        pytest.fail(f"it used {used:.1f} s of CPU; the limit is {limit:g} s; mark it with pytest.mark.long")
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process and of its children that have ended, in seconds."""
+    return sum(os.times()[:4])
