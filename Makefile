@@ -8,7 +8,7 @@ RANKS ?= 4
 SHORT := --max_output_len 40 --min_query_count 64
 RUN_ARGS ?=
 # World sizes of the tests that run under mpirun, with Open MPI and with MPICH.
-TEST_RANKS ?= 2 5
+TEST_RANKS ?= 2
 PYTEST_ARGS ?=
 
 PY := .venv/bin/python
@@ -21,6 +21,8 @@ ALOUD := sh -c 'log=.venv/pip.log; "$$@" > $$log 2>&1 & s=0; while kill -0 $$! 2
     test $$((s % 15)) -ne 0 || echo "  $$s s, $$(du -sm .venv | cut -f 1) MB: $$(grep -E "^ *(Build|Collect|Download|Install|Prepar)" $$log | tail -n 1 | cut -c 1-52)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
 PIP := $(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
+# Tests that need more than the installation, or hours.
+ELSEWHERE := slow or cross or triton or peers or slurm or hosts or browser or wheel
 # Half of the tests' time is waiting: for deadlines, for processes to start and to end. So four at a time, of which one keeps the cores busy
 # (tests/conftest.py).
 PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder
@@ -33,12 +35,13 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: lock audit slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test test-slow test-cross test-kills fuzz test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: lock audit slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test check test-short test-long test-slow test-cross test-kills fuzz test-peers test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
 	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
-	@echo "make test       lint, type checks and tests, with Open MPI and MPICH"
+	@echo "make test       lint, type checks and short tests, with Open MPI and MPICH: five minutes on 2 cores"
+	@echo "make check      all tests that continuous integration runs: an hour on 2 cores"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make test-kills  ranks killed and stopped at random, with --on_instance_loss fail and continue: MPILLM_KILLS rounds (20), about 10 s each; and each kind of rank in each phase"
@@ -71,18 +74,24 @@ $(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(PMIX_RANK)$(SLURM_PROCID),
 $(PREPARING):
 	@echo "make $@ is not built here: install TensorRT-LLM and Triton, or start one of NVIDIA's containers that has them (docs/howto/pipeline.md)" >&2; exit 2
 
-test: lint test-unit test-mpi
+test: lint test-short test-mpi
 
-test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton and not peers and not slurm and not hosts and not browser and not wheel" $(PYTEST_ARGS) tests
+test-short: $(STAMP)
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not (long or $(ELSEWHERE))" $(if $(CPU_LIMIT),--cpu_limit $(CPU_LIMIT)) $(PYTEST_ARGS) tests
+
+test-long: $(STAMP)
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "long and not ($(ELSEWHERE))" $(PYTEST_ARGS) tests
+
+check:
+	.ci/run
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
-	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow and not cross and not triton" $(PYTEST_ARGS) tests/mpi; \
+	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not ($(ELSEWHERE))" $(PYTEST_ARGS) tests/mpi; \
 	done; done
 
 test-slow: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m "slow and not triton and not peers and not slurm and not hosts and not browser and not wheel" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) -m "slow and not (triton or peers or slurm or hosts or browser or wheel)" $(PYTEST_ARGS) tests
 
 # Each reader of files and messages, and each listener, so many seconds each; with a SEED each time with the same examples.
 SECONDS ?= 60

@@ -47,9 +47,12 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, one process has all of the busy ones, and one each of the other files.
 
-    That process begins with them: they take so long that the others would wait for it at the end.
+    That process begins with them: they take so long that the others would wait for it at the end. Tests that
+    start whole commands are long, but for a few.
     """
     for item in items:
+        if "e2e" in item.path.parts and not item.get_closest_marker("smoke"):
+            item.add_marker(pytest.mark.long)
         if item.path.stem in BUSY:
             item.add_marker(pytest.mark.xdist_group("busy"))
         elif item.path.stem in TOGETHER:

@@ -90,7 +90,7 @@ NO_GPU = Typed(code=USAGE, says=r"there is no NVIDIA GPU|--device cuda: \d ranks
 WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
-    r"(\S+ )?make test(-slow|-cross)?": Elsewhere("these are the tests"),
+    r"(\S+ )?make (test(-slow|-cross)?|check)": Elsewhere("these are the tests"),
     r"make size": Elsewhere("tests/unit/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
