@@ -82,7 +82,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     used = _cpu_s() - item.stash[_CPU_AT_SETUP]
     item.user_properties.append(("cpu_s", f"{used:.3f}"))
     limit = item.config.getoption("cpu_limit")
-    if limit is not None and used > limit and not item.get_closest_marker("long"):
+    is_short = not any(item.get_closest_marker(marker) for marker in ("long", "smoke"))
+    if limit is not None and used > limit and is_short:
         pytest.fail(f"it used {used:.1f} s of CPU; the limit is {limit:g} s; mark it with pytest.mark.long")
 
 

@@ -40,6 +40,7 @@ def doctor(starter: Starter, n: int, *options: object, prefix: tuple[str, ...] =
     return starter.command([*head, "--json", *options]).end()
 
 
+@pytest.mark.smoke
 def test_ranks_of_one_node(both: Starter) -> None:
     ended = doctor(both, 3, "--log_dir", both.folder / "runs").must(DONE)
     found = told(ended)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_faults import check_failure
 from tests.e2e.test_serve import serve
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, answer_of, good, head
@@ -85,6 +87,7 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
     assert all(instance["socket_ttft_p50_ms"] > 0 for instance in ended.result["per_instance"])
 
 
+@pytest.mark.smoke
 def test_our_own_server(one: Starter, tmp_path: Path) -> None:
     """A run over HTTP to `serve` gets the tokens that a run over MPI gets from the same cores."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))

@@ -109,6 +109,7 @@ def test_a_core_that_raises_elsewhere(one: Starter, where: str, code: int) -> No
     check_failure(ended, code, f"ValueError: broken in {where}", rank=1)
 
 
+@pytest.mark.smoke
 def test_a_package_that_rank_0_lacks(both: Starter, tmp_path: Path) -> None:
     """The other ranks do not wait for it until the deadline, and are not blamed."""
     (tmp_path / "mlperf_loadgen.py").write_text("raise ModuleNotFoundError(name='mlperf_loadgen')\n")

@@ -17,6 +17,7 @@ from disagg.errors import ConfigError
 DUMMY: dict[str, Any] = {"core_type": "dummy", "min_query_count": 50, "max_output_len": 8}
 
 
+@pytest.mark.smoke
 def test_two_runs_in_one_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Their figures are those of result.json, their requests are all there, and another child lives on."""
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

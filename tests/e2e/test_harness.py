@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.make_folder import make_folder
 from tests.helpers.support import DONE, USAGE, Starter
 
 DUMMY = ("--core_type=dummy", "--min_query_count=8", "--max_output_len=4")
 
 
+@pytest.mark.smoke
 def test_every_scenario_named(one: Starter, tmp_path: Path) -> None:
     make_folder(tmp_path)
     args = " ".join(

@@ -117,6 +117,7 @@ def test_an_instance_that_fails_after_the_test(one: Starter, few: Samples) -> No
     assert "ValueError: broken in stop" in lost["cause"]
 
 
+@pytest.mark.smoke
 def test_the_last_instance_ends_the_run(one: Starter, few: Samples) -> None:
     command = one.start(3, *TEST, *PACE, *CONTINUE, "--dataset_path", few.path)
     wait_for_answers(command, 4)

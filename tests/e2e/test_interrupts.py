@@ -21,6 +21,7 @@ ENDLESS: list[object] = [
 ]
 
 
+@pytest.mark.smoke
 def test_in_the_test(both: Starter) -> None:
     command = both.start(3, *ENDLESS, controlling=True)
     command.wait_phase("test")

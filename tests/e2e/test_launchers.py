@@ -203,6 +203,7 @@ def test_mpillm_mpirun_generates_for_its_ranks(both: Starter, tmp_path: Path) ->
     assert "need 4 worker ranks, which do not fit; must be 4 (all ranks are workers)" in wrong.message
 
 
+@pytest.mark.smoke
 def test_a_bad_option_is_reported_once(both: Starter) -> None:
     ended = both.mpillm("mpirun", "-n", 3, "generate-disagg-config", "--sede", 1).must(USAGE)
     assert "--sede" in ended.message

@@ -84,6 +84,7 @@ def test_contexts_are_handed_over(one: Starter, ranks: int, more: tuple[object, 
     assert all(("kv_producer" in log) == (i < n_contexts) for i, log in enumerate(logs))
 
 
+@pytest.mark.smoke
 def test_contexts_that_are_computed_again(one: Starter) -> None:
     """LoadGen calls it VALID; the run is not."""
     options = ("--server_args=--loses", "--test_mode", "PerformanceOnly", "--min_duration", 0)

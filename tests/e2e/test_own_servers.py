@@ -58,6 +58,7 @@ def processes(command: Command, word: bytes = b"small_server") -> list[int]:
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("ranks", "clients"), [(3, 1), (5, 2)])
 def test_two_servers(one: Starter, ranks: int, clients: int) -> None:
     command, prompts = start(one, ranks, *server("--says", "hello"), "--clients_per_server", clients)

@@ -307,6 +307,7 @@ def test_one_rank_alone(both: Starter, samples: Samples, core_options: str) -> N
     check_each_index_once(ended, samples, 4)
 
 
+@pytest.mark.smoke
 def test_a_given_yaml_and_hyphens(both: Starter, samples: Samples, tmp_path: Path) -> None:
     """Two context and three generation instances run, one of them on two ranks.
 

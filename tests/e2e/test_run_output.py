@@ -116,6 +116,7 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
     assert plan == shown == again
 
 
+@pytest.mark.smoke
 def test_the_console(one: Starter) -> None:
     """It shows the plan's table, a line for each phase, and the summary; stderr has nothing but the
     launcher's line."""

@@ -272,6 +272,7 @@ def test_a_signal_to_a_plain_mpirun_is_a_server_s_normal_end(both: Starter, tmp_
     assert "1 open request was cut off" in page
 
 
+@pytest.mark.smoke
 def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:
     command, host, port = serve(
         both, 3, "--core_type", "dummy", "--max_seq_len", 4096, "--served_model_name", "mine"

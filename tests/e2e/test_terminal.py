@@ -104,6 +104,7 @@ def test_a_killed_rank(both: Starter, number: int, said: str) -> None:
     assert any(said in line for line in message), message
 
 
+@pytest.mark.smoke
 def test_a_killed_rank_0(both: Starter) -> None:
     """Nobody but the launcher can say it."""
     command = both.start(3, *ENDLESS, terminal=True, one_terminal=True)
@@ -115,6 +116,7 @@ def test_a_killed_rank_0(both: Starter) -> None:
     assert all(line.startswith("  ") and not re.search(BAR, line) for line in lines[at + 1 :]), lines
 
 
+@pytest.mark.smoke
 def test_a_good_end(both: Starter) -> None:
     """The bar is gone, and every phase has its line."""
     options = ["--scenarios", "Server", "--server_target_qps", 150, "--min_duration", 3]

@@ -27,7 +27,16 @@ def test_what_is_run(tmp_path: Path, user: int, unshare: int, triton: int) -> No
     done = subprocess.run([ROOT / ".ci/run"], env=env, capture_output=True, text=True, timeout=60)
     made = [line.split()[0] for line in (tmp_path / "made").read_text().splitlines()]
     hosts = user == 0 and unshare == 0
-    wanted = ["test", "test-long", "test-mpi", "test-wheel", "audit", "fuzz", "triton", *["test-triton"] * (not triton)]
+    wanted = [
+        "test",
+        "test-long",
+        "test-mpi",
+        "test-wheel",
+        "audit",
+        "fuzz",
+        "triton",
+        *["test-triton"] * (not triton),
+    ]
     assert made == wanted + ["test-hosts", "test-slurm"] * hosts, done
     assert done.returncode == 0
     assert ("tests of hosts and of Slurm, which need root" in done.stdout) == (not hosts)
