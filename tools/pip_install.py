@@ -1,0 +1,64 @@
+"""``python -m tools.pip_install OPTIONS``: pip install, with its progress.
+
+On a terminal pip draws its own. Elsewhere the large files that it downloads are printed, and its whole output
+if it fails. pip unpacks packages silently: a line gives the size of the environment whenever that has grown.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+_LOOK_S = 1.0
+_SIZE_S = 15.0  # between two lines about the size
+_MIN_GROWTH_MB = 10
+_LARGE_FILE = re.compile(r" *Downloading ([\w.]+-[\w.]+)\S* \((\d\d[\d.]* MB|[\d.]+ GB)\)")
+_UNPACKS = "Installing collected packages: "
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return pip's exit code."""
+    words = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *argv]
+    if sys.stdout.isatty():
+        return follow(subprocess.Popen(words), None)
+    log = Path(sys.prefix) / "pip.log"
+    with log.open("wb") as output, log.open(encoding="utf-8", errors="replace") as lines:
+        code = follow(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT), lines)
+    if code:
+        sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
+    return code
+
+
+def follow(process: subprocess.Popen[bytes], output: IO[str] | None) -> int:
+    """Print the progress until the process has ended; return its exit code. `output`: where it is logged."""
+    began, due, printed_mb, rest = time.monotonic(), _SIZE_S, megabytes(), ""
+    while process.poll() is None:
+        time.sleep(_LOOK_S)
+        if output is not None:
+            *lines, rest = (rest + output.read()).split("\n")
+            for line in lines:
+                if match := _LARGE_FILE.match(line):
+                    print(f"  downloads {match[1]}, {match[2]}", flush=True)
+                elif line.startswith(_UNPACKS):
+                    print(f"  unpacks {line.count(',') + 1} packages", flush=True)
+        if (now := time.monotonic() - began) > due:
+            due = now + _SIZE_S
+            if (mb := megabytes()) > printed_mb + _MIN_GROWTH_MB:
+                printed_mb = mb
+                print(f"  {now:.0f} s: {mb:,} MB in {sys.prefix}", flush=True)
+    return process.returncode
+
+
+def megabytes() -> int:
+    """Return the size of this environment."""
+    done = subprocess.run(["du", "-sm", sys.prefix], stdout=subprocess.PIPE, check=True, text=True)
+    return int(done.stdout.split()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
