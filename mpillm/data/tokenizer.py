@@ -1,8 +1,8 @@
 """Text to tokens and back, as `transformers` does it but without its import, which takes seconds.
 
 The library `tokenizers` reads a Hugging Face folder's `tokenizer.json`; a prompt becomes one user message of
-the folder's chat template, if it has one. Without a model, or in a folder without a tokenizer (the presets),
-a token is a byte.
+the folder's chat template, if it has one. Bytes are the tokens of the presets, and of a run without a model.
+For a folder without a tokenizer prompts must be token ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,11 +95,12 @@ class Tokenizer(Protocol):
 
 @about("model_path")
 def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) -> Tokenizer:
-    """Return the tokenizer of the folder `model_path`, or the byte tokenizer. Raises ConfigError."""
+    """Return the tokenizer of the folder `model_path`; None: of bytes. Raises ConfigError."""
     if model_path is None:
         return ByteTokenizer()
-    if model_path.is_dir():
-        check_files(model_path)
+    if not model_path.is_dir():
+        raise ConfigError(f"--model_path {model_path}: no such folder")
+    check_files(model_path)
     file = model_path / "tokenizer.json"
     if not file.exists():
         if others := [name for name in _OTHER_FORMATS if (model_path / name).exists()]:
@@ -107,7 +108,7 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
                 f"{model_path} has {others[0]} but no tokenizer.json; "
                 "save its tokenizer with transformers, which writes one"
             )
-        return ByteTokenizer()
+        return NoTokenizer(f"--model_path {model_path}: no tokenizer.json in it")
     settings = _read_settings(model_path)
     template = _read_template(model_path, settings) if apply_chat_template else None
     return FileTokenizer(file, _compile(template, settings) if template is not None else None)
@@ -151,6 +152,47 @@ class ByteTokenizer:
         ids = np.asarray(tokens, np.int64)
         ids = np.where((ids >= 0) & (ids < 256), ids, 0xFF)  # the byte 0xFF never occurs in UTF-8
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class NoTokenizer:
+    """Placeholder for the tokenizer of a model that has none here: every use of a text raises ConfigError."""
+
+    vocab_size = 1 << 31  # unknown
+    plain_tokens = range(256)  # as every model has them
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def refuse(self) -> NoReturn:
+        raise ConfigError(
+            f"{self._why}; a text has no tokens without it: copy it from the model, or give token ids"
+            ' ("input_tokens", or --dataset synthetic)',
+            about=["model_path"],
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        self.refuse()
+
+    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
+        self.refuse()
+
+    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
+        self.refuse()
+
+    def render(self, messages: Messages) -> str:
+        self.refuse()
+
+    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+        self.refuse()
+
+    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        self.refuse()
+
+    def encode_plain(self, text: str) -> list[int]:
+        self.refuse()
+
+    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
+        self.refuse()
 
 
 class FileTokenizer:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.data.dataset import Dataset
-from mpillm.data.tokenizer import Tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.files import naming
 
 SHOWN = 3
@@ -35,12 +36,13 @@ class Outputs:
             self._shown[index] = tokens.copy()
         if self._file is not None:
             output = tokens.tolist()
-            line = {
+            line: dict[str, Any] = {
                 "index": index,
                 "input_tokens": self._dataset.sample(index).tolist(),
                 "output_tokens": output,
-                "text": self._tokenizer.decode(tokens),
             }
+            if not isinstance(self._tokenizer, NoTokenizer):
+                line["text"] = self._tokenizer.decode(tokens)
             with naming(self._path):
                 self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,8 @@ from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.tiny_dataset import DATASET, write_dataset
-from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mpillm.engine.model.read_config import model_folder
 
 
 def load_samples(
@@ -26,8 +27,7 @@ def load_samples(
     scaled-down workload without --dataset_path a data set is written to `run_directory()`; `config` then says
     where.
     """
-    folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
-    tokenizer = load_tokenizer(folder, config.apply_chat_template)
+    tokenizer = tokenizer_of(config)
     limits = limits_of(config, [model for model in models if model is not None])
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
@@ -35,6 +35,21 @@ def load_samples(
             f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
         )
     return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """Return the tokenizer of the run's model: of bytes for a preset, and for a run without a model.
+
+    Raises ConfigError if the user names a folder that is missing. A workload's own folder may be missing: the
+    workload's data set has token ids.
+    """
+    try:
+        folder = model_folder(config.model_path) if config.model_path else None
+    except ConfigError as error:
+        if config.given("model_path"):
+            raise
+        return NoTokenizer(str(error))
+    return load_tokenizer(folder, config.apply_chat_template)
 
 
 def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> Limits:

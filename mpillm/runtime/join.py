@@ -23,7 +23,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import HandsOver
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
+from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
 from mpillm.fields.effects import RUN, SERVE
 from mpillm.fields.topology import PROMPTS_ALONE
@@ -60,6 +60,11 @@ class Prepared:
     tokenizer: Tokenizer
     settings: LoadGenSettings
 
+    @property
+    def shows_text(self) -> bool:
+        """Whether the console shows answers: their tokens are a model's."""
+        return isinstance(self.tokenizer, FileTokenizer)
+
     def announcement(self) -> list[str]:
         """Return lines to print before the run loads, behind the one that names its directory."""
         planned, config, dataset = self.planned, self.planned.config, self.dataset
@@ -69,11 +74,6 @@ class Prepared:
         lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
         if dataset.note:
             lines.append(dataset.note)
-        if has_text(config) and dataset.texts and isinstance(self.tokenizer, ByteTokenizer):
-            lines.append(
-                f"no tokenizer.json in {config.model_path}:"
-                " each byte of a prompt is a token, and the answers mean nothing"
-            )
         if config.workload is not None:
             lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
             lines += _of_round(config, self.settings)
@@ -202,11 +202,6 @@ def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
     return Prepared(
         planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
     )
-
-
-def has_text(config: RunConfig) -> bool:
-    """Return whether answers can be shown as text: the model has a folder, and so a tokenizer."""
-    return bool(config.model_path and Path(config.model_path).is_dir())
 
 
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -19,7 +18,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.core_names import brought, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
-from mpillm.data.tokenizer import load_tokenizer
+from mpillm.data.tokenizer import NoTokenizer
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import Served
@@ -29,7 +28,7 @@ from mpillm.report.result import served_rows
 from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
-from mpillm.runtime.choose_samples import limits_of
+from mpillm.runtime.choose_samples import limits_of, tokenizer_of
 from mpillm.runtime.join import Planned
 from mpillm.runtime.run_session import RunSession, announced, opened
 
@@ -214,7 +213,9 @@ class ServeSession(RunSession):
 def _served(planned: Planned) -> Served:
     """Return what the options and the cores' models say of what is behind the endpoint."""
     config, models = planned.config, [model for model in planned.models if model is not None]
-    folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
+    tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, NoTokenizer):
+        tokenizer.refuse()
     names = tuple(
         name.strip() for name in (config.served_model_name or model_name(config)).split(",") if name.strip()
     )
@@ -226,7 +227,7 @@ def _served(planned: Planned) -> Served:
     }
     return Served(
         names=names,
-        tokenizer=load_tokenizer(folder, config.apply_chat_template),
+        tokenizer=tokenizer,
         limits=limits_of(config, models),
         end_ids=frozenset(id_ for model in models for id_ in getattr(model, "end_ids", ())),
         max_output_len=config.max_output_len,

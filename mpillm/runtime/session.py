@@ -32,7 +32,7 @@ from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.roles.role import Role
-from mpillm.runtime.join import Planned, Prepared, has_text, prepare
+from mpillm.runtime.join import Planned, Prepared, prepare
 from mpillm.runtime.run_session import RunSession, announced, opened
 from mpillm.workloads.rounds import allows_guesses
 
@@ -72,7 +72,7 @@ class Session(RunSession):
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
         self._outputs: Outputs | None = None
-        if config.save_outputs or has_text(config):
+        if config.save_outputs or prepared.shows_text:
             path = record.path / "outputs.jsonl" if config.save_outputs else None
             self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
         self._requests = RequestLog(record.path)
@@ -191,7 +191,7 @@ class Session(RunSession):
         """After the last phase: print the summary, return the exit code."""
         record, config = self._record, self._config
         page = self.leave_result()
-        if self._outputs and has_text(config):
+        if self._outputs and self._prepared.shows_text:
             self._console.answers(self._outputs.shown())
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = summary_rows(record.result, config, path_shown(record.path), facts)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.engine.model.read_config import is_preset
 from mpillm.files import as_writable, is_there, read_json, write_json, write_text
 from mpillm.harnesses.inference_endpoint import EVENTS
 from mpillm.harnesses.kinds import kind_of
@@ -138,7 +139,8 @@ def _tokenizer(run: JudgedRun, given: str | None) -> Tokenizer:
     if given and not (Path(given) / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {given}: there is no tokenizer.json in it")
     has_file = folder is not None and is_there(f"{folder}/tokenizer.json")
-    if not has_file and run.config.get("model_scale") != "tiny":
+    is_tiny = run.config.get("model_scale") == "tiny" and (folder is None or is_preset(str(folder)))
+    if not has_file and not is_tiny:
         raise ConfigError(
             f"{run.path}: no tokenizer.json in the run's model_path ({str(folder or 'not given')[:300]}); "
             "name the folder that has it with --tokenizer"

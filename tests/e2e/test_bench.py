@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.command import BENCHES
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.support import Ended, Starter
 
 SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--mebibytes", 1, "--repeats", 1)
@@ -45,6 +46,7 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
 
 def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
     words = ("bench", "engine", "--model_path", tmp_path / "model", "--speculative_config")
     few = ("--num_prompts", 4, "--output_len", 32, "--repeats", 1)
     ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)

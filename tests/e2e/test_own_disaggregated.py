@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.e2e.test_other_harness import DATA, client
 from tests.e2e.test_own_servers import TEST, processes
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.small_vllm import ENDS_AT_ONCE
 from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Starter, make_samples
@@ -37,7 +38,7 @@ def start(
     one: Starter, ranks: int, *options: object, lengths: range = range(1, N + 1), **more: Any
 ) -> tuple[Command, list[list[int]]]:
     samples = make_samples(one.folder / "samples.jsonl", lengths)
-    words = [*TEST, "--dataset_path", samples.path, "--model_path", "small", *DISAGG, *options]
+    words = [*TEST, "--dataset_path", samples.path, "--model_path", one.folder, *DISAGG, *options]
     return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
 
 
@@ -136,7 +137,8 @@ def test_a_generation_server_that_the_run_can_do_without(one: Starter) -> None:
 
 def test_another_client_goes_through_the_run(one: Starter) -> None:
     """It knows nothing of halves: the stand-in refuses what it would ask them."""
-    command = one.start(3, *DATA, "--model_path", "small", *DISAGG, *client(), core="trtllm_endpoint")
+    make_tokenizer(one.folder)
+    command = one.start(3, *DATA, "--model_path", one.folder, *DISAGG, *client(), core="trtllm_endpoint")
     ended = command.end(120).must(DONE)
     assert "through the run's own endpoint" in ended.out
     assert ended.result["harness"]["completed"] == ended.result["samples"] > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.make_folder import make_folder
 from tests.helpers.support import CHUNKED, DONE, USAGE, Starter
 
@@ -28,6 +29,7 @@ RUN = (
 def test_quantise_build_run(one: Starter, tmp_path: Path) -> None:
     make_folder(tmp_path)
     save_preset("tiny-llama", tmp_path / "llama")
+    make_tokenizer(tmp_path / "llama")
     build = ["make", "generate_engines", f"RUN_ARGS={ARGS} --tensor_parallelism=2"]
     ended = one.command(build).end(120).must(DONE)
     assert ended.out.splitlines()[-1] == "engine"

@@ -16,6 +16,7 @@ import pytest
 
 from mpillm.engine.weights.sources import save_preset
 from mpillm.errors import ExitCode
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Oracle
 from tests.helpers.scripted_server import DONE as DONE_
 from tests.helpers.scripted_server import (
@@ -323,6 +324,7 @@ def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: St
     """The first token's come from the context instance (tp 2), the others' from the generation instance (pp
     2)."""
     save_preset("tiny-llama", one.folder / "model")
+    make_tokenizer(one.folder / "model")
     layout = ("--mode", "disaggregated", "--ctx_tp_size", 2, "--gen_pp_size", 2, "--dtype", "float32")
     command, host, port = serve(one, 6, "--model_path", one.folder / "model", "--max_seq_len", 64, *layout)
     prompt = [5, 6, 7]

@@ -19,6 +19,7 @@ from tests.e2e.test_parallel import oracle
 from tests.e2e.test_triton import generate, serving
 from tests.helpers.adapters import ALL, make_adapter, with_adapter
 from tests.helpers.families import make_family
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Oracle
 from tests.helpers.real_triton import MARKS
 from tests.helpers.support import DONE, Starter
@@ -35,6 +36,7 @@ N_LONG = 1500  # tokens of an answer that is stopped
 def test_answers_of_every_kind(n_ranks: int, one: Starter) -> None:
     folder = one.folder / "model"
     save_preset("tiny-llama", folder)
+    make_tokenizer(folder)
     oracle = Oracle(folder)
     generate(one, f"--model_path={folder}", "--triton_text_models", f"--tensor_parallelism={n_ranks}")
     with serving(one) as ((port,), _), ThreadPoolExecutor(8) as threads:
@@ -52,6 +54,7 @@ def test_answers_of_every_kind(n_ranks: int, one: Starter) -> None:
 def test_each_family(name: str, one: Starter) -> None:
     """A batch, and logits of prompts that are longer than windows. Weights are bfloat16 unless told."""
     model = make_family(name, one.folder / "model")
+    make_tokenizer(one.folder / "model")
     prompts = [[3 + (7 * i + j) % 300 for j in range(n)] for i, n in enumerate((3, 17, 40, 59))]
     expected = oracle(model, prompts, N_OUTPUT)
     generate(one, f"--model_path={one.folder / 'model'}", "--dtype=float32", "--triton_text_models")

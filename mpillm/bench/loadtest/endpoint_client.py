@@ -12,7 +12,7 @@ from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
+from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.report.console import Console
 
 _ASK_S = 60.0  # for the model's name, and for the first token
@@ -51,7 +51,7 @@ class EndpointClient:
             self._thread.run(until_ready(self.endpoint, ready_deadline, tell), ready_deadline + _ASK_S)
             found = find_model(self.endpoint, model, model_path, _ASK_S)
             self.endpoint.model = self._thread.run(found, 2 * _ASK_S)
-            has_tokenizer = not isinstance(tokenizer, ByteTokenizer)
+            has_tokenizer = isinstance(tokenizer, FileTokenizer)
             self._thread.run(choose_dialect(self.endpoint, has_tokenizer, _ASK_S), 2 * _ASK_S)
         except BaseException:
             self._thread.stop()

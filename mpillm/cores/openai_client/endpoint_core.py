@@ -33,7 +33,7 @@ from mpillm.cores.openai_client.readiness import choose_dialect, find_model, fra
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.cores.openai_client.told import AnswerTokens, Told
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class EndpointCore(LLMCore):
         """Wait for the servers, if they are not the run's own."""
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
-            self._tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
+            self._tokenizer = tokenizer if isinstance(tokenizer, FileTokenizer) else None
             self._tokens = AnswerTokens(self._tokenizer)
         if self.config.server is not None:
             return

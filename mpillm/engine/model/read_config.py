@@ -51,18 +51,34 @@ def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 
 
+def is_preset(name: str) -> bool:
+    """Return whether a preset has this name."""
+    return "/" not in name and (PRESETS / f"{name}.json").is_file()
+
+
 @about("model_path")
 def locate(model_path: str) -> tuple[Path, Path | None]:
-    """Return config.json and the folder (None for a preset); a folder wins over a preset of the same name."""
+    """Return config.json and the folder (None for a preset). Raises ConfigError if there is neither."""
+    folder = model_folder(model_path)
+    if folder is None:
+        return PRESETS / f"{model_path}.json", None
+    check_files(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model_path {model_path}: no model there: the folder has no config.json")
+    return folder / "config.json", folder
+
+
+@about("model_path")
+def model_folder(model_path: str) -> Path | None:
+    """Return the folder that --model_path names; None for a preset, unless a folder has its name.
+
+    Raises ConfigError if there is neither.
+    """
     folder = Path(model_path)
     if folder.is_dir():
-        check_files(folder)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"--model_path {model_path}: no model there: the folder has no config.json")
-        return folder / "config.json", folder
-    preset = PRESETS / f"{model_path}.json"
-    if "/" not in model_path and preset.is_file():
-        return preset, None
+        return folder
+    if is_preset(model_path):
+        return None
     if _HUB_ID.fullmatch(model_path):
         where = f"models/{folder.name}"
         raise ConfigError(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, TooLongError, load_tokenizer
+from mpillm.data.tokenizer import Tokenizer, TooLongError, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -80,9 +81,28 @@ def test_bytes() -> None:
     assert tokenizer.decode([]) == ""
 
 
-def test_a_folder_without_tokenizer_means_bytes(tmp_path: Path) -> None:
+TEXT_METHODS: list[Callable[[Tokenizer], object]] = [
+    lambda tokenizer: tokenizer.encode("a"),
+    lambda tokenizer: tokenizer.encode_batch(["a"]),
+    lambda tokenizer: tokenizer.encode_chat([{"role": "user", "content": "a"}]),
+    lambda tokenizer: tokenizer.render([{"role": "user", "content": "a"}]),
+    lambda tokenizer: tokenizer.encode_rendered("a"),
+    lambda tokenizer: tokenizer.encode_text("a"),
+    lambda tokenizer: tokenizer.encode_plain("a"),
+    lambda tokenizer: tokenizer.decode([1]),
+]
+
+
+@pytest.mark.parametrize("use", TEXT_METHODS)
+def test_a_folder_without_tokenizer_has_none(tmp_path: Path, use: Callable[[Tokenizer], object]) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in it; a text has no tokens without it"):
+        use(load_tokenizer(tmp_path))
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
 
 
 def test_another_format_is_not_taken_for_bytes(tmp_path: Path) -> None:

@@ -67,6 +67,43 @@ def test_synthetic_and_builtin(tmp_path: Path) -> None:
     assert load(tmp_path, *DUMMY).name == "prompts.jsonl"
 
 
+@pytest.mark.parametrize("core", ["dummy", "trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
+def test_a_missing_folder_is_an_error_for_every_core(tmp_path: Path, core: str) -> None:
+    """Also where the data set has token ids: the user names a model that is not there."""
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"input_tokens": [1, 2]}\n')
+    for data in ((), ("--dataset_path", lines), ("--dataset", "synthetic")):
+        for path, hint in (
+            ("HuggingFaceTB/SmolLM2-135M-Instruct", "hf download HuggingFaceTB/SmolLM2-135M-Instruct"),
+            ("DIR", "presets:"),
+            ("tiny-lama", "did you mean 'tiny-llama'?"),
+            (tmp_path / "nowhere", "presets:"),
+        ):
+            with pytest.raises(ConfigError) as error:
+                load(tmp_path, "--core_type", core, "--model_path", path, *data)
+            assert f"--model_path {path}: no such folder" in str(error.value) and hint in str(error.value)
+
+
+def test_a_workloads_own_folder_is_needed_for_text_only(tmp_path: Path) -> None:
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"input_tokens": [1, 2]}\n')
+    words = (*DUMMY, "--benchmarks", "llama2-70b", "--dataset_path", lines)
+    assert load(tmp_path, *words).tokens.tolist() == [1, 2]
+    lines.write_text('{"prompt": "Hello"}\n')
+    with pytest.raises(ConfigError, match=r"build/models/Llama-2-70b-chat-hf: no such folder.*has no tokens"):
+        load(tmp_path, *words)
+
+
+def test_a_folder_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"input_tokens": [1, 2]}\n')
+    words = (*DUMMY, "--model_path", tmp_path)
+    assert load(tmp_path, *words, "--dataset_path", lines).tokens.tolist() == [1, 2]
+    assert len(load(tmp_path, *words, "--dataset", "synthetic", "--num_samples", 5)) == 5
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in it"):
+        load(tmp_path, *words)
+
+
 def test_the_narrowest_model_counts(tmp_path: Path) -> None:
     """A context and a generation instance may have different limits. A core without a model has none."""
     path = ("--dataset_path", arrays(tmp_path), "--max_output_len", 4)
