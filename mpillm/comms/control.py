@@ -23,11 +23,13 @@ from mpillm.comms.messages import (
     ARRIVED,
     BEAT,
     BYE,
+    EVENT,
     FAILED,
     LOST,
     RELEASE,
     STOP,
     Arrived,
+    Event,
     Lost,
     Rank0At,
     Release,
@@ -202,6 +204,10 @@ class RankControl:
     def report(self, failure: Failure) -> None:
         """Tell rank 0 of a failure that may be another rank's, and that this rank survives."""
         FAILED.send(self.transport, 0, failure)
+
+    def announce(self, kind: str, text: str) -> None:
+        """Have rank 0 print a line on the console."""
+        EVENT.send(self.transport, 0, Event(kind, text))
 
     def _on_lost(self, source: int, lost: Lost) -> None:
         self.transport.forget(lost.ranks)

@@ -323,6 +323,13 @@ class Lost(NamedTuple):
     ranks: tuple[int, ...]  # of the world
 
 
+class Event(NamedTuple):
+    """A line that rank 0 prints on the console during the test."""
+
+    kind: str  # one word
+    text: str
+
+
 class Grant(NamedTuple):
     """How much more an instance can hold."""
 
@@ -413,6 +420,7 @@ FAILED: Message[Failure] = object_message(Tag.FAILED)
 STOP: Message[Stop] = object_message(Tag.STOP)
 BYE: Message[None] = object_message(Tag.BYE)
 LOST: Message[Lost] = object_message(Tag.LOST)
+EVENT: Message[Event] = object_message(Tag.EVENT)
 # Route.
 QUERY = _batch(Tag.QUERY, REQUEST)
 WORK = _batch(Tag.WORK, REQUEST)

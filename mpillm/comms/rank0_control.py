@@ -26,6 +26,7 @@ from mpillm.comms.messages import (
     ARRIVED,
     BEAT,
     BYE,
+    EVENT,
     FAILED,
     LOST,
     RELEASE,
@@ -33,6 +34,7 @@ from mpillm.comms.messages import (
     Arrived,
     Beat,
     DrainReport,
+    Event,
     Release,
     Stop,
 )
@@ -87,11 +89,12 @@ class Rank0Control:
         size: int,
         started: float,
         on_complete: Callable[[Phase, float, dict[int, Any]], Any],
+        on_event: Callable[[int, Event], None] = lambda rank, event: None,
     ) -> None:
         """`started`: when the first phase started (time.monotonic).
 
         `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is
-        released to all.
+        released to all. `on_event(rank, event)` is called for each event of a rank.
         """
         self._control = control
         self._transport = control.transport
@@ -121,6 +124,7 @@ class Rank0Control:
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
         FAILED.handle(self._transport, self._on_failed)
+        EVENT.handle(self._transport, on_event)
         BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
     def poll(self) -> bool:

@@ -33,6 +33,8 @@ class Tag(enum.IntEnum):
     CANCEL = 16  # requests to give up; harness to leader, or back from a context instance without them
     DROP = 17  # the same; leader to instance, and context instance to generation instance
     SETTLE = 18  # requests whose context instance is lost: which will be answered? Leader to generation
+    # control again
+    EVENT = 19  # a line for the console; to rank 0
     # route again, between the leaders of context and generation instances (see roles/handoff.py)
     OFFER = 20  # requests whose KV caches will follow
     ACCEPT = 21  # the slots to send them under

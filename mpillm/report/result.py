@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not 
     from mpillm.roles.harness import Totals
 
 _BUSY = 0.8  # of a core: a client near all of it measures itself
+_REFUSED = "the server refused them, or closed the connection"
 _MOST_COMPILED = 20  # kernels or graphs to name
 
 
@@ -271,4 +272,6 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
     if n := instance.get("retokenized"):
         yield f"tokens of {n} answers were made from text: the server gives no token ids"
     if n := instance.get("retries"):
-        yield f"{n} requests were sent again: the server refused them, or closed the connection"
+        server = instance.get("server") or {}
+        ends = [f"server {server['index']}: {one['why']}" for one in server.get("restarts", ())]
+        yield f"{n} requests were sent again: {'; '.join(ends) or _REFUSED}"

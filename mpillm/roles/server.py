@@ -150,14 +150,16 @@ class ServerRole(Role):
         folder: Path,
         deadline_s: float,
         wake: Callable[[], None],
+        announce: Callable[[str, str], None],
         secret: str = "",
     ) -> None:
         """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank;
-        `secret`: see `ServerKind.secret`."""
+        `announce`: see `RankControl`; `secret`: see `ServerKind.secret`."""
         self._plan = plan
         self._folder = folder
         self._deadline_s = deadline_s
         self._wake = wake
+        self._announce = announce
         secret_in = plan.kind.secret if plan.role else ""
         self._secret = {} if not secret_in or secret_in in os.environ else {secret_in: secret}
         self._server: OwnedServer | None = None
@@ -266,6 +268,8 @@ class ServerRole(Role):
             self._note_ready()
             if self._restarts and self.dependent is not None:
                 self._restarts[-1]["back_after_s"] = round(self._startup_s, 3)
+                back = f"ready after {self._startup_s:.1f} s; its open requests are sent again"
+                self._announce("back", f"{self._plan.name}: {back}")
                 self.dependent.server_back(self.serves()[self._plan.index])
         return False
 
@@ -292,6 +296,7 @@ class ServerRole(Role):
             said = str(self._failure(why).failures[0].cause)
             _log.error("%s\nit is started again", said)
             at = time.monotonic()
+            self._announce("lost", f"{self._plan.name}: {why}; it is started again")
             self._restarts.append({"at_s": round(at - self._test_started, 3), "why": why})
             self.dependent.server_lost()
             self._is_ready, self._tries, self._started = False, 0, at

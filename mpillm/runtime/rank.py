@@ -284,6 +284,7 @@ class Rank:
             route,
             session,
             self._control.report,
+            self._control.announce,
             self._loop,
             serves=serves,
         )

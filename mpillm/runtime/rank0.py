@@ -15,7 +15,7 @@ from launch.environment import tell_directory
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
-from mpillm.comms.messages import JoinReport, Rank0At, Setup
+from mpillm.comms.messages import Event, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure, RunError
@@ -45,7 +45,7 @@ class Rank0:
         self._console = console
         self._record: RunRecord | None = None  # once the run directory exists
         self.session: RunSession | None = None
-        self.control = Rank0Control(control, size, started, self._phase_done)
+        self.control = Rank0Control(control, size, started, self._phase_done, self._event)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
         """Return the value to release to all ranks, all of which have done `phase`."""
@@ -120,6 +120,10 @@ class Rank0:
         )
         cause = failure.cause.splitlines()[0]
         self._console.note(f"instance {instance.index}: {who}: {cause}", "  lost    ")
+
+    def _event(self, rank: int, event: Event) -> None:
+        """Print what has happened on a rank."""
+        self._console.note(f"{self.control.ranks[rank].describe()}: {event.text}", f"  {event.kind:<7} ")
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
         """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be

@@ -50,14 +50,16 @@ def make_roles(
     route: Transport | None,
     session: RunSession | None,
     report: Callable[[Failure], None],
+    announce: Callable[[str, str], None],
     loop: EventLoop,
     *,
     serves: bool,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `session`: rank 0's. `report`: see `Leader`; `loop`: this rank's, whose pollers so far raise what ends the
-    run, if something does; `serves`: requests come from HTTP clients, not from LoadGen.
+    `session`: rank 0's. `report`: see `Leader`; `announce`: see `RankControl`; `loop`: this rank's, whose
+    pollers so far raise what ends the run, if something does; `serves`: requests come from HTTP clients, not
+    from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -72,7 +74,7 @@ def make_roles(
         plans = server_plans(config, plan, setup.server_gpus, setup.server_ports)
         mine = next(one for one in plans if one.rank == rank)
         folder, deadline_s = Path(setup.log_dir), EARLIER * config.load_deadline
-        server = ServerRole(mine, folder, deadline_s, loop.wake, setup.server_secret)
+        server = ServerRole(mine, folder, deadline_s, loop.wake, announce, setup.server_secret)
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)

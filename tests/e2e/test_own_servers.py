@@ -269,9 +269,14 @@ def test_a_lost_server_that_is_started_again(one: Starter, ranks: int) -> None:
     ]
     assert "was ended by signal 9 (SIGKILL)" in one_restart["why"] and one_restart["back_after_s"] > 0
     assert result["latency_ms"]["p99"] > 1000 * one_restart["back_after_s"], "what waited for it says so"
+    lost, back = (line for line in ended.out.splitlines() if line.startswith(("  lost ", "  back ")))
+    assert f": {one_restart['why']}; it is started again" in lost and "pid" in lost
+    assert f": ready after {one_restart['back_after_s']:.1f} s; " in back
     (doubt,) = [doubt for doubt in result["doubts"] if doubt.startswith("server ")]
+    index = doubt.split()[1]
+    assert f"requests were sent again: server {index}: {one_restart['why']}" in ended.flowing
     assert "was lost" in doubt and "there again" in doubt
-    log = (ended.log_dir / f"server_{doubt.split()[1]}.log").read_text()
+    log = (ended.log_dir / f"server_{index}.log").read_text()
     assert log.count("$ ") == 2
 
 

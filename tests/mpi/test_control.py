@@ -16,7 +16,7 @@ from launch.environment import EXIT_FILE, tell_signal
 from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import JoinReport, Rank0At
+from mpillm.comms.messages import Event, JoinReport, Rank0At
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
@@ -51,14 +51,18 @@ class Rank:
         self.control = RankControl(transport(comm), watch, limits)
         self.loop = EventLoop(watch, Doorbell())
         self.loop.pollers.append(self.control.poll)
+        self.events: list[tuple[int, Event]] = []
         self.completed: list[tuple[str, float, dict[int, Any]]] = []
         if comm.rank == 0:
-            self.rank0 = Rank0Control(self.control, comm.size, time.monotonic(), self.complete)
+            self.rank0 = Rank0Control(self.control, comm.size, time.monotonic(), self.complete, self.on_event)
             self.loop.pollers.append(self.rank0.poll)
 
     def complete(self, phase: str, seconds: float, reports: dict[int, Any]) -> str | int:
         self.completed.append((phase, seconds, reports))
         return 4 if phase == PHASES[-1] else f"released {phase}"
+
+    def on_event(self, rank: int, event: Event) -> None:
+        self.events.append((rank, event))
 
     def phase(self, name: Phase, slow: float = 0.0) -> Any:
         """Take part in a phase, done only after `slow` seconds."""
@@ -95,6 +99,7 @@ def comm() -> Iterator[MPI.Intracomm]:
 
 def test_all_phases(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
+    rank.control.announce("back", f"server {comm.rank}")
     for phase in PHASES[:-1]:
         assert rank.phase(phase) == f"released {phase}"
     assert rank.phase(PHASES[-1]) == 4
@@ -102,6 +107,7 @@ def test_all_phases(comm: MPI.Intracomm) -> None:
         stopped = rank.control.fail(Failure("MPI: process failure", comm.rank))
         assert (stopped.code, stopped.finalize) == (4, False)
     if comm.rank == 0:
+        assert sorted(rank.events) == [(r, ("back", f"server {r}")) for r in range(comm.size)]
         assert [phase for phase, _, _ in rank.completed] == list(PHASES)
         for _, seconds, reports in rank.completed:
             assert 0 <= seconds < 20

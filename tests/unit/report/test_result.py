@@ -141,6 +141,17 @@ def test_a_client_that_is_the_limit_says_so() -> None:
     ]
 
 
+def test_requests_that_a_killed_server_had_not_answered() -> None:
+    """The summary names how the server ended, not only what its client saw of that."""
+    why = "process 77 (vllm serve) was ended by signal 9 (SIGKILL)"
+    server = {"index": 0, "restarts": [{"at_s": 3.2, "why": why, "back_after_s": 71.5}]}
+    result = SLOW | {"per_instance": [{**SLOW["per_instance"][0], "retries": 9, "server": server}]}
+    values = [
+        value for _, value in summary_rows(result, parse_run(["--core_type", "trtllm_endpoint"]), "run")
+    ]
+    assert f"9 requests were sent again: server 0: {why}" in values
+
+
 def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
     lost = {"instance": 1, "role": "gen", "at_s": 3.21, "phase": "test", "rank": 4, "retried": 7}
     lost |= {"cause": "the process has ended\nmore", "recovered_after_s": 0.52}

@@ -33,7 +33,7 @@ def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     with pytest.raises(ConfigError, match=r"server 3 \(command\): h7 has no address: .*not known"):
-        ServerRole(PLAN, tmp_path, 1.0, lambda: None).load()
+        ServerRole(PLAN, tmp_path, 1.0, lambda: None, print).load()
 
 
 def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(role, "own_addresses", lambda: ("10.1.2.3", "10.9.9.9"))
     made = ServerRole(
-        replace(PLAN, kind=kind_of("vllm"), part=Part(1, 2, "h6", 4711)), tmp_path, 1.0, lambda: None
+        replace(PLAN, kind=kind_of("vllm"), part=Part(1, 2, "h6", 4711)), tmp_path, 1.0, lambda: None, print
     )
     with pytest.raises(ConfigError, match="there is no vllm"):
         made.load()
@@ -57,7 +57,7 @@ def test_halves_share_a_secret_that_is_not_shown(
     if set_by_user:
         monkeypatch.setenv("KV_SECRET", "theirs")
     kind = replace(kind_of("command:sh -c 'printenv KV_SECRET' {port}"), secret="KV_SECRET")
-    made = ServerRole(replace(PLAN, kind=kind, role="context"), tmp_path, 5.0, lambda: None, "ours")
+    made = ServerRole(replace(PLAN, kind=kind, role="context"), tmp_path, 5.0, lambda: None, print, "ours")
     made.load()
     try:
         log = tmp_path / "server_3.log"
