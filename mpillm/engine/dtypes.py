@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 N_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8", "fp8": "F8_E4M3"}
+CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
 
 def torch_dtype(name: str) -> torch.dtype:

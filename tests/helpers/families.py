@@ -75,15 +75,27 @@ _NOT_THERE = {
 }
 
 
+def _config_of(name: str, **more: Any) -> Any:
+    import transformers
+
+    values = {**SHAPE, **MORE.get(name, {}), **more}
+    no = _NOT_THERE.get(name, ())
+    config_class = getattr(transformers, name).config_class
+    return config_class(**{field: value for field, value in values.items() if field not in no})
+
+
+def raw_family(name: str) -> dict[str, Any]:
+    """Return the `config.json` of a tiny model of a family."""
+    raw: dict[str, Any] = json.loads(_config_of(name).to_json_string(use_diff=False))
+    return {field: value for field, value in raw.items() if value is not None} | {"architectures": [name]}
+
+
 def make_family(name: str, folder: Path, **more: Any) -> Any:
     """Write a tiny random model of a family, and return transformers' model."""
     import torch
     import transformers
 
-    model_class = getattr(transformers, name)
-    given = {**SHAPE, **MORE.get(name, {}), **more}
-    no = _NOT_THERE.get(name, ())
-    config = model_class.config_class(**{field: value for field, value in given.items() if field not in no})
+    model_class, config = getattr(transformers, name), _config_of(name, **more)
     torch.manual_seed(3)
     model = model_class(config).eval()
     with torch.no_grad():  # transformers' biases start at 0, its norms at 1: they have to count

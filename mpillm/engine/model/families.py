@@ -61,13 +61,15 @@ class Family(NamedTuple):
 
     renames: Mapping[str, str] = MappingProxyType({})  # fields of config.json that Llama calls otherwise
     defaults: Raw = MappingProxyType({})  # of fields that config.json may leave out, as transformers has them
+    rope: Raw | None = None  # rope_parameters, where config.json has neither these nor rope_scaling
     # Fields that may have no other value (None: be left out), besides those of every family.
     fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     qkv_bias: bool = False  # q, k and v are products with a bias
     o_bias: bool = False
     qk_norm: bool = False  # each head of q and k has an RMS norm, before the rotation
-    # Which layers see the last `sliding_window` tokens only, unless config.json has `layer_types`.
+    # Which layers see the last `sliding_window` tokens only.
     slides: Callable[[int, Raw], bool] | None = None
+    layer_types: bool = False  # config.json may name other layers that do
     local_rope: bool = False  # these layers have a rotary base of their own
     sinks: bool = False  # each head has a score that takes its share of attention, and adds nothing
     latent: bool = False  # heads share a latent (see `latent`)
@@ -97,18 +99,36 @@ def _all_but_each(layer: int, raw: Raw) -> bool:
     return (layer + 1) % int(raw["sliding_window_pattern"]) != 0
 
 
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32_768,
+}
+# Mistral's sizes, which its descendants have too
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_ALWAYS_NORMED = {"norm_topk_prob": (True, None)}  # the weights of a row's experts
 
 FAMILIES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, slides=_all_layers),
+    "MistralForCausalLM": Family(defaults=_MISTRAL | {"sliding_window": 4096}, slides=_all_layers),
     "MixtralForCausalLM": Family(
-        slides=_all_layers, experts=Experts("block_sparse_moe", gate_up="w13", down="w2")
+        defaults=_MISTRAL | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},
+        fixed=_ALWAYS_NORMED,
+        slides=_all_layers,
+        experts=Experts("block_sparse_moe", gate_up="w13", down="w2"),
     ),
-    "Qwen2ForCausalLM": Family(defaults=_QWEN_WINDOW, qkv_bias=True, slides=_upper_layers),
-    "Qwen3ForCausalLM": Family(defaults=_QWEN_WINDOW | {"head_dim": 128}, qk_norm=True, slides=_upper_layers),
+    "Qwen2ForCausalLM": Family(
+        defaults=_QWEN | {"num_key_value_heads": 32}, qkv_bias=True, slides=_upper_layers, layer_types=True
+    ),
+    "Qwen3ForCausalLM": Family(
+        defaults=_QWEN | {"num_key_value_heads": 32, "head_dim": 128},
+        qk_norm=True,
+        slides=_upper_layers,
+        layer_types=True,
+    ),
     "Qwen3MoeForCausalLM": Family(
-        defaults=_QWEN_WINDOW | {"norm_topk_prob": False},
+        defaults=_QWEN | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         fixed={"mlp_only_layers": ([], None), "decoder_sparse_step": (1, None)},
         qk_norm=True,
         slides=_all_layers,
@@ -149,14 +169,17 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
         },
-        fixed={
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        fixed=_ALWAYS_NORMED
+        | {
             "attention_bias": (True, None),
             "swiglu_alpha": (SWISH, None),
             "swiglu_limit": (CLAMP, None),
@@ -164,6 +187,7 @@ FAMILIES = {
         qkv_bias=True,
         o_bias=True,
         slides=_even_layers,
+        layer_types=True,
         sinks=True,
         experts=Experts(router="router", biases=True, packed=True),
         activation="clamped_swiglu",
@@ -182,6 +206,7 @@ FAMILIES = {
             "num_experts_per_tok": 8,
             "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 3,
+            "max_position_embeddings": 4096,
         },
         fixed={
             "rope_interleave": (True, None),
@@ -202,6 +227,8 @@ FAMILIES = {
             "sliding_window_pattern": 6,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
         },
         fixed={
             "hidden_activation": ("gelu_pytorch_tanh",),
@@ -211,10 +238,24 @@ FAMILIES = {
         },
         qk_norm=True,
         slides=_all_but_each,
+        layer_types=True,
         local_rope=True,
         activation="gelu_tanh",
         norms_after=True,
         norms_add_one=True,
         scales_embedding=True,
     ),
+}
+
+MODEL_TYPES = {  # of config.json: transformers goes by it
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }

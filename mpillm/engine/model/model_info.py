@@ -12,7 +12,13 @@ from mpillm.config.core_config import CORE_OPTIONS, FP8_CONTEXTS, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.read_config import check_architecture, locate, parse_model, presets
+from mpillm.engine.model.read_config import (
+    check_architecture,
+    locate,
+    parse_model,
+    presets,
+    with_own_head,
+)
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.speculation.eagle_config import EMBEDDING, EagleConfig, eagle_config
 from mpillm.engine.speculation.mtp_config import MtpConfig, mtp_config
@@ -155,19 +161,22 @@ def model_info(config: CoreConfig) -> ModelInfo:
     raw = read_object(source)
     check_architecture(raw, source)
     model = parse_model(raw, source)
+    if config.load_format == "auto":
+        model = with_own_head(model, folder)
     _check_layout(config, model)
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
     if engine is not None:
         check_engine(
             engine,
-            parse_model(engine.pretrained_config, engine.folder / "config.json"),
+            built := parse_model(engine.pretrained_config, engine.folder / "config.json"),
             config,
             model,
             folder,
         )
         model = dataclasses.replace(
             model,
+            tie_word_embeddings=built.tie_word_embeddings,
             dtype=engine.dtype,
             quantization=engine.quantization,
             kv_quantization=engine.kv_quantization,

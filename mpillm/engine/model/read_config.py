@@ -6,6 +6,7 @@ preset: a `config.json` that comes with mpillm, for seeded random weights. `mode
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.engine.dtypes import STORED
-from mpillm.engine.model.families import FAMILIES, Family, Latent, Raw
-from mpillm.engine.model.model_config import ModelConfig, RopeScaling
+from mpillm.engine.dtypes import CHECKPOINT_DTYPES
+from mpillm.engine.model.families import FAMILIES, MODEL_TYPES, Family, Latent, Raw
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.read_rope import read_rope
 from mpillm.engine.weights.quantization import parse_quantization
+from mpillm.engine.weights.weight_files import has_tensor
 from mpillm.files import as_written, check_files, excerpt, read_object
 
 PRESETS = Path(__file__).parent / "presets"
@@ -27,19 +30,32 @@ _FIXED: Raw = {
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
     "partial_rotary_factor": (1, None),
+    "per_layer_config": ({}, None),
 }
+_HEAD = "lm_head.weight"
+# Fields with one meaning, besides those that a family renames. In transformers the class decides which wins.
+_ONE_MEANING = (("num_local_experts", "num_experts"),)
+_KINDS = "full_attention", "sliding_attention"  # of layers
 # A stranger's file must not ask for all memory. Experts: of all layers; the largest known have some 25,000.
 _MOST, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 10_000, 100_000
-# As safetensors names them
-CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
 
 def load_model_config(model_path: str) -> ModelConfig:
     """Return the model in a folder or of a preset. Raises ConfigError if it is missing or cannot run here."""
-    source, _ = locate(model_path)
+    source, folder = locate(model_path)
     raw = read_object(source)
     check_architecture(raw, source)
-    return parse_model(raw, source)
+    return with_own_head(parse_model(raw, source), folder)
+
+
+def with_own_head(model: ModelConfig, folder: Path | None) -> ModelConfig:
+    """Return `model` with a head of its own if its folder has one, whatever `tie_word_embeddings` says.
+
+    transformers ties only a head that is missing, or equal to the embedding.
+    """
+    if model.tie_word_embeddings and folder is not None and has_tensor(folder, _HEAD):
+        return dataclasses.replace(model, tie_word_embeddings=False)
+    return model
 
 
 def preset_json(name: str) -> dict[str, Any]:
@@ -95,17 +111,25 @@ def model_folder(model_path: str) -> Path | None:
 
 def check_architecture(raw: dict[str, Any], source: Path) -> None:
     """Raise ConfigError if the torch core does not support the architecture in `config.json`'s `raw`."""
-    name = architecture_of(raw)
+    name, model_type = architecture_of(raw), raw.get("model_type")
     if name not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+        which = f"architecture {name[:60]}"
+        if not raw.get("architectures"):
+            which = f"there is no architectures, and model_type {excerpt(model_type)}"
         raise ConfigError(
-            f"{source}: architecture {name[:60]} is not supported by the torch core; supported: {supported}"
+            f"{source}: {which} is not supported by the torch core; supported: {', '.join(FAMILIES)}"
+        )
+    if MODEL_TYPES.get(str(model_type), name) != name:
+        raise ConfigError(
+            f"{source}: architectures {name} and model_type {model_type} contradict each other;"
+            f" model_type {model_type} is {MODEL_TYPES[str(model_type)]}"
         )
 
 
 def architecture_of(raw: Raw) -> str:
-    """Return the name of the architecture in `config.json`'s `raw`."""
-    names = raw.get("architectures") or [raw.get("model_type")]
+    """Return the name of the architecture in `config.json`'s `raw`, or that of its `model_type`."""
+    model_type = str(raw.get("model_type"))
+    names = raw.get("architectures") or MODEL_TYPES.get(model_type, model_type)
     return str(names[0] if isinstance(names, list) else names)
 
 
@@ -138,6 +162,7 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     name = architecture_of(raw)
     family = FAMILIES.get(name, Family())  # which the caller has checked
     theirs = {ours: field for field, ours in family.renames.items()}
+    _check_pairs(raw, family, source)
     raw = {**family.defaults, **{family.renames.get(field, field): raw[field] for field in raw}}
     for field, allowed in {**_FIXED, **family.fixed}.items():
         if raw.get(field) not in allowed:
@@ -155,7 +180,8 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
             f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
             " and there is no head_dim"
         )
-    latent = _latent(raw, integer, source) if family.latent else None
+    rope = read_rope(raw, family, source)
+    latent = _latent(raw, integer, source, rope.score_factor) if family.latent else None
     head_dim = integer("head_dim", hidden // heads) if latent is None else latent.head_dim
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
@@ -167,23 +193,14 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     if n_layers > _MOST_LAYERS:
         raise ConfigError(f"{source}: num_hidden_layers is {n_layers}; must be {_MOST_LAYERS} at most")
     slides = _sliding_layers(raw, n_layers, family, source)
-    # transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    local_theta: float | None = None
-    if family.local_rope:
-        local = rope.get("sliding_attention") or {}
-        _check_plain(local, source)
-        rope = rope.get("full_attention", rope)
-        local_theta = float(number("rope_theta", number("rope_local_base_freq"), local))
-    theta = number("rope_theta", 10000.0, rope if "rope_theta" in rope else raw)
     quantized = parse_quantization(raw, source, family)
-    n_experts = raw.get("num_local_experts", raw.get("num_experts"))
-    if (n_experts is not None) != (family.experts is not None):
-        said = "has" if n_experts is not None else "has no"
-        raise ConfigError(f"{source}: {name} {said} num_local_experts")
+    count = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
+    has_count = raw.get(count) is not None
+    if has_count != (family.experts is not None):
+        said = f"has {theirs.get(count, count)}" if has_count else "has no num_local_experts"
+        raise ConfigError(f"{source}: {name} {said}")
     experts: dict[str, Any] = {}
-    if n_experts is not None:
-        count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    if has_count:
         experts = {
             "n_experts": integer(count),
             "n_experts_per_token": integer("num_experts_per_tok", 2),
@@ -228,15 +245,15 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=integer("max_position_embeddings", 2048),
         rms_norm_eps=number("rms_norm_eps", 1e-6),
-        rope_theta=float(theta),
-        rope_scaling=_rope_scaling(rope, source),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=dtype,
         family=family,
         windows=tuple(integer("sliding_window") if slides[i] else 0 for i in range(n_layers))
         if any(slides)
         else (),
-        local_rope_theta=local_theta,
+        local_rope_theta=rope.local_theta,
         query_scalar=float(number("query_pre_attn_scalar")) if scaled else None,
         quantization=quantized.weights,
         kv_quantization=quantized.kv_cache,
@@ -249,97 +266,74 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     )
 
 
-def _latent(raw: Raw, integer: Callable[[str], int], source: Path) -> Latent:
+def _check_pairs(raw: Raw, family: Family, source: Path) -> None:
+    """Refuse fields of one meaning that differ, and Llama's name of a field in another family."""
+    for name, other in family.renames.items():
+        for field in (other, *(alias for known, alias in _ONE_MEANING if known == other)):
+            if raw.get(field) is not None and raw.get(name) is None:
+                raise ConfigError(f"{source}: {field} must be {name} in {architecture_of(raw)}")
+    pairs = (*family.renames.items(), *_ONE_MEANING)
+    for name, other in (*pairs, ("qk_rope_head_dim", "head_dim")) if family.latent else pairs:
+        values = raw.get(name, family.defaults.get(name)), raw.get(other)
+        if None not in values and values[0] != values[1]:
+            raise ConfigError(
+                f"{source}: {name} {excerpt(values[0])} and {other} {excerpt(values[1])} mean the same"
+                " and differ; remove one of them"
+            )
+
+
+def _latent(raw: Raw, integer: Callable[[str], int], source: Path, score_factor: float) -> Latent:
     sizes = {name: integer(name) for name in Latent._fields[1:-1]}
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if sizes[name] % 2:
             raise ConfigError(f"{source}: {name} {sizes[name]} is odd; rotary embeddings turn pairs")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    score_factor = 1.0
-    if rope.get("rope_type", rope.get("type")) == "yarn" and rope.get("mscale_all_dim"):
-        score_factor = _yarn_scale(_rope_scaling(rope, source).factor, rope["mscale_all_dim"]) ** 2
     rank = integer("q_lora_rank") if raw["q_lora_rank"] is not None else 0
     return Latent(rank, **sizes, score_factor=score_factor)
 
 
 def _sliding_layers(raw: Raw, n_layers: int, family: Family, source: Path) -> list[bool]:
     """Return for each layer whether its tokens see the last `sliding_window` only."""
-    if raw.get("sliding_window") is None or raw.get("use_sliding_window") is False:
-        return [False] * n_layers
-    if family.slides is None:
+    window, uses, types = (raw.get(name) for name in ("sliding_window", "use_sliding_window", "layer_types"))
+    has_switch = "use_sliding_window" in family.defaults
+    if window is not None and not has_switch and uses is False and family.slides is not None:
         raise ConfigError(
-            f"{source}: sliding_window {excerpt(raw['sliding_window'])} is not supported by the torch"
-            f" core for {architecture_of(raw)}"
+            f"{source}: use_sliding_window false has no effect in {architecture_of(raw)} beside"
+            f" sliding_window {excerpt(window)}; set sliding_window to null"
         )
-    if (types := raw.get("layer_types")) is None:
-        return [family.slides(i, raw) for i in range(n_layers)]
-    known = "full_attention", "sliding_attention"
-    if not isinstance(types, list) or len(types) != n_layers or any(kind not in known for kind in types):
+    if family.slides is None:
+        if window is not None and uses is not False:
+            raise ConfigError(
+                f"{source}: sliding_window {excerpt(window)} is not supported by the torch core for"
+                f" {architecture_of(raw)}"
+            )
+        window = None
+    elif has_switch and not uses:
+        window = None
+    by_pattern = family.layer_types and not has_switch  # whether there is a window or not
+    slides = [
+        family.slides is not None and (by_pattern or window is not None) and family.slides(i, raw)
+        for i in range(n_layers)
+    ]
+    if types is not None:
+        slides = _of_types(types, slides, family, source)
+    if any(slides) and window is None:
+        switch = ", and use_sliding_window true" if has_switch else ""
+        raise ConfigError(f"{source}: layer_types has {_KINDS[1]}, which needs a sliding_window{switch}")
+    return slides
+
+
+def _of_types(types: Any, slides: list[bool], family: Family, source: Path) -> list[bool]:
+    """Return which layers slide by `layer_types`; ConfigError where transformers would not read it."""
+    n_layers = len(slides)
+    if not isinstance(types, list) or len(types) != n_layers or any(kind not in _KINDS for kind in types):
         raise ConfigError(
-            f"{source}: layer_types {excerpt(types)}: must name {' or '.join(known)}"
+            f"{source}: layer_types {excerpt(types)}: must name {' or '.join(_KINDS)}"
             f" for each of {n_layers} layers"
         )
-    return [kind == "sliding_attention" for kind in types]
-
-
-_ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # fields that a type needs, and may have
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "attention_factor")),
-}
-
-
-def _rope_scaling(rope: Raw, source: Path) -> RopeScaling:
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in _ROPES:
+    named = [kind == _KINDS[1] for kind in types]
+    if not family.layer_types and named != slides:
         raise ConfigError(
-            f"{source}: rope type {kind[:60]} is not supported by the torch core;"
-            f" supported: {', '.join(_ROPES)}"
+            f"{source}: layer_types {excerpt(types)} has no effect in this architecture, and contradicts"
+            " sliding_window; remove layer_types"
         )
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(
-            f"{source}: partial_rotary_factor {excerpt(rope['partial_rotary_factor'])}"
-            " is not supported by the torch core"
-        )
-    needed, others = _ROPES[kind]
-    missing = [name for name in needed if not _is_number(rope.get(name))]
-    if missing:
-        raise ConfigError(f"{source}: rope type {kind} needs {', '.join(missing)}")
-    given = {name: rope[name] for name in (*needed, *others) if rope.get(name) is not None}
-    for name, value in given.items():
-        if not _is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{source}: {name} is {excerpt(value)}; must be a positive number")
-    if kind != "yarn":
-        return RopeScaling(kind, **given)
-    for name in ("mscale", "mscale_all_dim"):
-        if not _is_number(rope.get(name) or 0.0):
-            raise ConfigError(f"{source}: {name} is {excerpt(rope[name])}; must be a number")
-    if "attention_factor" not in given:
-        # As the paper has it; DeepSeek's models weigh it against another one.
-        more, all_ = (rope.get(name) for name in ("mscale", "mscale_all_dim"))
-        given["attention_factor"] = _yarn_scale(given["factor"], 1)
-        if more and all_:
-            given["attention_factor"] = _yarn_scale(given["factor"], more) / _yarn_scale(
-                given["factor"], all_
-            )
-    return RopeScaling(kind, **given, truncate=bool(rope.get("truncate", True)))
-
-
-def _yarn_scale(factor: float, by: float) -> float:
-    return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_plain(rope: Raw, source: Path) -> None:
-    """Refuse a scaled rope where layers with a window have one of their own."""
-    if (kind := _rope_scaling(rope, source).kind) != "default":
-        raise ConfigError(
-            f"{source}: rope type {kind} of sliding_attention is not supported by the torch core"
-        )
+    return named

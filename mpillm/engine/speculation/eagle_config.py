@@ -19,8 +19,8 @@ from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import architecture_of, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig
-from mpillm.engine.weights.checkpoint_folder import read_header, weight_files
 from mpillm.engine.weights.entries import Entry
+from mpillm.engine.weights.weight_files import read_header, weight_files
 from mpillm.files import as_written, read_object
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

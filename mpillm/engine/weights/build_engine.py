@@ -78,7 +78,7 @@ def build(
         "digests": [preset_digest(str(checkpoint))] if info.folder is None else digests(info.folder),
     }
     config = engine_json(
-        read_object(file),
+        read_object(file) | {"tie_word_embeddings": info.config.tie_word_embeddings},
         info.layout,
         info.dtype,
         info.quantization,

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.engine.dtypes import CHECKPOINT_DTYPES
 from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.read_config import CHECKPOINT_DTYPES
 from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.checkpoint_forms import form_of
 from mpillm.engine.weights.entries import (
@@ -34,7 +34,8 @@ from mpillm.engine.weights.entries import (
 )
 from mpillm.engine.weights.memory import gibibytes
 from mpillm.engine.weights.quantization import RECORD
-from mpillm.files import n_values, read_object, replace_folder
+from mpillm.engine.weights.weight_files import read_header, weight_files
+from mpillm.files import read_object, replace_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,70 +52,9 @@ _COMPANIONS = (
     ),
     *("chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
 )
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _PARAMETER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
 _LARGEST_BIAS = 1 << 20
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
-
-
-def read_header(file: Path) -> dict[str, Entry]:
-    """Read a safetensors file's header and compare it with the file's size.
-
-    Raises ConfigError if it is damaged.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-                raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
-            raw = stream.read(length)
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    try:
-        header: dict[str, Any] = json.loads(raw)
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            begin, end = entry["data_offsets"]
-            if any(type(n) is not int or n < 0 for n in (begin, end - begin)):
-                raise ValueError
-            n, item = n_values(entry["shape"]), ITEM_BYTES.get(entry["dtype"])  # None: it is not read here
-            if item is not None and item * n != end - begin:
-                raise ValueError
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        entries = {name: Entry(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise ConfigError(
-            f"{file}: truncated, or not a safetensors file (its header cannot be read)"
-        ) from None
-    if size != expected:
-        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
-    return entries
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model's index, or its only one.
-
-    Raises ConfigError if the index cannot be read.
-    """
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / SINGLE]
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"{index}: no weight_map")
-    for name in weight_map.values():
-        # A stranger's index must not choose among this machine's files. Links are whose folder it is.
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ConfigError(f"{index}: weight_map names {str(name)[:200]!r}, which is not in its folder")
-        if not name.isprintable():
-            raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is no file's name")
-    return sorted({folder / name for name in weight_map.values()})
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from disagg.errors import ConfigError, about
 from mpillm.engine.model.read_config import architecture_of
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights.checkpoint_folder import digests, read_header, weight_files
+from mpillm.engine.weights.checkpoint_folder import digests
 from mpillm.engine.weights.entries import Entry, rank_entries
+from mpillm.engine.weights.weight_files import read_header, weight_files
 from mpillm.files import read_object
 from mpillm.version import __version__
 
@@ -161,9 +162,11 @@ def check_engine(
         value, has = getattr(config, name), getattr(engine, name)
         if value not in ("auto", has):
             raise ConfigError(f"{option}: built with {name} {has}, not with --{name} {value}")
+    has_weights = source is None or all(file.is_file() for file in weight_files(source))
+    own = _OF_WEIGHTS if has_weights else (*_OF_WEIGHTS, "tie_word_embeddings")
     for field in dataclasses.fields(built):
         ours, theirs = getattr(model, field.name), getattr(built, field.name)
-        if ours != theirs and field.name not in _OF_WEIGHTS:
+        if ours != theirs and field.name not in own:
             raise ConfigError(
                 f"{option}: built from another model than {config.model_path}:"
                 f" {field.name} {theirs}, not {ours}"
@@ -181,7 +184,7 @@ def check_engine(
         )
     if source is None:
         digest = preset_digest(str(config.model_path))
-    elif all(file.is_file() for file in weight_files(source)):
+    elif has_weights:
         digest = digests(source)[0]
     else:
         return

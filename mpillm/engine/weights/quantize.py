@@ -23,14 +23,11 @@ from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.checkpoint_folder import (
-    INDEX,
-    SINGLE,
     check_room,
     checkpoint_files,
     copy_companions,
     digests,
     new_folder,
-    read_header,
     write_safetensors,
 )
 from mpillm.engine.weights.checkpoint_forms import form_of
@@ -42,6 +39,7 @@ from mpillm.engine.weights.quantization import (
     check_algorithm,
     quantization_config,
 )
+from mpillm.engine.weights.weight_files import INDEX, SINGLE, read_header
 from mpillm.files import read_object, write_json
 
 _LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused

@@ -97,7 +97,8 @@ def test_a_family_that_is_not_built(models: dict[str, Path], family: str, tmp_pa
     folder = copied(models[family], load_file(models[family] / FILE), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     for other in (["Phi3ForCausalLM"], [], None):
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": other}))
+        change = {"architectures": other, "model_type": "phi3"}
+        (folder / "config.json").write_text(json.dumps(config | change))
         message = refusal(folder)
         assert "supported: " in message and family in message
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.engine.weights.checkpoint_folder import INDEX, read_header, weight_files
+from mpillm.engine.weights.weight_files import INDEX, read_header, weight_files
 
 BAD = {
     "nested": b"[" * 100_000 + b"]" * 100_000,

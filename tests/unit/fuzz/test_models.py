@@ -26,10 +26,11 @@ from mpillm.engine.model.read_config import load_model_config, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
 from mpillm.engine.speculation.eagle_config import read_eagle, tensors
 from mpillm.engine.speculation.mtp_config import mtp_config
-from mpillm.engine.weights.checkpoint_folder import INDEX, check_scales, checkpoint_files
+from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.weights.engine_folder import FORMAT, read_engine
 from mpillm.engine.weights.entries import in_checkpoint
 from mpillm.engine.weights.quantization import MODELOPT
+from mpillm.engine.weights.weight_files import INDEX
 from mpillm.models import fetch, gguf
 from mpillm.models.model_files import EngineConfig, GenerationConfig
 from mpillm.nvidia.triton import peft_adapter
