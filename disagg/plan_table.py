@@ -35,7 +35,7 @@ def table(plan: WorldPlan) -> str:
         f"{n_control} control, {owners}{_many(n_workers, 'worker')}; "
         f"{', '.join(_many(n, f'{role} instance') for role, n in roles.items())}"
     )
-    lines = textwrap.wrap(head, _WIDTH, subsequent_indent="  ")
+    lines = textwrap.wrap(head, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     if n_groups != n_workers:
         splits = plan.tp_splits
         lines.append(

@@ -31,6 +31,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         width = min(140, terminal_columns() - 2)
         super().__init__(prog, max_help_position=min(44, width // 3), width=width)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(
             wrapped(_WORD.findall(line), width, "  ")

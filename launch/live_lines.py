@@ -15,6 +15,8 @@ from typing import IO, TextIO
 from launch.outside import Shown, one_line, printable
 
 _BEGIN, _BETWEEN, _END = "\x1b_mpillm:", "\x1f", "\x1b\\"  # a terminal ignores what is between
+_ALARM = "\x1b_mpillm-alarm:"  # begins a line, up to _END, that is red
+_RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 _MOST_DRAWN = 500  # characters of a line
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
 
@@ -60,6 +62,20 @@ class LiveLines:
         with self._lock:
             self._put(frame(lines), self.out)
 
+    def alarm(self, text: str, tells: bool = False) -> None:
+        """Write lines in red on a terminal, elsewhere as they are; `tells`: have the launcher write them."""
+        for line in text.split("\n"):
+            line = printable(line)
+            if tells:
+                with self._lock:
+                    self._put(f"{_ALARM}{line}{_END}\n", self.out)
+            elif self.out.isatty():
+                self.write("")
+                with self._lock:
+                    self._put(f"{_RED}{line}{_PLAIN}\n", self.out)
+            else:
+                self.write(f"{line}\n")
+
     def pump(self, source: IO[bytes], to: TextIO, hear: Callable[[str], bool] = lambda line: False) -> None:
         """Write the lines of `source` to `to`, and draw the frames among them, until it ends.
 
@@ -69,6 +85,8 @@ class LiveLines:
             for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):
                 if line.startswith(_BEGIN):
                     self.draw(line.removeprefix(_BEGIN).partition(_END)[0].split(_BETWEEN))
+                elif line.startswith(_ALARM):
+                    self.alarm(line.removeprefix(_ALARM).partition(_END)[0])
                 elif not hear(line):
                     self.write(line, to)
 

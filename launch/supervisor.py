@@ -212,7 +212,12 @@ class Supervisor:
                 self.never_started = True
                 stop_at = time.monotonic()
             if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
-                self._say("ending the remaining ranks")
+                is_over = self.told_at != math.inf and not self._signals
+                self._say(
+                    "the run is over: ending mpirun, which has not"
+                    if is_over
+                    else "ending the remaining ranks"
+                )
                 if self._openmpi:
                     process.terminate()
                     _ended_within(process, KILL_GRACE_S)

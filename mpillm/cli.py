@@ -65,7 +65,7 @@ def usage() -> str:
         if names:
             lines += ["", f"{title}:"]
         for name in names:
-            first, *more = textwrap.wrap(COMMANDS[name], max(30, columns - width - 4))
+            first, *more = textwrap.wrap(COMMANDS[name], max(30, columns - width - 4), break_on_hyphens=False)
             lines += [f"  {name:<{width}}  {first}", *(" " * (width + 4) + line for line in more)]
     return (
         "usage: python -m mpillm COMMAND [options]\n\n"

@@ -92,7 +92,9 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         kwargs["prog"] = behind.prog if behind else kwargs["prog"]
         usage = kwargs.pop("usage", f"python -m {kwargs['prog']} [options]")
-        kwargs["usage"] = "\n".join(textwrap.wrap(usage, 72, subsequent_indent=" " * 11))
+        kwargs["usage"] = "\n".join(
+            textwrap.wrap(usage, 72, subsequent_indent=" " * 11, break_on_hyphens=False)
+        )
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
         self._main, self._behind = main, behind
         if add_help:
@@ -119,7 +121,10 @@ class Parser(argparse.ArgumentParser):
         groups = [group for group in self._action_groups[2:] if group._group_actions]
         if topic is None and self._main:
             titles = ", ".join(str(group.title) for group in groups)
-            rest = textwrap.wrap(f"--help TOPIC shows more options, --help all shows all. Topics: {titles}.")
+            rest = textwrap.wrap(
+                f"--help TOPIC shows more options, --help all shows all. Topics: {titles}.",
+                break_on_hyphens=False,
+            )
             self.epilog = "\n".join([*rest, "", self.epilog or ""])
         elif topic is None or topic == "all" or not self._main:
             return

@@ -217,8 +217,10 @@ class TorchCore(LLMCore):
 
     def doing(self) -> str:
         if self._runs is None:
-            total = self.info.n_bytes
-            return f"{min(bytes_held.count(), total) / 1e9:.2f} of {total / 1e9:.2f} GB of weights"
+            total, read = self.info.n_bytes, min(bytes_held.count(), self.info.n_bytes)
+            if not read:
+                return f"starts the engine, then reads {total / 1e9:.2f} GB of weights"
+            return f"{read / 1e9:.2f} of {total / 1e9:.2f} GB of weights"
         n = compilations.count()
         return f"{n} kernels and graphs compiled" if n else ""
 

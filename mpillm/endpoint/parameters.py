@@ -79,6 +79,8 @@ _BODY: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
+# With the choice "none" a model calls none of the functions: their list has no effect.
+_CHOICE_OF = {"tools": "tool_choice", "functions": "function_call"}
 # Of a chat's message: what chat templates use, beside its role, content and name.
 _MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
@@ -101,8 +103,9 @@ _WHY = {
 
 def check_body(body: Json) -> None:
     """Raise ApiError if a body sets a parameter that has no implementation here."""
+    unused = {tools for tools, choice in _CHOICE_OF.items() if body.get(choice) == "none"}
     for name, value in body.items():
-        if name in _BODY and not _has_no_effect(value, _BODY[name]):
+        if name in _BODY and name not in unused and not _has_no_effect(value, _BODY[name]):
             refuse(name, value)
 
 

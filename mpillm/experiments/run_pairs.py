@@ -24,16 +24,16 @@ def run_pairs(
     sides: Mapping[str, Sequence[str]],
     pairs: int,
     said: Callable[[str], None],
-) -> tuple[list[dict[str, dict[str, float]]], list[str]]:
+) -> tuple[list[dict[str, dict[str, float]]], list[tuple[str, str]]]:
     """Run both sides of each pair, A first in the even ones.
 
-    Returns their figures, by side and metric, and what is doubtful of them, a line each.
+    Returns their figures, by side and metric, and their doubts, each behind the name of its run.
 
     The first pair is preceded by one run of A that does not count: it finds files and caches cold. Raises
     ConfigError or StageError if a run fails.
     """
     found: list[dict[str, dict[str, float]]] = []
-    doubtful: list[str] = []
+    doubtful: list[tuple[str, str]] = []
     must_have_verdict(run_in(folder / "warm-up", mpirun, sides["A"]), "the first run of A")
     for pair in range(pairs):
         order = ("A", "B") if pair % 2 == 0 else ("B", "A")
@@ -42,7 +42,7 @@ def run_pairs(
             where = folder / f"{pair + 1:02d}-{side}"
             ended = must_have_verdict(run_in(where, mpirun, sides[side]), f"run {side} of pair {pair + 1}")
             figures[side] = _figures(ended.result, where)
-            doubtful += [f"{side} of pair {pair + 1}: {doubt}" for doubt in ended.result["doubts"]]
+            doubtful += [(f"{side} of pair {pair + 1}", doubt) for doubt in ended.result["doubts"]]
         found.append(figures)
         said(f"pair {pair + 1} of {pairs}, {order[0]} first")
     return found, doubtful

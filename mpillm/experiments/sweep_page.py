@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpillm.experiments.grouped_doubts import grouped_doubts
 from mpillm.experiments.option_grid import pareto
 from mpillm.experiments.table import cell, values_text
 from mpillm.report.page.charts import Chart
@@ -62,8 +63,10 @@ def sweep_page(
 
 
 def doubtful_points(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what is doubtful of points, a line each."""
-    return [f"{values_text(one) or 'the run'}: {doubt}" for one in found for doubt in one.get("doubts", ())]
+    """Return the doubts of points, a line for each kind."""
+    return grouped_doubts(
+        (values_text(one) or "the run", doubt) for one in found for doubt in one.get("doubts", ())
+    )
 
 
 def per(found: Sequence[Mapping[str, Any]]) -> str:

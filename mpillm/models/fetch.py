@@ -67,8 +67,13 @@ def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[st
     Raises ConfigError.
     """
     if name not in MODELS:
+        hub = (
+            f"; of Hugging Face: hf download {name} --local-dir {name.rpartition('/')[2]}"
+            if "/" in name
+            else ""
+        )
         raise ConfigError(
-            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}"
+            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}{hub}"
         )
     source = MODELS[name]
     parent = (models_dir if models_dir is not None else DEFAULT_MODELS_DIR).absolute()

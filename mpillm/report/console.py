@@ -27,6 +27,8 @@ _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start a
 _WAIT_SHOWN_S, _WAIT_TOLD_S = 1.0, 3.0  # into a phase before the test: on a terminal, and elsewhere
 _MOST_SAID = 2  # of what ranks say that they do
 _ENOUGH = 0.05  # of the samples: their rate says when the last is answered
+NO_PAGE = "NO PAGE"
+"""The name of a row of the summary that is red on a terminal."""
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
@@ -172,14 +174,19 @@ class Console:
             head = f"  sample {index}: "
             self.line(head + textwrap.shorten(" ".join(prompt.split()), WIDTH - len(head), placeholder=" …"))
             mark = "    | "
-            for part in textwrap.wrap(" ".join(answer.split()), WIDTH - len(mark))[:4] or ["(no text)"]:
+            parts = textwrap.wrap(" ".join(answer.split()), WIDTH - len(mark), break_on_hyphens=False)
+            for part in parts[:4] or ["(no text)"]:
                 self.line(mark + part)
 
     def summary(self, rows: Sequence[tuple[str, Any]]) -> None:
         """Print names and values, aligned."""
         self.line()
         for name, value in rows:
-            self.line(beside(f"  {name:<22} ", str(value)))
+            text = beside(f"  {name:<22} ", str(value))
+            if name == NO_PAGE:
+                self._lines.alarm(text, self._frames)
+            else:
+                self.line(text)
 
     def failure(
         self,

@@ -294,7 +294,7 @@ class HarnessSession(ServeSession):
         page = self.leave_result()
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = other_harness_rows(record.result, path_shown(record.path), facts)
-        self._console.summary([*rows, ("page", page)])
+        self._console.summary([*rows, page])
         return int(ExitCode.DONE)
 
 

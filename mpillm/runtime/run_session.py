@@ -163,15 +163,15 @@ class RunSession(ABC):
     def finished(self) -> int:
         """Print the last lines, as everything has ended well; return the exit code."""
 
-    def leave_result(self) -> str:
-        """Write result and page; return the page's path for the console."""
+    def leave_result(self) -> tuple[str, str]:
+        """Write result and page; return the row of the summary for the page."""
         # Now: an instance may be lost after the test.
         add_costs(self._record.result, self.totals, self._timeline)
         self._record.write_result()
         return self.page()
 
-    def page(self) -> str:
-        """Write the run's page; return its path for the console. Never raises."""
+    def page(self) -> tuple[str, str]:
+        """Write the run's page; return its row of the summary. Never raises."""
         return leave_page(
             self._record.path,
             partial(self._telemetry.write, totals=self.totals),

@@ -199,7 +199,7 @@ class ServeSession(RunSession):
     def finished(self) -> int:
         page = self.leave_result()
         rows = served_rows(self._record.result, path_shown(self._record.path))
-        self._console.summary([*rows, ("page", page)])
+        self._console.summary([*rows, page])
         return int(ExitCode.DONE)
 
     def failed(self, reports: dict[int, DrainReport]) -> str:

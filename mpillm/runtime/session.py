@@ -195,7 +195,7 @@ class Session(RunSession):
             self._console.answers(self._outputs.shown())
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = summary_rows(record.result, config, path_shown(record.path), facts)
-        self._console.summary([*rows, ("page", page)])
+        self._console.summary([*rows, page])
         invalid = config.require_valid and record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 

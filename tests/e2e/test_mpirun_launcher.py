@@ -246,7 +246,7 @@ def test_an_interrupt_while_starting_leaves_nothing(python: str, start: Start, d
 def test_ranks_that_hang_after_rank_0_told_are_ended(python: str, start: Start) -> None:
     status, output = start(python, "hangs_at_the_end").end()
     assert status == 0
-    assert "ending the remaining ranks" in output
+    assert "the run is over: ending mpirun" in output
 
 
 def test_a_killed_launcher_takes_all_along(python: str, start: Start) -> None:

@@ -13,6 +13,7 @@ from mpillm.configurator.columns import beside, table
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
+from mpillm.experiments.grouped_doubts import grouped_doubts
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
@@ -79,16 +80,17 @@ def main(argv: Sequence[str]) -> int:
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{words_of(verdict, options.pairs)}")
-    for line in doubtful:
+    doubts = grouped_doubts(doubtful)
+    for line in doubts:
         print(beside("doubtful: ", line))
     page = folder / "ab.html"
-    write_text(page, ab_page(folder, texts, metric, pairs, words_of(verdict, options.pairs), doubtful))
+    write_text(page, ab_page(folder, texts, metric, pairs, words_of(verdict, options.pairs), doubts))
     print(f"\npage  {path_shown(page)}")
     found = {
         **sides,
         "metric": metric,
         "pairs": pairs,
-        "doubts": doubtful,
+        "doubts": [f"{run}: {doubt}" for run, doubt in doubtful],
         "verdict": asdict(verdict) | {"real": verdict.real},
     }
     options.tell(found)

@@ -16,6 +16,7 @@ from mpillm.configurator.columns import beside
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
+from mpillm.experiments.grouped_doubts import kind_of
 from mpillm.experiments.pages import search_page
 from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
@@ -107,6 +108,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(beside("", f"{lengths}, in {path_shown(tests.folder)}"))
 
+    printed: set[str] = set()  # kinds of doubts: each is printed once
     lasted: dict[bool, list[float]] = {False: [], True: []}  # the tests of now, by whether they were full
 
     def test(rate: float, full: bool) -> Tried:
@@ -120,6 +122,10 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
             print(_line(one, _left(left, lasted, tests)), flush=True)
         else:
             print(_line(one, "  (from before)"), flush=True)
+        for doubt in one.doubts:
+            if kind_of(doubt) not in printed:
+                printed.add(kind_of(doubt))
+                print(beside(" " * 13, f"doubtful: {doubt}"), flush=True)
         return one
 
     found = find_max_rate(test, start, options.tolerance)
@@ -171,8 +177,6 @@ def _line(tried: Tried, when: str = "") -> str:
         if f"{name}_p99_ms" in tried.figures
     )
     verdict = "VALID  " if tried.valid else "INVALID"
-    more = [*([tried.why] if tried.why else []), *(f"doubtful: {doubt}" for doubt in tried.doubts)]
     head = f"  {figure(tried.rate, 4):>9}/s  {length}  {verdict}  "
-    return "\n".join(
-        [beside(head, f"{latencies or 'stopped'}{when}"), *(beside(" " * 13, line) for line in more)]
-    )
+    text = f"{latencies or 'stopped'}{'  doubtful' if tried.doubts else ''}{when}"
+    return "\n".join([beside(head, text), *([beside(" " * 13, tried.why)] if tried.why else [])])

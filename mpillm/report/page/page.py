@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpillm.files import write_text
+from mpillm.report.console import NO_PAGE
 from mpillm.report.page import sections, svg
 from mpillm.report.page.charts import distributions, lane_rows, machines, over_time, shown_window
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
@@ -21,21 +22,21 @@ _log = logging.getLogger(__name__)
 
 def leave_page(
     path: Path, write_telemetry: Callable[[Path], None], price_per_gpu_hour: float | None = None
-) -> str:
+) -> tuple[str, str]:
     """Write telemetry.json, report.html and trace.json of the run that ends in `path`.
 
-    Return the page's path for the console, or why there is none: whatever is wrong here is not worth a test's
-    result, which is written by now.
+    Return the row of the summary: the page's path, or why there is none. Whatever is wrong here is not worth
+    a test's result, which is written by now.
     """
     try:
         write_telemetry(path / TELEMETRY)
-        return path_shown(write_page(path, price_per_gpu_hour))
+        return "page", path_shown(write_page(path, price_per_gpu_hour))
     except OSError as error:
         _log.exception("the run has no page")
-        return f"none: {error.filename or path}: {error.strerror or error}"
+        return NO_PAGE, f"{error.filename or path}: {error.strerror or error}"
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("the run has no page")
-        return f"none: {type(error).__name__}: {error}"
+        return NO_PAGE, f"{type(error).__name__}: {error}"
 
 
 def write_page(path: Path, price_per_gpu_hour: float | None = None) -> Path:

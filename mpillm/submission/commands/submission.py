@@ -68,20 +68,22 @@ def main(argv: Sequence[str]) -> int:
     """Write the submission. Exit code TEST_FAILED: it lacks something."""
     parser = _parser()
     options = collect(argv, _Options, parser)
-    if not options.output:
-        raise ConfigError("mpillm submission: --output is missing: the folder to write to")
-    submitter = folder_name("submitter", options.submitter)
     paths = [run_path(path) for path in parser.parse_args(argv).run_dirs]
     for path in paths:
         if sum(path.resolve() == other.resolve() for other in paths) > 1:
             raise ConfigError(f"{path} is given twice")
     with as_written(Path(", ".join(map(str, paths)))):
         runs = [read_run(path) for path in paths]
+        named = options.system_name or runs[0].directory.config.get("system_name")
+        needed = {"output": options.output, "submitter": options.submitter, "system_name": named}
+        if missing := [f"--{name}" for name, value in needed.items() if not value]:
+            raise ConfigError(f"mpillm submission: missing options: {', '.join(missing)}")
+        submitter, system_name = (
+            folder_name("submitter", options.submitter),
+            folder_name("system_name", named),
+        )
         results = group(runs)
         same_system(runs)
-        system_name = folder_name(
-            "system_name", options.system_name or runs[0].directory.config.get("system_name")
-        )
         system = overlay(
             system_description(runs[0], submitter, options.division, system_name),
             options.system_description,
@@ -95,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         problems = rejected(results, system, options.division)
         problems += [problem for result in results for problem in result.forbidden(options.division)]
         submission = Submission(options.division, submitter, system_name, system, results)
-        output = Path(options.output)
+        output = Path(str(options.output))
         tree = submission.write(output, options.force)
         text = summary(submission, runs[0].round, problems, output)
     print(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -32,6 +33,7 @@ def test_help_fits_80_columns(
         assert not end.code
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert not [line for line in shown.splitlines() if re.search(r"\w[-/]$", line)], "a broken word"
     assert "usage: python -m mpillm" in shown
     for line in shown.replace("\\\n", "").splitlines():
         if line.startswith("  python -m mpillm"):

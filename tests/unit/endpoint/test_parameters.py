@@ -46,6 +46,14 @@ def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> No
         assert name in str(error)
 
 
+@pytest.mark.parametrize(("names", "choice"), [("tools", "tool_choice"), ("functions", "function_call")])
+def test_functions_that_the_request_forbids_have_no_effect(names: str, choice: str) -> None:
+    functions = {names: [{"type": "function", "function": {"name": "f"}}]}
+    assert asked(True, **functions, **{choice: "none"}) == asked(True)
+    with pytest.raises(ApiError, match=names):
+        asked(True, **functions, **{choice: "auto"})
+
+
 @pytest.mark.parametrize("name", MESSAGE)
 def test_each_part_of_a_message_has_an_effect_or_is_refused(name: str) -> None:
     neutral, effective = MESSAGE[name]

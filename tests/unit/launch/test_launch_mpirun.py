@@ -421,6 +421,16 @@ def test_a_signal_before_the_start_of_a_server_ends_it(capsys: pytest.CaptureFix
     assert "Ctrl-C: stopping the ranks" in capsys.readouterr().err
 
 
+def test_an_mpirun_that_outlives_a_good_run_is_not_called_remaining_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = supervisor.Supervisor(openmpi=True, stop_grace_s=0.2)
+    line = [sys.executable, "-c", "import time; time.sleep(600)"]
+    made.run(line, os.environ, lambda: True, lambda: True)
+    said = capsys.readouterr().err
+    assert "the run is over: ending mpirun, which has not" in said and "remaining" not in said
+
+
 def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at the same moment; none stays behind, not even as a zombie."""
     silent = script(tmp_path / "mpirun", "exec sleep 600")

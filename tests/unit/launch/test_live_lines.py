@@ -83,6 +83,25 @@ def test_no_line_of_another_stream_is_drawn_over() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")  # noqa: PTH110
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_alarm_is_red_on_a_terminal_only(tells: bool) -> None:
+    """A rank has the launcher write it."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as terminal:  # noqa: PTH123
+        lines = LiveLines(terminal, terminal)
+        if tells:
+            rank = io.StringIO()
+            LiveLines(rank, rank).alarm("no page: \x07", tells=True)
+            lines.pump(io.BytesIO(rank.getvalue().encode()), terminal)
+        else:
+            lines.alarm("no page: \x07")
+        assert os.read(ours, 4096).decode() == "\x1b[1;31mno page: \\x07\x1b[0m\r\n"
+    os.close(ours)
+    pipe = io.StringIO()
+    LiveLines(pipe, pipe).alarm("no page")
+    assert pipe.getvalue() == "no page\n"
+
+
 def test_a_reader_that_takes_no_more() -> None:
     with open("/dev/full", "w") as out:  # noqa: PTH123
         lines = LiveLines(out, out)

@@ -283,6 +283,12 @@ def test_main_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_main_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["fetch-model", "Qwen/Qwen3-0.6B"]) == 2
+    hint = "; of Hugging Face: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B\n"
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["smollm2-135m", "--model_dir", "x"])

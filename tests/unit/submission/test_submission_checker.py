@@ -318,6 +318,19 @@ def submit(
     return output, capsys.readouterr().out, code
 
 
+def test_all_missing_options_are_named_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(run) for run in make(tmp_path, next(iter(CASES.values())))]
+    for run in runs:
+        config = json.loads((Path(run) / "config.json").read_text())
+        config.pop("system_name", None)
+        (Path(run) / "config.json").write_text(json.dumps(config))
+    assert cli.main(["submission", *runs]) == 2
+    said = "mpillm: mpillm submission: missing options: --output, --submitter, --system_name\n"
+    assert capsys.readouterr().err == said
+    assert cli.main(["submission", *runs, "--system_name", "box", "--submitter", "Us"]) == 2
+    assert capsys.readouterr().err == "mpillm: mpillm submission: missing options: --output\n"
+
+
 def expected(case: Case, division: str) -> set[tuple[str, ...]]:
     checks: tuple[str, ...] = getattr(case, division)
     return {("", STOPS)} if checks == STOPPED else {tuple(check.split(" ", 1)) for check in checks}
