@@ -46,7 +46,7 @@ def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
     """Return family and version from what ``mpirun --version`` prints; None for an unknown launcher."""
     if match := re.search(r"\(Open ?MPI\)\s+v?(\d+(?:\.\d+)*)", text):
         return "openmpi", _version(match[1])
-    if match := re.search(r"HYDRA build details:.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
+    if match := re.search(r"Version:\s*(\d+(?:\.\d+)*)", text.partition("HYDRA build details:")[2]):
         return "mpich", _version(match[1])
     return None
 

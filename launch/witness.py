@@ -22,7 +22,7 @@ from launch.own_messages import MESSAGE
 from launch.roll_call import RollCall
 
 _LOSES = re.compile(r"has lost communication with a remote daemon|A daemon failed to report back")
-_WHERE = re.compile(r"Remote (?:daemon\s*:.* on node|host:)\s+(\S+)")
+_WHERE = re.compile(r"Remote (?:daemon\s*:(?:(?!Remote ).)* on node|host:)\s+(\S+)")
 _PROXY = re.compile(r"--proxy-id (\d+)")
 _STATUS = re.compile(r"Daemon exit status:\s+([0-9]{1,9})")
 _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end

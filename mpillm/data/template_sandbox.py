@@ -44,7 +44,7 @@ _MULTIPLY = frozenset(
     }
 )
 _FORMAT = ("format", "format_map")
-_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z]*\*")  # in a text that says how to format others
+_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")  # in a text that says how to format others
 _AT_ONCE = ("count", "d", "default", "first", "last", "length")  # filters, however much a value holds
 _EACH = ("map", "reject", "rejectattr", "select", "selectattr")  # filters that call others, or tests
 _COMPARE = (

@@ -36,7 +36,7 @@ _KEYS = (
 # All other keys take whole numbers: LoadGen would read 1 from 1.5, and 6 from 6e5.
 _FRACTIONAL = ("target_qps", "target_latency", "target_latency_percentile")
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, which LoadGen reads as 8
-_DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
+_DECIMAL = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 _LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no comment after it: LoadGen refuses that
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _TEST07_SAMPLES = 990  # of the data set that this test has for itself

@@ -238,7 +238,7 @@ def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[An
     return dict(of_test.get(setting) or {})
 
 
-_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+_NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 
 def in_our_unit(name: str, value: Any, where: str) -> Any:

@@ -30,7 +30,7 @@ _LINES = 8  # of a run's output, in which its last phase or progress is
 _SHOW_S = 1.0
 _WAITS = re.compile(r"\w+ after \d+ s ")
 _BAR = re.compile(r"\[#*\.*\] ")
-_URL = re.compile(r"serving .* at (http://\S+)")
+_URL = re.compile(r"serving (?:(?!serving ).)* at (http://\S+)")
 CONSOLE = "console.txt"  # in the run directory: what the run printed
 
 

@@ -71,7 +71,7 @@ VLLM = ServerKind(
             "lower --max_seq_len, or raise --kv_cache_free_gpu_mem_fraction",
         ),
         KnownFailure(
-            r"Free memory on device .* is less than desired GPU memory utilization",
+            r"Free memory on device .{1,200} is less than desired GPU memory utilization",
             "other processes hold memory of the GPU",
             "end them, or lower --kv_cache_free_gpu_mem_fraction",
         ),

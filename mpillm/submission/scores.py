@@ -16,7 +16,7 @@ from disagg.errors import ConfigError
 from mpillm.submission import rouge
 from mpillm.workloads.workload import Metric
 
-_NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+_NUMBER = re.compile(r"(?:-|(?<!,))[\d,]*\.?\d+")
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
 _GSM8K_ANSWER = "The answer is"
 _GSM8K_NEXT = "\nQ:"  # where a model continues with a question of its own

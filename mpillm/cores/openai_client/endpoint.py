@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -51,7 +50,7 @@ class Endpoint:
     def __init__(self, url: str) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another."""
         # Messages put a path behind it, which begins with /v1.
-        self.url = re.sub(r"(/v1)?/*$", "", url if "://" in url else f"http://{url}")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
             self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]

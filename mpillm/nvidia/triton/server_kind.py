@@ -44,7 +44,7 @@ TRITONSERVER = ServerKind(
     failures=(
         KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
         KnownFailure(
-            r"failed to load '.*' version \d+|UNAVAILABLE: ",
+            r"failed to load '[^']*' version \d+|UNAVAILABLE: ",
             "it could not load a model",
             "look at the lines with 'failed to load' in its log",
         ),

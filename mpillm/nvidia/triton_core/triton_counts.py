@@ -14,7 +14,7 @@ from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.server_counts import Reading, finite, metrics_page
 
 _LINE = re.compile(r"^(nv_\w+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 _REQUESTS, _BLOCKS = "nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"
 _PENDING = "nv_inference_pending_request_count"  # that no model has taken yet
 _PROMPTS, _ANSWERS = "nv_llm_input_token_len_sum", "nv_llm_output_token_len_sum"

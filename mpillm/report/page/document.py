@@ -26,7 +26,7 @@ ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
 CDF = "What share of the samples took at most so long. Log scale of time."
 _QUANTITY = re.compile(r"^([\d.,]+) (\S{1,3})$")
 _LONG = re.compile(r"[^\s\N{NO-BREAK SPACE}]{13,}")
-_MARK = re.compile(r"([/_=,.:-]+)(?=\w)")
+_MARK = re.compile(r"(?<=[/_=,.:-])(?=[^\W_])")
 _SENTENCES = ("remarks",)  # columns that keep a width where the table is wider than the window
 _TOGETHER = "\\1\N{NO-BREAK SPACE}\\2"
 _ASSETS = Path(__file__).parent / "assets"
@@ -127,7 +127,7 @@ def _cell(value: object) -> str:
 
 
 def _breakable(word: re.Match[str]) -> str:
-    return _MARK.sub(r"\1<wbr>", word[0])
+    return _MARK.sub("<wbr>", word[0])
 
 
 def _embedded(data: object) -> str:

@@ -1,0 +1,68 @@
+"""Every regular expression of the packages takes CPU time that grows linearly with its input.
+
+The test finds the patterns in the syntax of the sources and derives the inputs from each pattern, so a new
+pattern needs no entry here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpillm.doctor import alone
+from tests.helpers.growth import grows_faster
+from tests.helpers.patterns import Use, texts, uses
+
+ROOT = Path(__file__).parents[2]
+SIZES = (20, 400, 4000, 30_000)  # characters
+USES, UNKNOWN = uses(ROOT, ["mpillm", "launch", "disagg"])
+
+
+def slow(use: Use) -> str:
+    """Return the first kind of input on which a pattern takes more than linear time; "" if there is none."""
+    for head, pump, tail in texts(use):
+
+        def apply(n: int, head: str = head, pump: str = pump, tail: str = tail) -> None:
+            use.apply(head + pump * (n // len(pump)) + tail)
+
+        if growth := grows_faster(apply, SIZES):
+            return f"{head!r} + n * {pump!r} + {tail!r}: {growth}"
+    return ""
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.where)
+def test_a_pattern_takes_linear_time(use: Use) -> None:
+    assert slow(use) == ""
+
+
+def test_patterns_that_are_arguments() -> None:
+    """The patterns of `KnownFailure` and `reason` are in `USES`; `alone` has a table."""
+    files = {where.partition(":")[0] for where in UNKNOWN}
+    assert files == {"mpillm/doctor/alone.py", "launch/children.py", "launch/command.py"}
+    for pattern, _ in alone._EXPLAINED:
+        assert slow(Use("alone", pattern, re.IGNORECASE, frozenset({"search"}))) == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method"),
+    [
+        (rb'"[^"\\]*(?:\\.[^"\\]*)*"', "sub"),
+        (r"([/_=,.:-]+)(?=\w)", "sub"),
+        (r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?", "fullmatch"),
+        (r"HYDRA build details:.*?Version:\s*(\d+)", "search"),
+        (r"\s*(.*?)\s*(ms|s)?\s*", "fullmatch"),
+        (r"(\w+)*-", "match"),
+    ],
+)
+def test_slow_patterns_are_found(pattern: str | bytes, method: str) -> None:
+    assert slow(Use("here", pattern, re.DOTALL, frozenset({method})))
+
+
+def test_all_patterns_are_found() -> None:
+    """Also those that are made of others."""
+    here = {use.where.partition(":")[0]: use for use in USES}
+    assert len(USES) > 80
+    assert "launch/outside.py" in here and "mpillm/servers/kind.py" in here
+    assert any("gate_proj" in str(use.pattern) and "_scale" in str(use.pattern) for use in USES)
