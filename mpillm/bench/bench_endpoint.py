@@ -26,7 +26,7 @@ from mpillm.configurator.latency_limits import WORDS, limits_ms
 from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
-from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset, unused_lengths
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import positive, seconds
@@ -171,7 +171,10 @@ def _measure(
 def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:
     length = values["output_len"]
     if config.dataset_path:
-        return load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
+        dataset = load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
+        if dataset.output_lengths is not None:
+            print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
+        return dataset
     n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
     return load_dataset(Synthetic(values["input_len"], length, num_samples=n, seed=config.seed), tokenizer)
 

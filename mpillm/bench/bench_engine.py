@@ -20,7 +20,7 @@ from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.configurator import json_output, option
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import Limits, load_dataset, unused_lengths
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.load_torch import load_torch
 from mpillm.engine.model.model_info import ModelInfo, check_model
@@ -251,6 +251,8 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
 def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:
     source = Path(config.dataset_path) if config.dataset_path else None
     dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
+    if dataset.output_lengths is not None:
+        print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
     limit = min(config.max_prompt_len, info.max_seq_len - config.output_len)
     prompts = [prompt for prompt in prompts if len(prompt) <= limit][: config.num_prompts]

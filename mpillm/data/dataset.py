@@ -1,34 +1,34 @@
 """The samples of a test: their prompts as tokens, back to back in one array.
 
-A data set is a JSONL file with ``{"prompt": "text"}`` or ``{"input_tokens": [1, 2, 3]}`` on each line, the
-prompts that come with the program, synthetic (random tokens with normally distributed lengths), or one of
-MLPerf's, tokenized beforehand (`preprocessed`).
+A data set is a file of rows (`row_files`, `records`), as JSONL with ``{"prompt": "text"}`` or
+``{"input_tokens": [1, 2, 3]}`` on each line, the prompts that come with the program, synthetic (random tokens
+with normally distributed lengths), or one of MLPerf's, tokenized beforehand (`preprocessed`).
 """
 
 from __future__ import annotations
 
-import json
+import shlex
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.json_array import not_lines
+from mpillm.data.records import KNOWN, Columns, Sample, Trace, sample_of
+from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import Tokenizer
-from mpillm.files import excerpt
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_KEYS = ("prompt", "input_tokens")
 _LONGEST = 1 << 40  # tokens of a synthetic prompt or answer: sums of these do not overflow
-_MOST_SAID = 300  # characters of a line's keys in a message
+_TRACE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
+_MAX_TRACE_TOKENS = 1 << 31  # of all prompts of a trace
 _ENCODE_BATCH = 4096  # prompts tokenized in one call: bounds the memory of the results
 
 
@@ -93,9 +93,12 @@ class Limits:
 
 @about("dataset_path", "dataset")
 def load_dataset(
-    source: Path | Synthetic | LLMDataLoader | None, tokenizer: Tokenizer, limits: Limits = Limits()
+    source: Path | Synthetic | LLMDataLoader | None,
+    tokenizer: Tokenizer,
+    limits: Limits = Limits(),
+    columns: Columns = KNOWN,
 ) -> Dataset:
-    """Read a JSONL file or a preprocessed data set, make a synthetic one, or (None) take the bundled prompts.
+    """Read a file of rows or a preprocessed data set, make a synthetic one, or (None) take our prompts.
 
     Raises ConfigError, which names the file and the line or sample, also for a prompt that does not fit the
     limits (a synthetic sample: with its own output length).
@@ -114,36 +117,116 @@ def load_dataset(
     if isinstance(source, LLMDataLoader):
         return _preprocessed(source.load(), vocab_size, limits)
     file = BUILTIN_PROMPTS if source is None else source
-    lines: list[int] = []  # the line of each sample
-    rows: list[array[int]] = []
-    texts: dict[int, str] = {}
-    for line, sample in _read(file, vocab_size):
-        if isinstance(sample, str):
-            texts[len(rows)] = sample
-            rows.append(array("i"))
-        else:
-            rows.append(sample)
-        lines.append(line)
-    if not rows:
-        raise ConfigError(f"data set {file} is empty")
-    indices = list(texts)
-    for first in range(0, len(indices), _ENCODE_BATCH):
-        batch = indices[first : first + _ENCODE_BATCH]
-        for index, tokens in zip(batch, tokenizer.encode_batch([texts[i] for i in batch]), strict=True):
-            if not tokens:
-                where = f"{file}:{lines[index]}"
-                raise ConfigError(f"{where}: the tokenizer makes no token of the prompt {texts[index]!r}")
-            if max(tokens) >= vocab_size:
-                where = f"{file}:{lines[index]}"
-                raise ConfigError(
-                    f"{where}: the tokenizer makes token {max(tokens)}, the model knows {vocab_size} tokens"
-                )
-            rows[index] = array("i", tokens)
-    dataset = _pack(file.name, rows, texts)
+    dataset, lines = _of_rows(file, tokenizer, vocab_size, columns, limits)
     if source is None:
         dataset = _fitting(dataset, limits)
     _check_lengths(dataset.lengths(), limits, lambda sample: f"{file}:{lines[sample]}")
     return dataset
+
+
+def _of_rows(
+    file: Path, tokenizer: Tokenizer, vocab_size: int, columns: Columns, limits: Limits
+) -> tuple[Dataset, list[int]]:
+    """Return the data set in a file, and the line of each sample."""
+    lines, samples = _samples(file, vocab_size, columns)
+    where = [f"{file}:{line}" for line in lines]
+    texts = {i: sample.prompt for i, sample in enumerate(samples) if isinstance(sample.prompt, str)}
+    rows: dict[int, array[int]] = {}
+    for first in range(0, len(texts), _ENCODE_BATCH):
+        batch = list(texts)[first : first + _ENCODE_BATCH]
+        rows |= zip(batch, map(_as_array, tokenizer.encode_batch([texts[i] for i in batch])), strict=True)
+    _check_trace(file, samples, limits)
+    for i, sample in enumerate(samples):
+        if isinstance(sample.prompt, Trace):
+            rows[i] = _trace_tokens(sample.prompt, tokenizer, vocab_size)
+        elif isinstance(sample.prompt, list):
+            try:
+                rows[i] = _as_array(tokenizer.encode_chat(sample.prompt))
+            except ConfigError as error:
+                raise ConfigError(f"{where[i]}: {error}", about=["apply_chat_template"]) from error
+        elif isinstance(sample.prompt, array):
+            rows[i] = sample.prompt
+    for i, tokens in rows.items():
+        if not tokens:
+            raise ConfigError(f"{where[i]}: the tokenizer makes no token of the prompt {texts.get(i, '')!r}")
+        if max(tokens) >= vocab_size:
+            raise ConfigError(
+                f"{where[i]}: the tokenizer makes token {max(tokens)}, the model knows {vocab_size} tokens"
+            )
+    lengths = None
+    if any(sample.output_len is not None for sample in samples):
+        lengths = np.array([sample.output_len or _LONGEST for sample in samples], np.int64)
+    packed = _pack(file.name, [rows[i] for i in range(len(samples))], texts)
+    return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
+
+
+def _as_array(tokens: Sequence[int]) -> array[int]:
+    return array("i", tokens)
+
+
+def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], list[Sample]]:
+    lines, samples = [], []
+    for line, row in read_rows(file):
+        try:
+            samples.append(sample_of(row, vocab_size, columns))
+        except ValueError as error:
+            said = str(error).replace("< FILE ", f"< {shlex.quote(str(file))} ")
+            raise ConfigError(f"{file}:{line}: {said}") from error
+        lines.append(line)
+    if not samples:
+        raise ConfigError(f"data set {file} is empty")
+    return lines, samples
+
+
+def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: Limits) -> str:
+    """Return what of a file's rows has no effect, for the user."""
+    notes = []
+    if lengths is not None:
+        over = lengths[(lengths > limits.max_output_len) & (lengths < _LONGEST)]
+        if len(over):
+            notes.append(
+                f"{len(over)} of its {len(samples)} samples ask for more than --max_output_len"
+                f" {limits.max_output_len} tokens, at most {over.max()}: their answers are cut"
+            )
+    if unused := sorted(frozenset().union(*(sample.unused for sample in samples))):
+        notes.append(f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect")
+    if any(isinstance(sample.prompt, Trace) for sample in samples):
+        notes.append("its prompts are random tokens of the lengths in the trace, equal where hash_ids are")
+    return "; ".join(notes)
+
+
+def _check_trace(file: Path, samples: Sequence[Sample], limits: Limits) -> None:
+    """Raise ConfigError for lengths that do not fit the model, or the memory, before tokens are made."""
+    lengths = np.array([sample.prompt.length for sample in samples if isinstance(sample.prompt, Trace)])
+    if len(lengths) and lengths.sum() > _MAX_TRACE_TOKENS:
+        raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
+    for i, sample in enumerate(samples):
+        if isinstance(sample.prompt, Trace):
+            for longest, name, options in _allowed(limits):
+                if sample.prompt.length > longest:
+                    raise ConfigError(
+                        f"{file}: sample {i} has {sample.prompt.length} tokens and does not fit {name}",
+                        about=options,
+                    )
+
+
+def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
+    """Return random tokens, the same in each block with the same hash."""
+    plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop] or range(vocab_size)
+    n_blocks = -(-trace.length // _TRACE_BLOCK)
+    ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
+    blocks = [
+        np.random.default_rng([number, i >= len(trace.hash_ids)]).integers(
+            plain.start, plain.stop, _TRACE_BLOCK, np.int32
+        )
+        for i, number in enumerate(ids)
+    ]
+    return _as_array(np.concatenate(blocks)[: trace.length].tolist())
+
+
+def unused_lengths(dataset: Dataset) -> str:
+    """Return what a benchmark says that decides the lengths of answers itself."""
+    return f"the lengths of answers in {dataset.name} have no effect: --output_len decides"
 
 
 def _check_lengths(lengths: NDArray[np.int64], limits: Limits, where: Callable[[int], str]) -> None:
@@ -231,90 +314,6 @@ def _pack(name: str, rows: list[array[int]], texts: Mapping[int, str]) -> Datase
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return Dataset(name, np.concatenate([np.frombuffer(row, np.int32) for row in rows]), offsets, texts=texts)
-
-
-def _read(file: Path, vocab_size: int) -> Iterator[tuple[int, str | array[int]]]:
-    """Yield line number and prompt (text, or checked tokens) of every line that is not blank."""
-    try:
-        with file.open("rb") as stream:
-            start = stream.peek(1)
-            if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                raise ConfigError(not_lines(file, b'"conversations"' in start))
-            for number, line in enumerate(stream, 1):
-                raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if raw.strip():
-                    try:
-                        yield number, _parse(raw, vocab_size)
-                    except ValueError as error:
-                        raise ConfigError(f"{file}:{number}: {error}") from error
-    except FileNotFoundError as error:
-        siblings = [sibling.name for sibling in file.parent.glob("*")]
-        raise ConfigError(f"data set {file} does not exist{nearest(file.name, siblings)}") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"data set {file} is a directory, not a JSONL file") from error
-    except OSError as error:
-        raise ConfigError(f"data set {file} cannot be read: {error}") from error
-
-
-def _parse(line: bytes, vocab_size: int) -> str | array[int]:
-    """Return a line's prompt; ValueError says what is wrong with it."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8") from error
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        cut = "" if line.endswith(b"\n") else "; the file ends here: is it truncated?"
-        raise ValueError(f"not valid JSON: {error}{cut}") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f'a JSON {_json_type(entry)}, not an object with "prompt" or "input_tokens"')
-    present = [key for key in _KEYS if key in entry]
-    if len(present) != 1:
-        found = ", ".join(f"{key}{nearest(key, _KEYS)}" for key in entry) or "no key"
-        neither = f'neither "prompt" nor "input_tokens", but {found[:_MOST_SAID]}'
-        raise ValueError('both "prompt" and "input_tokens"' if present else neither)
-    value = entry[present[0]]
-    return _check_prompt(value) if present[0] == "prompt" else _check_tokens(value, vocab_size)
-
-
-def _check_prompt(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise ValueError(f"prompt is a JSON {_json_type(prompt)}, not a string")
-    if not prompt.strip():
-        raise ValueError("prompt is empty")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompt has half a surrogate pair at character {error.start + 1}") from error
-    return prompt
-
-
-def _check_tokens(tokens: Any, vocab_size: int) -> array[int]:
-    if not isinstance(tokens, list):
-        raise ValueError(f"input_tokens is a JSON {_json_type(tokens)}, not an array")
-    if not tokens:
-        raise ValueError("input_tokens is empty")
-    if set(map(type, tokens)) != {int}:
-        wrong = next(token for token in tokens if type(token) is not int)
-        raise ValueError(f"input_tokens has {excerpt(wrong)}, which is not an integer")
-    for token in (min(tokens), max(tokens)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"input_tokens has {token}; token ids are 0 to {vocab_size - 1}")
-    return array("i", tokens)
-
-
-def _json_type(value: Any) -> str:
-    names = {
-        dict: "object",
-        list: "array",
-        str: "string",
-        int: "number",
-        float: "number",
-        bool: "boolean",
-        type(None): "null",
-    }
-    return names[type(value)]
 
 
 @about("dataset")

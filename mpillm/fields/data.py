@@ -22,11 +22,22 @@ class DataFields(Options, group="data", effect=SYNTHETIC):
     """The data set."""
 
     dataset_path = option(
-        'JSONL with {"prompt": …} or {"input_tokens": […]} per line; or a published data set:'
+        'JSONL with {"prompt": …}, {"input_tokens": […]} or {"messages": […]} per line, OpenAI batches, CSV,'
+        " text, Parquet or Arrow, packed or not; or a published data set:"
         " the folder with input_ids_padded.npy, or a data frame, .pkl or .pkl.gz"
         " (docs/reference/workloads.md) [default: the workload's, or the prompts that come with mpillm]",
         effect=TEST,
         aliases=("tensor_path",),
+    )
+    prompt_column = option(
+        "the field of dataset_path's rows that holds the prompt, as text, token ids or messages"
+        " [default: prompt, input_tokens, messages or text]",
+        effect=TEST,
+    )
+    output_len_column = option(
+        "the field of dataset_path's rows that holds the tokens of the answer, at most max_output_len"
+        " [default: output_tokens, output_tokens_count, output_length, max_tokens, …]",
+        effect=TEST,
     )
     dataset = option(
         "prompts: those of dataset_path; synthetic: random tokens of given lengths;"

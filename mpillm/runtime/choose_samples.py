@@ -13,6 +13,8 @@ from mpillm.cores.base import ModelLimits
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
+from mpillm.data.records import Columns
+from mpillm.data.row_files import is_row_file
 from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.model.read_config import model_folder
@@ -34,7 +36,15 @@ def load_samples(
         raise ConfigError(
             f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
         )
-    return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
+    chosen = _source(config, run_directory)
+    columns = Columns(config.prompt_column, config.output_len_column)
+    for name in ("prompt_column", "output_len_column"):
+        if getattr(config, name) is not None and not isinstance(chosen, Path):
+            raise ConfigError(
+                f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
+                about=[name],
+            )
+    return load_dataset(chosen, tokenizer, limits, columns), tokenizer
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
@@ -87,7 +97,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)
-    if (workload is not None and path.suffix != ".jsonl") or PreprocessedLoader.reads(path):
+    if (workload is not None and not is_row_file(path)) or PreprocessedLoader.reads(path):
         return loader_of(path, workload)
     return path
 

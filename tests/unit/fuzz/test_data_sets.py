@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,10 @@ LINES = [
     {"prompt": "hello"},
     {"input_tokens": [1, 2, 3]},
     {"conversations": [{"from": "human", "value": "a"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 3},
+    {"custom_id": "a", "body": {"prompt": "a", "max_tokens": 3, "temperature": 0.5}},
+    {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]},
+    {"conversation_id": "t", "turn": 1, "role": "user", "content": "a"},
 ]
 JSONL = b"\n".join(map(json_bytes, LINES[:2])) + b"\n"
 SHARE_GPT = json_bytes(
@@ -99,6 +106,23 @@ SHARE_GPT = json_bytes(
 )
 def test_lines(folder: Path, data: bytes) -> None:
     (file := folder / "prompts.jsonl").write_bytes(data)
+    load_dataset(file, ByteTokenizer(), LIMITS)
+
+
+def zipped(data: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jsonl", data)
+    return made.getvalue()
+
+
+TABLE = b'prompt,max_tokens\n"a ""b""",3\nc,4\n'
+PACKED = [gzip.compress(JSONL), bz2.compress(JSONL), lzma.compress(JSONL), zipped(JSONL)]
+
+
+@fuzz(damaged([TABLE, *PACKED]), st.sampled_from(["csv", "tsv", "txt", "jsonl.gz"]), refused_by=ConfigError)
+def test_tables_and_packed_files(folder: Path, data: bytes, suffix: str) -> None:
+    (file := folder / f"prompts.{suffix}").write_bytes(data)
     load_dataset(file, ByteTokenizer(), LIMITS)
 
 

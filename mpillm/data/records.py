@@ -1,0 +1,209 @@
+"""What a row of a data set says: a prompt as text, tokens or a chat, or the lengths of a trace."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from disagg.errors import nearest
+from mpillm.files import excerpt
+
+_KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first that is there
+# Of a request or a trace: options of the run, or LoadGen, decide these
+_WITHOUT_EFFECT = (
+    "timestamp", "delay", "delay_seconds", "session_id", "model", "temperature", "top_p", "top_k", "seed",
+    "n", "stop", "stream", "tools", "tool_choice", "response_format", "min_tokens", "ignore_eos",
+)  # fmt: skip
+# The answer's length: vLLM, GuideLLM, Mooncake, OpenAI
+LENGTHS = (
+    "output_tokens",
+    "output_tokens_count",
+    "output_length",
+    "output_len",
+    "max_completion_tokens",
+    "max_tokens",
+)
+_MAX_KEYS_LENGTH = 300  # characters of a row's keys in a message
+_MAX_LENGTH = 1 << 40
+
+
+class Columns(NamedTuple):
+    """Names that the user gives, as --prompt_column and --output_len_column; None: those that are known."""
+
+    prompt: str | None = None
+    output_len: str | None = None
+
+
+KNOWN = Columns()
+
+
+class Trace(NamedTuple):
+    """A prompt of which only the length is known, and which blocks of it others share."""
+
+    length: int
+    hash_ids: tuple[int, ...]
+
+
+class Sample(NamedTuple):
+    """A row's prompt, as text, checked tokens, a chat or a trace's entry, and its answer's length."""
+
+    prompt: str | array[int] | list[dict[str, Any]] | Trace
+    output_len: int | None = None
+    unused: frozenset[str] = frozenset()  # its keys that have no effect
+
+
+def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
+    """Return a row's sample; ValueError says what is wrong with it."""
+    if isinstance(row, str):
+        if columns != KNOWN:
+            raise ValueError(
+                "a line of text has no columns: --prompt_column and --output_len_column name some"
+            )
+        return Sample(_text(row, "the line"))
+    if not isinstance(row, dict):
+        raise ValueError(f'a JSON {_json_type(row)}, not an object with "prompt" or "input_tokens"')
+    if isinstance(row.get("body"), dict) and columns.prompt is None:  # of OpenAI's batch API
+        row = row["body"]
+    if columns.prompt is not None:
+        prompt = _prompt(_named(row, columns.prompt, "prompt_column"), columns.prompt, vocab_size)
+    else:
+        prompt = _known_prompt(row, vocab_size)
+    unused = frozenset(key for key in _WITHOUT_EFFECT if key in row and key not in columns)
+    return Sample(prompt, _output_len(row, columns.output_len), unused)
+
+
+def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
+    present = [key for key in _KEYS if key in row]
+    if not present and "input_length" in row:
+        return _trace(row)
+    if not present and "conversations" in row:
+        raise ValueError(_SHARE)
+    if not present and {"conversation_id", "turn", "role"} <= set(row):
+        raise ValueError(_TURNS)
+    if "prompt" in row and "input_tokens" in row:
+        raise ValueError('both "prompt" and "input_tokens"')
+    if not present:
+        names = ", ".join(f"{key}{nearest(key, _KEYS)}" for key in row) or "no key"
+        hint = "; name the prompt's by --prompt_column" if row else ""
+        raise ValueError(f'neither "prompt" nor "input_tokens", but {names[:_MAX_KEYS_LENGTH]}{hint}')
+    return _prompt(row[present[0]], present[0], vocab_size)
+
+
+_SHARE = (
+    "a ShareGPT conversation, not a prompt; write the first turns by\n"
+    '  python3 -c \'import json, sys; [print(json.dumps({"prompt": c["conversations"][0]["value"]}))'
+    ' for c in map(json.loads, sys.stdin) if c["conversations"]]\' < FILE > prompts.jsonl'
+)
+_TURNS = (
+    "a turn of a conversation, not a prompt; write a chat up to each user's turn by\n"
+    '  python3 -c \'import json, sys; h = {}; [print(json.dumps({"messages": h[t["conversation_id"]]}))'
+    ' for t in map(json.loads, sys.stdin) if t.get("content") and not h.setdefault(t["conversation_id"],'
+    ' []).append({"role": t["role"], "content": t["content"]}) and t["role"] == "user"]\''
+    " < FILE > prompts.jsonl"
+)
+
+
+def _named(row: Mapping[str, Any], column: str, option: str) -> Any:
+    if column not in row:
+        names = ", ".join(map(str, row))[:_MAX_KEYS_LENGTH] or "none"
+        raise ValueError(f"no column {column} (--{option}){nearest(column, row)}; there are {names}")
+    return row[column]
+
+
+def _prompt(value: Any, key: str, vocab_size: int) -> Any:
+    """By its type: a text, a list of tokens, or a list of messages."""
+    is_list = isinstance(value, list)
+    if key == "input_tokens" or (is_list and value and type(value[0]) is int and key != "messages"):
+        return _tokens(value, key, vocab_size)
+    if key == "messages" or (is_list and value and all(isinstance(one, dict) for one in value)):
+        return _messages(value, key)
+    return _text(value, key)
+
+
+def _text(prompt: Any, key: str) -> str:
+    if not isinstance(prompt, str):
+        raise ValueError(f"{key} is a JSON {_json_type(prompt)}, not a string")
+    if not prompt.strip():
+        raise ValueError(f"{key} is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{key} has half a surrogate pair at character {error.start + 1}") from error
+    return prompt
+
+
+def _messages(messages: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{key} is {excerpt(messages)}; must be an array of messages")
+    chat = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{key} has {excerpt(message)}; must be objects with role and content")
+        content = message.get("content")
+        if isinstance(content, list):  # parts, of which a language model reads text
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"{key} has content {excerpt(content)}; only parts of text can be read")
+            content = "\n".join(part for part in parts if isinstance(part, str))
+        if content is None and "tool_calls" in message:
+            content = ""
+        if not isinstance(content, str):
+            raise ValueError(f"{key} has content {excerpt(content)}; must be a string")
+        chat.append({**message, "content": content})
+    return chat
+
+
+def _tokens(tokens: Any, key: str, vocab_size: int) -> array[int]:
+    if not isinstance(tokens, list):
+        raise ValueError(f"{key} is a JSON {_json_type(tokens)}, not an array")
+    if not tokens:
+        raise ValueError(f"{key} is empty")
+    if set(map(type, tokens)) != {int}:
+        wrong = next(token for token in tokens if type(token) is not int)
+        raise ValueError(f"{key} has {excerpt(wrong)}, which is not an integer")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{key} has {token}; token ids are 0 to {vocab_size - 1}")
+    return array("i", tokens)
+
+
+def _trace(row: Mapping[str, Any]) -> Trace:
+    ids = row.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
+        raise ValueError(f"hash_ids is {excerpt(ids)}; must be an array of integers")
+    return Trace(_length(row["input_length"], "input_length"), tuple(ids))
+
+
+def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
+    if column is not None:
+        return _length(_named(row, column, "output_len_column"), column)
+    lengths = {key: row[key] for key in LENGTHS if row.get(key) not in (None, "")}
+    values = {_length(value, key) for key, value in lengths.items()}
+    if len(values) > 1:
+        said = " and ".join(f"{key} {value}" for key, value in lengths.items())
+        raise ValueError(f"{said} differ; name one by --output_len_column")
+    return next(iter(values), None)
+
+
+def _length(value: Any, key: str) -> int:
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
+        value = int(value)  # of CSV
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 1 <= value <= _MAX_LENGTH:
+        raise ValueError(f"{key} is {excerpt(value)}; must be a number of tokens, at least 1")
+    return value
+
+
+def _json_type(value: Any) -> str:
+    names = {
+        dict: "object",
+        list: "array",
+        str: "string",
+        int: "number",
+        float: "number",
+        bool: "boolean",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)
