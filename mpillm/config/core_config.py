@@ -60,6 +60,7 @@ class CoreConfig:
     serves: bool = False  # requests come from HTTP clients: each fails alone, and latencies count
     # Of a client, the index of its server among those that the run owns; None: they are others'.
     server: int | None = None
+    names_model: bool = False  # the run gives that server the model's name: see `ServerKind`
     client: int = 0  # which of that server's clients it is
     n_clients: int = 1  # of that server
     server_restarts: bool = False  # it is started again if it is lost in the test

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -147,7 +147,7 @@ class LLMCore(ABC):
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
         """Reset counters of requests: the warm-up is over, and nothing is in flight."""
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, Any]:
         """Return further counts of the test for `result.json`, such as preemptions."""
         return {}
 

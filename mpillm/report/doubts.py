@@ -7,6 +7,16 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mpillm.report.repeats import kept_prompts
+from mpillm.report.tested_servers import (
+    TestedServer,
+    counted_at,
+    expired_leases,
+    missing_contexts,
+    other_models,
+    other_totals,
+    summed_at,
+    tested_servers,
+)
 
 _TAKEN = {
     "others": "other processes used {others:.2g} of the {cores} cores of {host}",
@@ -19,6 +29,7 @@ _UNCHECKED = {
     "no_guesses": "whether tokens were guessed, which the workload's rules forbid: servers give no count of"
     " them (/metrics)",
 }
+_ONLY_DOUBTED = ("server_totals", "answer_models")  # a test may be VALID nevertheless
 _UNCHECKED_TRANSFERS = {
     "contexts_arrived": "whether generation servers got all KV caches, or computed prompts again: servers"
     " give no count of transfers (/metrics)"
@@ -34,10 +45,10 @@ def doubts(
 ) -> list[str]:
     """Return for `result.json` what is doubtful of a test, a line each.
 
-    A VALID test with any must not be shown as good; one with any of `refused` is not VALID. `others_serve`:
-    other processes on the ranks' nodes may be the servers that are measured, as the ranks are clients that
-    have not started them. `reuse_wanted`: --enable_kv_cache_reuse; `guesses_forbidden`: by the workload's
-    rules.
+    A VALID test with any must not be shown as good. A test with any of `refused` is not VALID.
+    `others_serve`: other processes on the ranks' nodes may be the servers that are measured, as the ranks are
+    clients that have not started them. `reuse_wanted`: --enable_kv_cache_reuse; `guesses_forbidden`: by the
+    workload's rules.
     """
     said = [*restarts(result)]
     if result.get("queue_grew"):
@@ -61,6 +72,7 @@ def server_checks(
     """
     clients = [client for client in result.get("per_instance", ()) if "short_answers" in client]
     asked = any(client.get("samples") for client in clients)  # by these clients, not by another harness
+    servers = tested_servers(result)
     counted = asked and not any(client.get("retokenized") for client in clients)
     found: dict[str, tuple[str, bool]] = {}
     if not reuse_wanted:
@@ -73,9 +85,16 @@ def server_checks(
         found["no_guesses"] = _said_of(result, "accepted_guesses", guesses, clients)
     failed = "{:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
     found["no_failed_transfers"] = _said_of(result, "failed_transfers", failed, clients)
-    found["contexts_arrived"] = _lacking_transfers(result), _says(clients, "server_transfers")
-    found["token_counts"] = _other_counts(result), counted
-    found["answer_lengths"] = _short_answers(result), asked
+    # A server that was started again counts its last life only.
+    whole = not any(restarts(result)) and not result.get("lost")
+    lacking, counts_transfers = missing_contexts(servers) if whole else ("", False)
+    counts_leases = any(one.own("expired_leases") is not None for one in servers)
+    found["no_expired_leases"] = expired_leases(servers), counts_leases
+    found["contexts_arrived"] = lacking, counts_transfers
+    found["token_counts"] = _other_counts(result, servers), counted
+    found["server_totals"] = other_totals(servers) if whole and asked else ("", False)
+    found["answer_models"] = other_models(servers), asked
+    found["answer_lengths"] = _short_answers(result, servers), asked
     checks = {name: text if text or known else None for name, (text, known) in found.items()}
     return checks if clients or any(checks.values()) else {}
 
@@ -83,7 +102,9 @@ def server_checks(
 def refused(result: Mapping[str, Any]) -> list[str]:
     """Return what servers' answers were checked for and did not hold: a test with any is not VALID."""
     checks = result.get("server_checks")  # perhaps of a file that somebody wrote
-    return [str(found) for found in checks.values() if found] if isinstance(checks, Mapping) else []
+    if not isinstance(checks, Mapping):
+        return []
+    return [str(found) for name, found in checks.items() if found and name not in _ONLY_DOUBTED]
 
 
 def unchecked(result: Mapping[str, Any]) -> list[str]:
@@ -103,7 +124,8 @@ def _said_of(
 ) -> tuple[str, bool]:
     """Return `text` with what the servers have counted, "" if nothing; and whether they count it."""
     n = _counted(result, name)
-    return text.format(n) if n else "", _says(clients, f"server_{name}")
+    at = counted_at(tested_servers(result), name)
+    return text.format(n) + at if n else "", _says(clients, f"server_{name}")
 
 
 def _says(clients: Sequence[Mapping[str, Any]], name: str) -> bool:
@@ -120,7 +142,8 @@ def cached_prompts(result: Mapping[str, Any]) -> str:
     if not (n := _counted(result, "cached_tokens")):
         return ""
     return (
-        f"{n:,.0f} prompt tokens came from a server's prefix cache, which MLPerf forbids:"
+        f"{n:,.0f} prompt tokens came from a server's prefix cache"
+        f"{counted_at(tested_servers(result), 'cached_tokens')}, which MLPerf forbids:"
         " vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache"
     )
 
@@ -157,31 +180,22 @@ def restarts(result: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _lacking_transfers(result: Mapping[str, Any]) -> str:
-    """Return how many KV caches were to be handed over, and were not, in words; "" if none, or unknown."""
-    clients = [client for client in result.get("per_instance", ()) if "server_transfers" in client]
-    wanted = sum(client.get("handed_over", 0) for client in result.get("per_instance", ()))
-    # Of a server that was started again its last life is counted, of one that was not heard nothing.
-    unknown = not clients or any(restarts(result)) or any(map(_silent, result["per_instance"]))
-    if unknown or (n := _counted(result, "transfers")) >= wanted:
-        return ""
-    return (
-        f"servers count {n:,.0f} transfers of KV caches for the {wanted:,} contexts that others had computed:"
-        " generation servers have computed the rest again"
-    )
-
-
-def _short_answers(result: Mapping[str, Any]) -> str:
+def _short_answers(result: Mapping[str, Any], servers: Sequence[TestedServer]) -> str:
     """Return how many answers of servers were too short, in words; "" if none."""
     n = sum(client.get("short_answers", 0) for client in result.get("per_instance", ()))
-    return (
+    n_cut = sum(round(one.sums.get("cut_answers", 0)) for one in servers)
+    short = (
         f"{n:,} answers had fewer tokens than --min_output_len, or ignore_eos, asks for: a server ignores it"
-        if n
-        else ""
     )
+    cut = (
+        f"{n_cut:,} answers ended with finish_reason length before their max_tokens: a server has a lower"
+        " limit of its own"
+    )
+    found = [short + summed_at(servers, "short_answers")] if n else []
+    return "; ".join([*found, cut + summed_at(servers, "cut_answers")] if n_cut else found)
 
 
-def _other_counts(result: Mapping[str, Any]) -> str:
+def _other_counts(result: Mapping[str, Any], servers: Sequence[TestedServer]) -> str:
     """Return of how many answers servers count other tokens than came here; "" if of none.
 
     Where tokens are made from text here, that is to be expected, and told elsewhere.
@@ -192,7 +206,8 @@ def _other_counts(result: Mapping[str, Any]) -> str:
         for what in ("prompt", "answer")
         if (n := sum(client.get(f"other_{what}_length", 0) for client in clients))
     )
-    return f"servers counted other numbers of tokens than their clients in {told}" if told else ""
+    at = summed_at(servers, "other_prompt_length", "other_answer_length")
+    return f"servers counted other numbers of tokens than their clients in {told}{at}" if told else ""
 
 
 def _disturbances(result: Mapping[str, Any], counted: AbstractSet[str]) -> str:

@@ -12,6 +12,7 @@ from mpillm.cores.histogram import Histogram
 from mpillm.report.doubts import queue, rates, refused, unchecked, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by
+from mpillm.report.tested_servers import models_in_use, tested_servers
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
 from mpillm.telemetry.gpu_meter import other_processes
@@ -217,6 +218,8 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
             rows.append((name, "  ".join(f"{k} {milliseconds(v)}" for k, v in latency.items())))
         elif not result.get("streamed", True):
             rows.append((name, "-  (the answers were not streamed)"))
+    if models := models_in_use(tested_servers(result)):
+        rows.append(("model at the server", ", ".join(models)))
     if n := result["compiled_in_test"]:
         when, whose = ("in the test", "the test") if what == "samples" else ("while it served", "requests")
         rows.append(

@@ -111,6 +111,7 @@ def _core_config(
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=node_ranks,
         server=me.server,
+        names_model=config.server is not None and kind_of(config.server).names_model,
         client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
         server_restarts=config.on_instance_loss == "restart",

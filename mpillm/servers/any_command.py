@@ -44,5 +44,9 @@ def command_kind(template: Sequence[str]) -> ServerKind:
     # The clients keep to this one.
     of_nodes = (lambda _: Command(())) if "node" in names else None  # it is in its place, too
     return ServerKind(
-        "command:", words, dict.fromkeys([*options, "max_batch_size"], taken), of_nodes=of_nodes
+        "command:",
+        words,
+        dict.fromkeys([*options, "max_batch_size"], taken),
+        names_model="name" in names,
+        of_nodes=of_nodes,
     )

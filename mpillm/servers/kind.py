@@ -64,6 +64,7 @@ class ServerKind:
     more_ports: tuple[str, ...] = ()  # that it needs besides the one of HTTP
     client_port: str = ""  # the one of these that clients connect to; "": that of HTTP
     metrics_port: str = ""  # the one of these that has its metrics; "": that of HTTP
+    names_model: bool = False  # its command line gives the model the name by which clients request it
     takes_gpus: bool = True  # it is told which GPUs it has
     handover: str = (
         ""  # how its halves hand KV caches over: see `openai_client.handover`; "": they can't here

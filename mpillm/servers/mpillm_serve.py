@@ -39,6 +39,7 @@ MPILLM = ServerKind(
     "mpillm",
     _words,
     {name: _same(name) for name in _SAME},
+    names_model=True,
     handover="disaggregated_params",
     half=lambda wanted: Command(("--server_role", wanted.role)),
     secret=SECRETS["kv_secret"],

@@ -58,6 +58,7 @@ SGLANG = ServerKind(
             "lower --kv_cache_free_gpu_mem_fraction, or add --disable-cuda-graph to --server_args",
         ),
     ),
+    names_model=True,
     of_nodes=_of_nodes,
     install="pip install sglang, or activate the environment that has it",
     no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"

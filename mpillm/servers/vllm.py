@@ -81,6 +81,7 @@ VLLM = ServerKind(
             "pip install nixl where vLLM is",
         ),
     ),
+    names_model=True,
     handover="kv_transfer_params",
     half=_half,
     half_ports=(_SIDE_CHANNEL,),

@@ -97,6 +97,7 @@ class Answer:
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None  # as the server counts, if it does
         self.completion_tokens: int | None = None
+        self.models: set[str] = set()  # that it names
         self.times: list[float] = []  # of each piece of the stream that brought tokens
         self._max_tokens = max_tokens
         self._events = EventStream() if stream else None
@@ -171,6 +172,8 @@ class Answer:
             if isinstance(status, int) and 400 <= status < 600:
                 refusal = refusal_of(status, data, None)
             raise AnswerError(f"it sent an error: {error_text(message)}", refusal)
+        if isinstance(model := message.get("model"), str):
+            self.models.add(model)
         try:
             for choice in message.get("choices") or ():
                 self._choose(choice, at)

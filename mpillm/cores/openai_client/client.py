@@ -245,6 +245,7 @@ class Client:
             if (call := self.calls.pop(id_, None)) is not None:
                 if call.endpoint is not None:
                     call.endpoint.release(call, call.connection, whole=False)
+                    call.endpoint.tally.lose(call)
                 self.listener.on_cancelled(call)
 
     def close(self) -> None:
@@ -269,10 +270,12 @@ class Client:
             else:
                 self._fail(call, error, is_last=call.status in OF_REQUESTS)
         else:
+            assert call.endpoint is not None
             try:
                 call.answer.finish(call.ended_at)
                 if call.at_context and (handed := self._handed(call)) is not None:
                     self._answered(call)
+                    call.endpoint.tally.add_context(call)
                     self.handed_over += 1
                     call.go_on(handed)
                     self._start(call)
@@ -304,6 +307,8 @@ class Client:
         """Take the failure of a connection: no more of the response will arrive, and it is incomplete."""
         self._release(call, whole=False)
         if isinstance(error, NothingSentBack):
+            if call.connection is not None and call.endpoint is not None:  # the request was sent
+                call.endpoint.tally.lose(call)
             self._again(call, error, 0.0 if call.stale else None)
         else:
             self._fail(call, error)

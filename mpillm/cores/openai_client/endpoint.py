@@ -15,6 +15,7 @@ from launch.bounded_http import MOST_PAGE
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
+from mpillm.cores.openai_client.server_tally import ServerTally
 
 CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
@@ -47,8 +48,11 @@ class Owed(Receiver, Protocol):
 class Endpoint:
     """A server. Everything but the address belongs to the event loop's thread."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another."""
+    def __init__(self, url: str, strict_model: bool = False) -> None:
+        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another.
+
+        `strict_model`: see `ServerTally`.
+        """
         # Messages put a path behind it, which begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
@@ -72,6 +76,7 @@ class Endpoint:
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.said: Any = None  # in its statistics last: see `server_counts`
+        self.tally = ServerTally(strict_model)
         self.calls: set[Owed] = set()  # that it owes
         self.heard_at = 0.0  # when it last said something, or was first asked again
         self.answered = 0.0  # when it was sent the latest of the requests that it has answered

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -31,6 +31,7 @@ from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
 from mpillm.cores.openai_client.server_reader import ServerReader
+from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.cores.openai_client.told import AnswerTokens, Told
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -164,8 +165,8 @@ class EndpointCore(LLMCore):
     def _open(self) -> None:
         """Start the client."""
         allow_files(self._at_once * (len(self._urls) + bool(self._context_urls)))
-        self._endpoints = [Endpoint(url) for url in self._urls]
-        self._contexts = [Endpoint(url) for url in self._context_urls]
+        self._endpoints = [self._endpoint(url) for url in self._urls]
+        self._contexts = [self._endpoint(url) for url in self._context_urls]
         if self._reads:  # one client asks what context servers count, for all
             contexts = self._contexts if self.config.instance == 0 else ()
             self._reader = ServerReader(self._endpoints, contexts)
@@ -182,6 +183,9 @@ class EndpointCore(LLMCore):
             handover_of(self.config.handover, self.config.instance) if self._contexts else None,
         )
 
+    def _endpoint(self, url: str) -> Endpoint:
+        return Endpoint(url, strict_model=self.config.names_model)
+
     def server_lost(self) -> None:
         assert self._thread is not None
         self.waits_for_server = True
@@ -195,7 +199,9 @@ class EndpointCore(LLMCore):
     def server_back(self, url: str) -> None:
         assert self._thread is not None
         self._urls = [url]
-        self._thread.post(self._go_on, Endpoint(url))
+        endpoint = self._endpoint(url)
+        endpoint.tally = self._endpoints[0].tally
+        self._thread.post(self._go_on, endpoint)
 
     def _go_on(self, endpoint: Endpoint) -> None:
         task = asyncio.get_running_loop().create_task(self._warm_up(endpoint))
@@ -208,9 +214,7 @@ class EndpointCore(LLMCore):
         end = time.monotonic() + limit
         while True:
             try:
-                endpoint.model = await find_model(
-                    endpoint, self._options.model, self.config.model_path, limit
-                )
+                endpoint.model = await self._find_model(endpoint, limit)
                 await choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
                 break
             except EndpointError as error:  # it may be gone again: then `server_lost` comes
@@ -230,8 +234,7 @@ class EndpointCore(LLMCore):
         endpoints = [*self._contexts, *self._endpoints]
         limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
         for endpoint in endpoints:
-            model = find_model(endpoint, self._options.model, self.config.model_path, limit)
-            endpoint.model = self._ask(model, limit + 60)
+            endpoint.model = self._ask(self._find_model(endpoint, limit), limit + 60)
             dialect = choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
             self._ask(dialect, limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
@@ -245,6 +248,12 @@ class EndpointCore(LLMCore):
             self._frameworks.append(self._ask(framework_of(endpoint, limit), limit + 60))
             said = self._frameworks[-1] or "a server that does not say what it is"
             _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, said)
+
+    def _find_model(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, str]:
+        config = self.config
+        return find_model(
+            endpoint, self._options.model, config.model_path, limit_s, strict=config.names_model
+        )
 
     def _ask(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -274,17 +283,20 @@ class EndpointCore(LLMCore):
             self._reader.is_over = True
 
     def _began(self, cpu_s: float) -> None:
-        self._statistics = Statistics()
+        self._statistics, self._prompt_tokens = Statistics(), 0
         self._started = time.perf_counter(), cpu_s
         if self._thread is not None:
+            for endpoint in (*self._endpoints, *self._contexts):
+                endpoint.tally.clear()
             self._client.retries = self._client.generated_tokens = self._client.handed_over = 0
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, Any]:
         """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
         `handed_over`: requests whose context another server has computed. `other_prompt_length`,
         `other_answer_length`: answers for which the server counted other numbers of
-        tokens. `short_answers`: those of fewer tokens than were asked for. `server_…`, from the first client
+        tokens. `short_answers`: those of fewer tokens than were asked for. `servers`: see `server_records`.
+        `server_…`, from the first client
         of each server: what that counted in the test, of all its clients; see `Reading`. `server_context_…`:
         what context servers did, from the first client of all. Before the test is over it is what they said
         last.
@@ -296,8 +308,16 @@ class EndpointCore(LLMCore):
             "client_busy_fraction": round(busy, 4),
             "retries": self._client.retries,
             **({"handed_over": self._client.handed_over} if self._contexts else {}),
+            **counts_of([*self._endpoints, *self._contexts]),
             **self._statistics.values(),
             **(self._reader.counted(self._ask) if self._reader else {}),
+            "servers": server_records(
+                self._endpoints,
+                self._contexts,
+                self._reader,
+                owned=self.config.server is not None,
+                may_recompute=self._client.handover is not None and self._client.handover.may_recompute,
+            ),
         }
 
     def frameworks(self) -> list[str]:
@@ -306,9 +326,7 @@ class EndpointCore(LLMCore):
 
     def metrics(self) -> Metrics:
         """Return what the servers say of themselves, if they are this client's alone, or what it knows."""
-        mine = Metrics(
-            self._statistics.prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0
-        )
+        mine = Metrics(self._prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0)
         if self._reader is None:
             return mine
         asks_alone = self.config.server is not None and self.config.n_clients == 1
@@ -390,7 +408,7 @@ class EndpointCore(LLMCore):
 
     def on_first(self, call: Call) -> None:
         """Report the first token, unless it is also the last."""
-        self._statistics.prompt_tokens += len(call.prompt)
+        self._prompt_tokens += len(call.prompt)
         if (told := self._told.get(call.id)) is not None:  # by a server that was lost then
             told.again = True
         elif call.on_more is not None:
@@ -415,7 +433,7 @@ class EndpointCore(LLMCore):
 
     def on_done(self, call: Call) -> None:
         told = self._told.get(call.id)
-        tokens, answer, counts = self._tokens.whole(call, told), call.answer, self._statistics.counts
+        tokens = self._tokens.whole(call, told)
         if not tokens:
             raise ValueError("it answered without a token")
         self._told.pop(call.id, None)
@@ -427,14 +445,9 @@ class EndpointCore(LLMCore):
         if told is None:
             flags |= ResponseFlag.FIRST
         if not call.streams:
-            self._statistics.prompt_tokens += len(call.prompt)
+            self._prompt_tokens += len(call.prompt)
         assert call.endpoint is not None
-        counts["retokenized"] += not call.endpoint.dialect.token_ids
-        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
-        n_generated = len(tokens) if call.endpoint.dialect.token_ids else answer.completion_tokens
-        least = call.sampling.max_tokens if call.sampling.ignore_eos else call.sampling.min_tokens
-        counts["short_answers"] += n_generated is not None and n_generated < least
-        counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
+        call.endpoint.tally.add(call, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
         self._add(call.id, flags, tokens)

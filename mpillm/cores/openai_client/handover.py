@@ -20,6 +20,8 @@ class Handover(Protocol):
     """One way."""
 
     name: str  # what its answers hold
+    # A generation server that gets no KV cache computes the prompt again, without a word in its answer.
+    may_recompute: bool
 
     def for_context(self, request: bytes) -> bytes:
         """Return what a context server is asked; `request`: the JSON of the whole request, not streamed."""
@@ -38,6 +40,7 @@ class KvTransferParams:
     """vLLM's."""
 
     name = "kv_transfer_params"
+    may_recompute = True
     _ASKED = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
         ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
     )
@@ -59,6 +62,7 @@ class DisaggregatedParams:
     """TensorRT-LLM's, and mpillm's."""
 
     name = "disaggregated_params"
+    may_recompute = False
 
     def __init__(self, client: int) -> None:
         """`client`: which of the run's; requests have ids of their own at all servers."""

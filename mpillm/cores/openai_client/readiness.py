@@ -73,8 +73,18 @@ async def until_ready(
         await asyncio.sleep(min(_PAUSE_S, left))
 
 
-async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | None, timeout_s: float) -> str:
-    """Return the model's name at this server: `wanted`, or what `model_path` means there, or the only one."""
+async def find_model(
+    endpoint: Endpoint,
+    wanted: str | None,
+    model_path: str | None,
+    timeout_s: float,
+    *,
+    strict: bool = False,
+) -> str:
+    """Return the model's name at this server: `wanted`, or what `model_path` means there, or the only one.
+
+    `strict`: the run has started the server with `model_path`, so that the only other one is an error.
+    """
     where = f"{endpoint.url}/v1/models"
     try:
         status, _, reply = await endpoint.fetch("GET", "/v1/models", timeout_s)
@@ -93,6 +103,11 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
         if wanted is None and not names:
             wanted = model_path
     if wanted is None:
+        if strict and model_path is not None:
+            raise EndpointError(
+                f"{where} lists {_listed(names)}, not {Path(model_path).name}, which the run started;"
+                " if that is meant, name the model with --core_options model:NAME"
+            )
         if len(names) == 1:
             return str(names[0])
         raise EndpointError(f"{where} lists {_listed(names)}: name one with --core_options model:NAME")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ class Reading(NamedTuple):
     preemptions: float | None = None
     transfers: float | None = None  # of KV caches from other servers
     failed_transfers: float | None = None
+    received_tokens: float | None = None  # of prompts, that came in KV caches from other servers
+    computed_tokens: float | None = None  # of prompts, that it computed itself
+    expired_leases: float | None = None  # KV caches that it dropped before another server had read them
+    late_reads: float | None = None  # of KV caches that it had dropped before
 
 
 # Names that servers give these, in Prometheus' text format. Not among them is what a KV connector brings to a
@@ -38,8 +43,12 @@ _NAMES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "mpillm:num_requests_running"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "mpillm:num_requests_waiting"),
     "kv_cache_usage": ("vllm:kv_cache_usage_perc", "sglang:token_usage", "mpillm:kv_cache_usage_perc"),
-    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
-    "generated_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "mpillm:prompt_tokens_total"),
+    "generated_tokens": (
+        "vllm:generation_tokens_total",
+        "sglang:generation_tokens_total",
+        "mpillm:generation_tokens_total",
+    ),
     "cached_tokens": (
         "vllm:prefix_cache_hits_total",
         "sglang:cached_tokens_total",
@@ -53,7 +62,13 @@ _NAMES = {
         "sglang:num_transfer_failed_reqs_total",
         "mpillm:kv_failed_transfers_total",
     ),
+    "expired_leases": ("vllm:nixl_num_kv_expired_reqs_total",),
+    "late_reads": ("vllm:nixl_num_notifications_after_expiry_total",),
+    # Every connector of vLLM has these. The name ends with the label that matters.
+    "received_tokens": ('vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}',),
+    "computed_tokens": ('vllm:prompt_tokens_by_source_total{source="local_compute"}',),
 }
+_BY_SOURCE, _SOURCE = "vllm:prompt_tokens_by_source_total", re.compile(r'\bsource="\w*"')
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = Reading._fields[3:]
 # What SGLang counts; each stands on its page from the first time that it grows, and is 0 until then.
@@ -74,6 +89,8 @@ def reading_of(text: str) -> Reading:
         name, brace, rest = line.partition("{")
         if not brace:
             name, _, rest = line.partition(" ")
+        elif name == _BY_SOURCE and (source := _SOURCE.search(rest)):
+            name = f"{name}{{{source[0]}}}"
         if (meaning := _MEANINGS.get(name)) is None:
             continue
         words = (rest.rpartition("}")[2] if brace else rest).split()

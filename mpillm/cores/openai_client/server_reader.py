@@ -14,7 +14,15 @@ from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, rea
 _READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
 _FRESH_S = 5.0  # how long a reading counts
 
+_MAX_REREADS, _REREAD_S = 4, 0.25  # of counts that a server updates shortly after its answers
+
 Read = Callable[[Endpoint], Awaitable[Reading]]
+
+
+def _lags(server: Endpoint, before: Reading, after: Reading) -> bool:
+    """Return whether a server has counted fewer tokens than this client received from it."""
+    counted = grown([before], [after]).get("generated_tokens")
+    return counted is not None and counted < server.tally.generated_tokens
 
 
 class ServerReader:
@@ -30,8 +38,15 @@ class ServerReader:
         self._before: list[Reading] = []  # what they had counted when the test began
         self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
         self._task: asyncio.Task[None] | None = None
+        self.by_server: dict[str, dict[str, float]] = {}
+        """Growth of each server's counts at the last `counted`, by URL; without servers that gave none."""
         self.is_over = False
         """The test is: what they have counted is worth waiting for."""
+
+    @property
+    def reads(self) -> list[str]:
+        """URLs of the servers."""
+        return [one.url for one in self._servers]
 
     def start(self, run: Callable[[Coroutine[Any, Any, None], float], object]) -> None:
         """Read them from now on, before the test; `run` waits for what they have counted, as in `counted`."""
@@ -63,6 +78,11 @@ class ServerReader:
         after = run(self._last(), MOST_S + 60) if self.is_over else self._latest[1]
         if not (self._before and after):
             return {}
+        self.by_server = {
+            server.url: grown([one], [other])
+            for server, one, other in zip(self._servers, self._before, after, strict=True)
+            if Reading() not in (one, other)
+        }
         n = self._n
         contexts = grown(self._before[n:], after[n:])
         counts = grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
@@ -71,7 +91,15 @@ class ServerReader:
         return {f"server_{name}": by for name, by in counts.items()}
 
     async def _last(self) -> list[Reading]:
-        return [] if self._task is None else await self._all()  # no test has begun
+        if self._task is None:  # no test has begun
+            return []
+        readings = await self._all()
+        for _ in range(_MAX_REREADS):
+            if not any(map(_lags, self._servers, self._before, readings)):
+                break
+            await asyncio.sleep(_REREAD_S)
+            readings = await self._all()
+        return readings
 
     def metrics(self, mine: Metrics, *, asks_alone: bool) -> Metrics:
         """Return what they say, in place of `mine`, what the client knows.
@@ -84,9 +112,10 @@ class ServerReader:
             return mine._replace(kv_cache_usage=usage)
         counted = grown(self._before[:1], readings)
         (now,) = readings
+        # Some servers count an answer's tokens at its end.
         return Metrics(
-            int(counted.get("prompt_tokens", mine.prompt_tokens)),
-            int(counted.get("generated_tokens", mine.generated_tokens)),
+            int(max(counted.get("prompt_tokens", 0.0), mine.prompt_tokens)),
+            int(max(counted.get("generated_tokens", 0.0), mine.generated_tokens)),
             mine.running if now.running is None else int(now.running),
             mine.waiting if now.waiting is None else int(now.waiting),
             usage,

@@ -1,4 +1,4 @@
-"""What a client counts of a test's answers, and their latencies as its sockets saw them."""
+"""Latencies of a test's answers, as a client's sockets saw them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ _FEW = 1024  # latencies that are counted together
 
 
 class Statistics:
-    """Counts and latencies of a test; written on the client's thread."""
+    """Latencies of a test; written on the client's thread."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("retokenized", "other_prompt_length", "other_answer_length", "short_answers"), 0
-        )
-        self.prompt_tokens = 0
         self._names = ("socket_ttft", "socket_tpot", "socket_itl")
         self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
         self._histograms = {name: Histogram() for name in self._names}
@@ -40,8 +36,8 @@ class Statistics:
             waiting.clear()
 
     def values(self) -> dict[str, float]:
-        """Return the counts, and percentiles in milliseconds."""
-        result: dict[str, float] = dict(self.counts)
+        """Return percentiles in milliseconds."""
+        result: dict[str, float] = {}
         for name in self._names:
             self._add_all(name)
             for key, value in (self._histograms[name].summary_ms() or {}).items():

@@ -48,6 +48,7 @@ TRTLLM_SERVE = ServerKind(
     file=_file,
     in_file=("enable_kv_cache_reuse", "kv_cache_dtype"),
     binds_held_port=False,
+    names_model=True,  # the folder's
     handover="disaggregated_params",
     takes_llm_args=True,
     install="install TensorRT-LLM, as in NVIDIA's containers",

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,16 @@ vllm:generation_tokens_total{engine="0"} 10
 vllm:nixl_num_failed_transfers_total 3
 vllm:nixl_xfer_time_seconds_count{engine="0"} 6
 vllm:nixl_num_failed_notifications_total 2
+vllm:nixl_num_kv_expired_reqs_total{engine="0"} 34
+vllm:nixl_num_notifications_after_expiry_total{engine="0"} 26
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 4
+vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 1
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30
+vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 40
 vllm:spec_decode_num_accepted_tokens_total 5
 """
     said = Reading(7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5)
+    said = said._replace(expired_leases=34, late_reads=26, computed_tokens=4, received_tokens=70)
     assert reading_of(page) == said
 
 
@@ -106,31 +114,43 @@ def test_guesses_and_lost_transfers_are_doubtful() -> None:
     assert len(doubts(result, others_serve=True)) == 2, "the prefix cache instead of the guesses"
 
 
-@pytest.mark.parametrize(("counted", "is_doubtful"), [(39.0, True), (40.0, False), (80.0, False)])
-def test_contexts_that_were_not_handed_over(counted: float, is_doubtful: bool) -> None:
-    """With tensor parallelism each rank of a server counts its part."""
-    clients = [
-        {"handed_over": 30, "server_transfers": counted - 10},
-        {"handed_over": 10, "server_transfers": 10.0},
-    ]
-    told = doubts({"per_instance": clients}, others_serve=True)
-    assert len(told) == is_doubtful
-    assert all("39 transfers of KV caches for the 40 contexts" in line for line in told)
-    unknown = [{"handed_over": 30}, {"handed_over": 10}]
-    assert doubts({"per_instance": unknown}, others_serve=True) == []
-
-
-def test_a_server_that_was_not_heard_is_no_lack_of_transfers() -> None:
-    """It may have made them; nor does what the others say hold for it."""
+def generation(url: str, n: int, counted: dict[str, float], may_recompute: bool = True) -> dict[str, Any]:
+    """Return a client's result, whose server received `n` requests with KV caches."""
     told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
-    other = {**told, "samples": 20, "handed_over": 20}
-    counted = {**other, "server_transfers": 20.0, "server_cached_tokens": 0.0}
-    silent = {**other, "server_silent": 1}
-    for second, holds in (silent, None), ({**other, "server_transfers": 20.0}, ""):
-        checks = server_checks({"per_instance": [counted, second]})
-        assert (checks["contexts_arrived"], checks["no_cached_prompts"]) == (holds, holds)
-    found = server_checks({"per_instance": [{**counted, "server_cached_tokens": 7.0}, silent]})
-    assert found["no_cached_prompts"], "what one has said is enough"
+    server = {"url": url, "role": "generation", "model": "m", "owned": True, "may_recompute": may_recompute}
+    server |= {"handed_over": n, "prompt_tokens": 9, "generated_tokens": None, "counted": counted}
+    sums = {f"server_{name}": value for name, value in counted.items()}
+    return {**told, **sums, "samples": n, "handed_over": n, "servers": [server]}
+
+
+@pytest.mark.parametrize(("counted", "is_doubtful"), [(29.0, True), (30.0, False), (60.0, False)])
+def test_contexts_that_were_not_handed_over(counted: float, is_doubtful: bool) -> None:
+    """With tensor parallelism each rank of a server counts its part, which is no other server's."""
+    clients = [generation("a", 30, {"transfers": counted}), generation("b", 10, {"transfers": 20.0})]
+    found = server_checks({"per_instance": clients})["contexts_arrived"]
+    assert found == (
+        "generation server a counts 29 transfers of KV caches for 30 requests with one: it computed the other"
+        " prompts again"
+        if is_doubtful
+        else ""
+    )
+
+
+def test_a_generation_server_without_counts() -> None:
+    """It refuses the test only where it may have computed prompts again; not after it was started again."""
+    clients = [generation("a", 20, {"transfers": 20.0, "cached_tokens": 0.0}), generation("b", 20, {})]
+    clients[1]["server_silent"] = 1
+    found = server_checks({"per_instance": clients})
+    assert str(found["contexts_arrived"]).startswith(
+        "generation server b gives no count of KV cache transfers"
+    )
+    assert found["no_cached_prompts"] is None, "what the other one counts does not hold for it"
+    again = clients[1] | {"server": {"index": 1, "restarts": [{"at_s": 1.0, "why": "it ended"}]}}
+    assert server_checks({"per_instance": [clients[0], again]})["contexts_arrived"] is None
+    cannot = generation("b", 20, {}, may_recompute=False)
+    assert server_checks({"per_instance": [clients[0], cannot]})["contexts_arrived"] is None
+    clients[0]["server_cached_tokens"] = 7.0
+    assert server_checks({"per_instance": clients})["no_cached_prompts"], "what one has said is enough"
 
 
 def test_context_servers_count_too() -> None:
@@ -224,7 +244,10 @@ def test_what_servers_were_checked_for() -> None:
     assert server_checks({"per_instance": [client]}, guesses_forbidden=True) == {
         "no_cached_prompts": "",
         "no_failed_transfers": None,
+        "no_expired_leases": None,
         "contexts_arrived": None,
+        "server_totals": None,
+        "answer_models": "",
         "token_counts": "",
         "answer_lengths": "",
         "no_guesses": "servers took 3 guessed tokens, which the workload's rules forbid",

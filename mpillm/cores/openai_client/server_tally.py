@@ -1,0 +1,98 @@
+"""Counts of the requests that one client sent to one server in a test, and of their answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpillm.cores.openai_client.answer import AnswerError
+
+if TYPE_CHECKING:
+    from mpillm.cores.openai_client.client import Call
+
+COUNTED = ("retokenized", "other_prompt_length", "other_answer_length", "short_answers")
+_MAX_NAME = 200  # characters of a model's name
+
+
+class ServerTally:
+    """Counts of one server's answers to one client."""
+
+    def __init__(self, strict_model: bool = False) -> None:
+        """`strict_model`: an answer of another model than the requested one is an error."""
+        self._strict_model = strict_model
+        self.clear()
+
+    def clear(self) -> None:
+        """Start at 0, before a test."""
+        self.answers = 0
+        self.prompt_tokens = self.generated_tokens = 0  # of these answers, as the server must count them
+        self.uncounted = 0  # answers of which the server gives only text
+        self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits, of requests without an answer
+        self.handed_over = 0  # answers to requests that came with a KV cache of a context server
+        self.other_model, self.other_models = "", 0  # a name in answers that was not requested; answers
+        self.cut_answers = 0
+        self.counts = dict.fromkeys(COUNTED, 0)
+
+    def add(self, call: Call, n_tokens: int) -> None:
+        """Count a whole answer, which has `n_tokens` here.
+
+        Raises AnswerError if the answer is of another model and that is an error.
+        """
+        answer, sampling, counts = call.answer, call.sampling, self.counts
+        n_generated = self._add(call)
+        assert call.endpoint is not None
+        self.handed_over += call.handed is not None
+        counts["retokenized"] += not call.endpoint.dialect.token_ids
+        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
+        counts["other_answer_length"] += answer.completion_tokens not in (None, n_tokens)
+        if n_generated is not None:
+            min_tokens = sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens
+            counts["short_answers"] += n_generated < min_tokens
+            self.cut_answers += answer.finish_reason == "length" and n_generated < sampling.max_tokens
+
+    def add_context(self, call: Call) -> None:
+        """Count the answer of a context server whose KV cache goes to another server. As `add`."""
+        self._add(call)
+
+    def _add(self, call: Call) -> int | None:
+        """Return how many tokens the server has generated; None: not known."""
+        assert call.endpoint is not None
+        answer, dialect = call.answer, call.endpoint.dialect
+        self._check_model(answer.models, call.endpoint.model)
+        n_prompt = len(call.prompt) if dialect.token_prompts else answer.prompt_tokens
+        n_generated = len(answer.tokens) if dialect.token_ids else answer.completion_tokens
+        self.answers += 1
+        self.uncounted += n_prompt is None or n_generated is None
+        self.prompt_tokens += n_prompt or 0
+        self.generated_tokens += n_generated or 0
+        return n_generated
+
+    def _check_model(self, names: set[str], requested: str) -> None:
+        # `transformers serve` puts a revision behind the name.
+        others = [name for name in names if name != requested and not name.startswith(f"{requested}@")]
+        if not others:
+            return
+        self.other_model = self.other_model or others[0][:_MAX_NAME]
+        self.other_models += 1
+        if self._strict_model:
+            raise AnswerError(f"it answers with the model {self.other_model}, not {requested} as requested")
+
+    def lose(self, call: Call) -> None:
+        """Count a request that the server may have begun, and whose answer does not arrive."""
+        self.lost_prompt_tokens += len(call.prompt)
+        self.lost_tokens += call.sampling.max_tokens
+
+    def values(self) -> dict[str, Any]:
+        """Return the counts for `result.json`; null: not known."""
+        known = not self.uncounted
+        return {
+            "answers": self.answers,
+            "prompt_tokens": self.prompt_tokens if known else None,
+            "generated_tokens": self.generated_tokens if known else None,
+            "lost_prompt_tokens": self.lost_prompt_tokens,
+            "lost_tokens": self.lost_tokens,
+            "handed_over": self.handed_over,
+            "other_model": self.other_model,
+            "other_models": self.other_models,
+            "cut_answers": self.cut_answers,
+            **self.counts,
+        }

@@ -1,0 +1,160 @@
+"""Servers of a test: the counts of all their clients beside their own, and the differences in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_MAX_NAMED = 4  # servers in one message
+_LEASE = (
+    'raise kv_lease_duration (seconds): --server_args=\'--kv-transfer-config {…, "kv_connector_extra_config":'
+    ' {"kv_lease_duration": 120}}\''
+)
+_NO_COUNT = (
+    "gives no count of KV cache transfers (/metrics), so nothing shows that KV caches arrived;"
+    " it needs --kv-transfer-config, and must not have --disable-log-stats"
+)
+
+
+@dataclass
+class TestedServer:
+    """One server: sums over the clients that used it in a test."""
+
+    url: str
+    role: str  # context, generation, or "" for a server that does both
+    owned: bool  # by the run
+    may_recompute: bool  # it computes a prompt again if no KV cache arrives
+    counted: Mapping[str, float] | None = None  # by the server itself; None: no client reads it
+    sums: dict[str, float] = field(default_factory=dict)  # over clients
+    unknown: set[str] = field(default_factory=set)  # counts that a client does not know
+    models: set[str] = field(default_factory=set)  # that clients requested
+    other_model: str = ""  # that answers name
+
+    @property
+    def name(self) -> str:
+        """The server in messages."""
+        return f"{self.role} server {self.url}" if self.role else self.url
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a client's record of it: see `openai_client.server_records`."""
+        for key, value in record.items():
+            if value is None:
+                self.unknown.add(key)
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.sums[key] = self.sums.get(key, 0) + value
+        self.counted = record.get("counted", self.counted)
+        self.models.add(str(record.get("model", "")))
+        self.other_model = self.other_model or str(record.get("other_model", ""))
+
+    def own(self, name: str) -> float | None:
+        """Return a count of the server itself; None: it does not count that."""
+        return None if self.counted is None else self.counted.get(name)
+
+
+def tested_servers(result: Mapping[str, Any]) -> list[TestedServer]:
+    """Return the servers in a test's result, in the order of its instances."""
+    servers: dict[str, TestedServer] = {}
+    for client in result.get("per_instance", ()):
+        for record in client.get("servers", ()):
+            url = record["url"]
+            if url not in servers:
+                servers[url] = TestedServer(url, record["role"], record["owned"], record["may_recompute"])
+            servers[url].add(record)
+    return [*servers.values()]
+
+
+def named(found: Iterable[tuple[str, object]]) -> str:
+    """Return servers and what each has, in words: ``a: 3, b: 4 and 2 more``."""
+    texts = [f"{name}: {value}" for name, value in found]
+    more = len(texts) - _MAX_NAMED
+    return ", ".join(texts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def counted_at(servers: Sequence[TestedServer], name: str) -> str:
+    """Return the servers that have counted something, for the end of a message; "" if none is known."""
+    found = [(one.name, f"{n:,.0f}") for one in servers if (n := one.own(name))]
+    return f" ({named(found)})" if found else ""
+
+
+def summed_at(servers: Sequence[TestedServer], *names: str) -> str:
+    """Do as `counted_at` for counts of the clients."""
+    found = [
+        (one.name, f"{n:,.0f}") for one in servers if (n := sum(one.sums.get(name, 0) for name in names))
+    ]
+    return f" ({named(found)})" if found else ""
+
+
+def expired_leases(servers: Sequence[TestedServer]) -> str:
+    """Return which context servers dropped KV caches before they were read, in words; "" if none did."""
+    found = []
+    for one in servers:
+        expired, late = one.own("expired_leases") or 0, one.own("late_reads") or 0
+        if expired or late:
+            found.append((one.name, f"{expired:,.0f} expired, {late:,.0f} read after that"))
+    return f"leases of KV caches expired, so answers may be wrong ({named(found)}): {_LEASE}" if found else ""
+
+
+def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
+    """Return which generation servers lack KV caches of requests, and whether all count them."""
+    users = [one for one in servers if one.role == "generation" and one.sums.get("handed_over")]
+    lacking, known = [], bool(users)
+    for one in users:
+        n = round(one.sums["handed_over"])
+        transfers, received = one.own("transfers"), one.own("received_tokens")
+        computed = one.own("computed_tokens") or 0
+        if transfers is not None and transfers < n:
+            lacking.append(
+                f"{one.name} counts {transfers:,.0f} transfers of KV caches for {n:,} requests with one:"
+                " it computed the other prompts again"
+            )
+        elif received is not None and computed > received + n:  # the last token of each is always computed
+            lacking.append(
+                f"{one.name} computed {computed:,.0f} prompt tokens of {n:,} requests, and received"
+                f" {received:,.0f} in KV caches: has it --kv-transfer-config?"
+            )
+        elif transfers is None and received is None:
+            known = False
+            if one.owned and one.may_recompute:
+                lacking.append(f"{one.name} {_NO_COUNT}")
+    return "; ".join(lacking), known
+
+
+def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
+    """Return which servers count other totals than arrived, in words, and whether all can be compared."""
+    found, known = [], bool(servers)
+    for one in servers:
+        for name, lost, what in (
+            ("prompt_tokens", "lost_prompt_tokens", "prompt tokens"),
+            ("generated_tokens", "lost_tokens", "tokens"),
+        ):
+            counted = one.own(name)
+            if counted is None or name in one.unknown:
+                known = False
+                continue
+            arrived = one.sums.get(name, 0)
+            more = counted - arrived - one.sums.get(lost, 0)
+            if more > 0:
+                side = "were sent" if name == "prompt_tokens" else "arrived"
+                found.append(f"{one.name} counts {more:,.0f} {what} more than {side} here: others used it")
+            elif counted < arrived:
+                found.append(
+                    f"{one.name} counts {counted:,.0f} {what}, fewer than the {arrived:,.0f} of its answers"
+                )
+    return "; ".join(found), known
+
+
+def other_models(servers: Sequence[TestedServer]) -> str:
+    """Return which servers answered with another model than requested, in words; "" if none did."""
+    found = [
+        f"{one.name} named the model {one.other_model} in {one.sums['other_models']:,.0f} of its answers,"
+        f" not {', '.join(sorted(one.models))} as requested"
+        for one in servers
+        if one.sums.get("other_models")
+    ]
+    return "; ".join(found)
+
+
+def models_in_use(servers: Sequence[TestedServer]) -> list[str]:
+    """Return the names by which clients requested models, each once."""
+    return sorted({name for one in servers for name in one.models if name})
