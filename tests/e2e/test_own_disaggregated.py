@@ -75,7 +75,9 @@ def test_contexts_are_handed_over(one: Starter, ranks: int, more: tuple[object, 
     handed = [client["handed_over"] for client in clients]
     assert sum(handed) == N - n_at_once and min(handed) > 0
     assert sum(client.get("server_transfers", 0) for client in clients) == N - n_at_once
-    assert clients[0]["server_context_prompt_tokens"] == N, "the stand-in counts prompts"
+    assert clients[0]["server_context_prompt_tokens"] == sum(map(len, prompts))
+    assert {*result["server_checks"].values()} <= {"", None}
+    assert result["server_checks"]["server_totals"] == ""
     assert clients[0]["frameworks"] == ["vLLM 0.0"]
     plan = ended.json("plan.json")["ranks"]
     owners = [rank["roles"] for rank in plan if "server" in rank["roles"]]
@@ -95,7 +97,8 @@ def test_contexts_that_are_computed_again(one: Starter) -> None:
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID") and n > 0
     failed, lacking = doubts_of_servers(ended)
     assert failed.startswith(f"{n:,} transfers of KV caches failed"), failed
-    assert lacking.startswith(f"servers count 0 transfers of KV caches for the {n:,} contexts"), lacking
+    assert lacking.startswith("generation server http://127.0.0.1:"), lacking
+    assert f"counts 0 transfers of KV caches for {n:,} requests with one" in lacking, lacking
     assert ended.out.count("REFUSED") == 2
 
 

@@ -69,7 +69,7 @@ class _Context:
         self._hides = options.hides
         self._sums: dict[str, int] = {}
         self._ids = itertools.count(1)
-        self._n_prompts = 0
+        self._n_prompts = self._n_tokens = 0
         self._host = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
         self._port = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
         listener = socket.create_server((self._host, self._port), backlog=512)
@@ -82,6 +82,7 @@ class _Context:
         if _FIELDS - params.keys() or params["do_remote_prefill"] is not False:
             return _refuse(f"not as vLLM wants it: {params}")
         self._n_prompts += 1
+        self._n_tokens += len(asked["prompt"])
         made = json.loads(next(iter(good(request).pieces)).partition(b"\r\n\r\n")[2])
         if len(asked["prompt"]) % ENDS_AT_ONCE == 0:
             made["choices"][0]["finish_reason"] = "stop"
@@ -101,8 +102,11 @@ class _Context:
                 file.write(f"{self._sums.pop(file.readline().strip(), '')}\n")
 
     def metrics(self) -> str:
-        n = self._n_prompts
-        return f"vllm:prompt_tokens_total {n}\nvllm:generation_tokens_total {n}\n"
+        return (
+            f"vllm:prompt_tokens_total {self._n_tokens}\n"
+            f"vllm:generation_tokens_total {self._n_prompts}\n"
+            "vllm:nixl_num_kv_expired_reqs_total 0\n"
+        )
 
 
 class _Generation:
@@ -111,7 +115,7 @@ class _Generation:
     def __init__(self, options: argparse.Namespace) -> None:
         self._loses = options.loses
         self._lock = threading.Lock()
-        self._n = dict.fromkeys(("fetched", "failed", "tokens"), 0)
+        self._n = dict.fromkeys(("fetched", "failed", "prompts", "tokens"), 0)
 
     def answer(self, request: Request, asked: dict[str, Any]) -> Reply:
         params = asked.get("kv_transfer_params") or {}
@@ -127,7 +131,7 @@ class _Generation:
             if said != str(sum(asked["prompt"])):
                 return _refuse(f"{params['remote_request_id']}: {said!r} is not what its prompt makes")
             self._count(fetched=1)
-        self._count(tokens=asked["max_tokens"])
+        self._count(prompts=len(asked["prompt"]), tokens=asked["max_tokens"])
         return good(request)
 
     def _count(self, **by: int) -> None:
@@ -139,6 +143,7 @@ class _Generation:
         return (
             f"vllm:nixl_xfer_time_seconds_count {self._n['fetched']}\n"
             f"vllm:nixl_num_failed_transfers_total {self._n['failed']}\n"
+            f"vllm:prompt_tokens_total {self._n['prompts']}\n"
             f"vllm:generation_tokens_total {self._n['tokens']}\n"
         )
 
