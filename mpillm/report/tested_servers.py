@@ -64,35 +64,39 @@ def tested_servers(result: Mapping[str, Any]) -> list[TestedServer]:
     return [*servers.values()]
 
 
-def named(found: Iterable[tuple[str, object]]) -> str:
+def named(servers: Iterable[tuple[str, object]]) -> str:
     """Return servers and what each has, in words: ``a: 3, b: 4 and 2 more``."""
-    texts = [f"{name}: {value}" for name, value in found]
+    texts = [f"{name}: {value}" for name, value in servers]
     more = len(texts) - _MAX_NAMED
     return ", ".join(texts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def counted_at(servers: Sequence[TestedServer], name: str) -> str:
     """Return the servers that have counted something, for the end of a message; "" if none is known."""
-    found = [(one.name, f"{n:,.0f}") for one in servers if (n := one.own(name))]
-    return f" ({named(found)})" if found else ""
+    messages = [(one.name, f"{n:,.0f}") for one in servers if (n := one.own(name))]
+    return f" ({named(messages)})" if messages else ""
 
 
 def summed_at(servers: Sequence[TestedServer], *names: str) -> str:
     """Do as `counted_at` for counts of the clients."""
-    found = [
+    messages = [
         (one.name, f"{n:,.0f}") for one in servers if (n := sum(one.sums.get(name, 0) for name in names))
     ]
-    return f" ({named(found)})" if found else ""
+    return f" ({named(messages)})" if messages else ""
 
 
 def expired_leases(servers: Sequence[TestedServer]) -> str:
     """Return which context servers dropped KV caches before they were read, in words; "" if none did."""
-    found = []
+    messages = []
     for one in servers:
         expired, late = one.own("expired_leases") or 0, one.own("late_reads") or 0
         if expired or late:
-            found.append((one.name, f"{expired:,.0f} expired, {late:,.0f} read after that"))
-    return f"leases of KV caches expired, so answers may be wrong ({named(found)}): {_LEASE}" if found else ""
+            messages.append((one.name, f"{expired:,.0f} expired, {late:,.0f} read after that"))
+    return (
+        f"leases of KV caches expired, so answers may be wrong ({named(messages)}): {_LEASE}"
+        if messages
+        else ""
+    )
 
 
 def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
@@ -122,7 +126,7 @@ def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
 
 def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
     """Return which servers count other totals than arrived, in words, and whether all can be compared."""
-    found, known = [], bool(servers)
+    messages, known = [], bool(servers)
     for one in servers:
         for name, lost, what in (
             ("prompt_tokens", "lost_prompt_tokens", "prompt tokens"),
@@ -136,23 +140,23 @@ def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
             more = counted - arrived - one.sums.get(lost, 0)
             if more > 0:
                 side = "were sent" if name == "prompt_tokens" else "arrived"
-                found.append(f"{one.name} counts {more:,.0f} {what} more than {side} here: others used it")
+                messages.append(f"{one.name} counts {more:,.0f} {what} more than {side} here: others used it")
             elif counted < arrived:
-                found.append(
+                messages.append(
                     f"{one.name} counts {counted:,.0f} {what}, fewer than the {arrived:,.0f} of its answers"
                 )
-    return "; ".join(found), known
+    return "; ".join(messages), known
 
 
 def other_models(servers: Sequence[TestedServer]) -> str:
     """Return which servers answered with another model than requested, in words; "" if none did."""
-    found = [
+    messages = [
         f"{one.name} named the model {one.other_model} in {one.sums['other_models']:,.0f} of its answers,"
         f" not {', '.join(sorted(one.models))} as requested"
         for one in servers
         if one.sums.get("other_models")
     ]
-    return "; ".join(found)
+    return "; ".join(messages)
 
 
 def models_in_use(servers: Sequence[TestedServer]) -> list[str]:

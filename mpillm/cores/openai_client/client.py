@@ -275,7 +275,7 @@ class Client:
                 call.answer.finish(call.ended_at)
                 if call.at_context and (handed := self._handed(call)) is not None:
                     self._answered(call)
-                    call.endpoint.tally.add_context(call)
+                    call.endpoint.count(call, None)
                     self.handed_over += 1
                     call.go_on(handed)
                     self._start(call)

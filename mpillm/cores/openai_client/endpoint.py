@@ -15,7 +15,7 @@ from launch.bounded_http import MOST_PAGE
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
-from mpillm.cores.openai_client.server_tally import ServerTally
+from mpillm.cores.openai_client.server_tally import Request, ServerTally
 
 CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
@@ -121,6 +121,10 @@ class Endpoint:
         self._used.add(connection)
         call.sent(connection, reused, time.perf_counter())
         connection.send(request, call)
+
+    def count(self, request: Request, n_tokens: int | None) -> None:
+        """Add an answer to the tally: see `ServerTally.add`."""
+        self.tally.add(request, self.dialect, self.model, n_tokens)
 
     def release(self, call: Owed, connection: HttpConnection | None, whole: bool) -> None:
         """`call` has ended, `whole` or not; its connection, if it had one, is free or closed."""

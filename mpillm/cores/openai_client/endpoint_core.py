@@ -447,7 +447,7 @@ class EndpointCore(LLMCore):
         if not call.streams:
             self._prompt_tokens += len(call.prompt)
         assert call.endpoint is not None
-        call.endpoint.tally.add(call, len(tokens))
+        call.endpoint.count(call, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
         self._add(call.id, flags, tokens)

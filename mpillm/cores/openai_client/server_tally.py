@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from mpillm.cores.openai_client.answer import AnswerError
-
-if TYPE_CHECKING:
-    from mpillm.cores.openai_client.client import Call
+from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.dialect import Dialect, Sampling
 
 COUNTED = ("retokenized", "other_prompt_length", "other_answer_length", "short_answers")
 _MAX_NAME = 200  # characters of a model's name
+
+
+class Request(Protocol):
+    """A request with its answer, as the tally reads them."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def answer(self) -> Answer: ...
+
+    @property
+    def handed(self) -> Mapping[str, Any] | None: ...  # that a context server has passed on
 
 
 class ServerTally:
@@ -32,39 +47,31 @@ class ServerTally:
         self.cut_answers = 0
         self.counts = dict.fromkeys(COUNTED, 0)
 
-    def add(self, call: Call, n_tokens: int) -> None:
-        """Count a whole answer, which has `n_tokens` here.
+    def add(self, request: Request, dialect: Dialect, model: str, n_tokens: int | None) -> None:
+        """Count an answer.
 
-        Raises AnswerError if the answer is of another model and that is an error.
+        `model`: the requested one; `n_tokens`: of the whole answer as it is here, None for the answer of a
+        context server whose KV cache goes to another server. Raises AnswerError if the answer is of another
+        model and that is an error.
         """
-        answer, sampling, counts = call.answer, call.sampling, self.counts
-        n_generated = self._add(call)
-        assert call.endpoint is not None
-        self.handed_over += call.handed is not None
-        counts["retokenized"] += not call.endpoint.dialect.token_ids
-        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
-        counts["other_answer_length"] += answer.completion_tokens not in (None, n_tokens)
-        if n_generated is not None:
-            min_tokens = sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens
-            counts["short_answers"] += n_generated < min_tokens
-            self.cut_answers += answer.finish_reason == "length" and n_generated < sampling.max_tokens
-
-    def add_context(self, call: Call) -> None:
-        """Count the answer of a context server whose KV cache goes to another server. As `add`."""
-        self._add(call)
-
-    def _add(self, call: Call) -> int | None:
-        """Return how many tokens the server has generated; None: not known."""
-        assert call.endpoint is not None
-        answer, dialect = call.answer, call.endpoint.dialect
-        self._check_model(answer.models, call.endpoint.model)
-        n_prompt = len(call.prompt) if dialect.token_prompts else answer.prompt_tokens
+        answer, sampling, counts = request.answer, request.sampling, self.counts
+        self._check_model(answer.models, model)
+        n_prompt = len(request.prompt) if dialect.token_prompts else answer.prompt_tokens
         n_generated = len(answer.tokens) if dialect.token_ids else answer.completion_tokens
         self.answers += 1
         self.uncounted += n_prompt is None or n_generated is None
         self.prompt_tokens += n_prompt or 0
         self.generated_tokens += n_generated or 0
-        return n_generated
+        if n_tokens is None:
+            return
+        self.handed_over += request.handed is not None
+        counts["retokenized"] += not dialect.token_ids
+        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(request.prompt))
+        counts["other_answer_length"] += answer.completion_tokens not in (None, n_tokens)
+        if n_generated is not None:
+            min_tokens = sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens
+            counts["short_answers"] += n_generated < min_tokens
+            self.cut_answers += answer.finish_reason == "length" and n_generated < sampling.max_tokens
 
     def _check_model(self, names: set[str], requested: str) -> None:
         # `transformers serve` puts a revision behind the name.
@@ -76,10 +83,10 @@ class ServerTally:
         if self._strict_model:
             raise AnswerError(f"it answers with the model {self.other_model}, not {requested} as requested")
 
-    def lose(self, call: Call) -> None:
+    def lose(self, request: Request) -> None:
         """Count a request that the server may have begun, and whose answer does not arrive."""
-        self.lost_prompt_tokens += len(call.prompt)
-        self.lost_tokens += call.sampling.max_tokens
+        self.lost_prompt_tokens += len(request.prompt)
+        self.lost_tokens += request.sampling.max_tokens
 
     def values(self) -> dict[str, Any]:
         """Return the counts for `result.json`; null: not known."""
