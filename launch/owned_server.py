@@ -31,6 +31,7 @@ from types import MappingProxyType
 from launch.children import tail
 from launch.command import Command
 from launch.environment import environment_of_this_node
+from launch.first_failure import failing_lines
 from launch.shared_files import SHM
 
 _LOOK_S = 0.2
@@ -83,6 +84,7 @@ class OwnedServer:
         not written to the log. Raises OSError if the log can't be written.
         """
         self.log = log
+        self._begin = _size(log)  # of its lines, or of those since it is ready, in the log
         self._wake = wake
         self._most_bytes, self._limited_by = most_bytes, limited_by
         self._outlives_s = outlives_s
@@ -123,6 +125,7 @@ class OwnedServer:
         What it starts later, such as a compiler, may end.
         """
         self._needed = frozenset(self._processes)
+        self._begin = _size(self.log)
 
     def ended(self) -> str:
         """Return why it does not run any more: what has ended, and how; "" while it does."""
@@ -144,9 +147,11 @@ class OwnedServer:
 
         `explain`: what a line of a log means; "" if none is known.
         """
-        known = explain(self.tail(SEARCHED))
-        lines = [f"{who}: {what}", *([known] if known else []), f"the end of {self.log}:", self.tail()]
-        return "\n".join(lines)
+        known, end = explain(self.tail(SEARCHED)), self.tail()
+        failures = [f"  | {line}" for line in failing_lines(self.log, self._begin) if line not in end]
+        lines = [f"{who}: {what}", *([known] if known else [])]
+        lines += [f"failures in {self.log}, the first ones:", *failures] if failures else []
+        return "\n".join([*lines, f"the end of {self.log}:", end])
 
     def stop(self, grace_s: float) -> None:
         """End it and all that it has started: by SIGTERM, after `grace_s` by force. Return when it has."""
@@ -293,6 +298,10 @@ class OwnedServer:
 _GIB = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.is_file() else 0
 
 
 def _stat(pid: int) -> list[str]:

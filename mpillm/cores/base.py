@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -109,6 +110,8 @@ class LLMCore(ABC):
         self.meanwhile: Callable[[], None] = lambda: None
         """To be called again and again, every quarter of a second say, where `load`, `run_health_check` or
         `statistics` waits for others: raises what ends the run. The run sets it before `load`."""
+        self.server_log: Callable[[int], Path | None] = lambda index: None
+        """Returns the log of a server of the run, by its index. The run sets it before `load`."""
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelLimits | None:

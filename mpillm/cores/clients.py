@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from launch.first_failure import failing_lines
 from mpillm.comms.messages import RESPONSE, Batch
 from mpillm.cores.base import LLMCore
 from mpillm.errors import Failure, RunError
@@ -23,15 +24,27 @@ _OWNER_S = 1.5
 _LOOK_S = 0.05
 
 
-def hear_owner(core: LLMCore) -> None:
+def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> str:
     """Before a client says that its server fails: if it belongs to the run, have its owner say why.
 
     The owner knows how it has ended a moment later than who waits for its answer that there will be none.
+
+    Args:
+        message: The client's own.
+        server: Index of the server in the run; None: the client's.
+
+    Returns:
+        The message, with the lines of the server's log that name failures.
     """
     end = time.monotonic() + (0.0 if core.config.server is None else _OWNER_S)
     while time.monotonic() < end:
         core.meanwhile()
         time.sleep(_LOOK_S)
+    index = core.config.server if server is None else server
+    log = core.server_log(index) if index is not None else None
+    if log is None or not (lines := failing_lines(log)):
+        return message
+    return "\n".join([message, f"failures in {log}, the first ones:", *(f"  | {line}" for line in lines)])
 
 
 def until_when(deadline_s: float) -> str:

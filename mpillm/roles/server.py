@@ -24,7 +24,7 @@ from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
-from mpillm.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted
+from mpillm.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted, base_name
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.2  # between health checks
@@ -80,7 +80,7 @@ class ServerPlan:
     @property
     def base(self) -> str:
         """What its files' names begin with."""
-        return f"server_{self.index}" + (f"_{self.part.node}" if self.part.node else "")
+        return base_name(self.index, self.part.node)
 
     @property
     def ports(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from mpillm.roles.follower import Follower
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Importer, Role
 from mpillm.runtime.core_configs import core_configs
+from mpillm.servers.kind import server_log
 
 if TYPE_CHECKING:
     from mpillm.comms.loop import EventLoop
@@ -85,6 +86,8 @@ def make_roles(
             core.wake = loop.ask
             if session is not None and session.http is not None:
                 core.share(session.http)
+        if config.server:
+            core.server_log = partial(server_log, Path(setup.log_dir))
         core.meanwhile = partial(_all, [*loop.pollers, *([server.poll] if server is not None else [])])
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -162,6 +163,17 @@ OF_ALL = (
         "install it there, or activate the environment that has the server",
     ),
 )
+
+
+def base_name(index: int, node: int = 0) -> str:
+    """Return the beginning of the names of a server's files in the run directory; `node`: of its part."""
+    return f"server_{index}" + (f"_{node}" if node else "")
+
+
+def server_log(folder: Path, index: int) -> Path:
+    """Return the log of a server, or of its first part, in the run directory `folder`."""
+    return folder / f"{base_name(index)}.log"
+
 
 PORT_TAKEN = OF_ALL[1]
 """Where another process was faster: the next try takes another port."""

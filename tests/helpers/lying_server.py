@@ -59,6 +59,7 @@ class Lie:
     counts: Counts = field(default_factory=dict)  # that grow by so much more with each answer
     hidden: tuple[str, ...] = ()  # counts that are not on its page
     models: tuple[str, ...] = (MODEL,)
+    status: str = "200 OK"
     headers: Mapping[str, str] = field(default_factory=dict)
     metrics: bool = True
     again: bool = False  # every answer comes twice
@@ -108,7 +109,8 @@ class LyingServer:
         if asked.get("stream"):
             return Reply([STREAM, chunk(event(made)), DONE])
         body = made if isinstance(made, bytes) else json.dumps(made).encode()
-        whole = head(Content_Length=len(body) + 9 * lie.cut * (not health), **lie.headers) + body
+        status = "200 OK" if health else lie.status
+        whole = head(status, Content_Length=len(body) + 9 * lie.cut * (not health), **lie.headers) + body
         return Reply([whole * (2 if lie.again and not health else 1)], "close" if lie.cut else "keep")
 
     def _count(self, n_prompt: int, n_tokens: int, arrived: bool) -> None:

@@ -255,13 +255,18 @@ class EndpointCore(LLMCore):
             endpoint, self._options.model, config.model_path, limit_s, strict=config.names_model
         )
 
+    def _index_of(self, error: EndpointError) -> int | None:
+        """Return which context server of the run a message names; None: another server."""
+        contexts = zip(self._contexts, self.config.context_servers, strict=True)
+        return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
+
     def _ask(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
         try:
             return self._thread.run(work, limit_s, self.meanwhile)
         except EndpointError as error:
-            hear_owner(self)
-            raise RunError(Failure(str(error), self.config.rank)) from None
+            cause = hear_owner(self, str(error), self._index_of(error))
+            raise RunError(Failure(cause, self.config.rank)) from None
         except TimeoutError as error:  # long after its own deadline: the thread is stuck
             urls = ", ".join(self._urls)
             raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
@@ -366,8 +371,8 @@ class EndpointCore(LLMCore):
 
     def poll_responses(self) -> Batch | None:
         if self._failed is not None:
-            hear_owner(self)
-            raise RunError(Failure(str(self._failed), self.config.rank))
+            cause = hear_owner(self, str(self._failed), self._index_of(self._failed))
+            raise RunError(Failure(cause, self.config.rank))
         if self._thread is not None and self._thread.error is not None:
             raise RuntimeError("the HTTP client failed") from self._thread.error
         if self._answers:

@@ -44,6 +44,11 @@ TRITONSERVER = ServerKind(
     failures=(
         KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
         KnownFailure(
+            r"failed to read text proto from",
+            "it could not read the config.pbtxt of a model",
+            "correct the file that its log names",
+        ),
+        KnownFailure(
             r"failed to load '[^']*' version \d+|UNAVAILABLE: ",
             "it could not load a model",
             "look at the lines with 'failed to load' in its log",

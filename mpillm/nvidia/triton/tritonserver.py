@@ -114,8 +114,28 @@ def read_repository(folder: Path, option: str) -> Repository:
     if not files:
         raise ConfigError(f"{option}: {folder} has no model in it (a folder with a config.pbtxt)")
     texts = {file.parent.name: read_text(str(file), f"{option}: ") for file in files}
+    for file in files:
+        if placeholder := _open_placeholder(texts[file.parent.name]):
+            raise ConfigError(
+                f"{option}: {file}:{placeholder} has no value; fill it with python -m mpillm fill-template"
+            )
     is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
     return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)
+
+
+# Strings, comments, and placeholders outside them. A string that does not end goes on to its line's end.
+_PARTS = re.compile(r""""(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|#[^\n]*|(\$\{\w*\}?)""")
+
+
+def _open_placeholder(text: str) -> str:
+    """Return the first ``${name}`` that is not text, behind the number of its line; "" if there is none.
+
+    In text TensorRT-LLM's backend reads one as a value that was left out.
+    """
+    for part in _PARTS.finditer(text):
+        if part[1]:
+            return f"{text.count(chr(10), 0, part.start()) + 1}: {part[1]}"
+    return ""
 
 
 def _ranks_of(text: str) -> int:

@@ -342,8 +342,7 @@ class TritonGrpcCore(LLMCore):
 
     def _failure(self, message: str) -> RunError:
         """Return why the run ends. Raises what the server's owner says, if that is the cause."""
-        hear_owner(self)
-        return RunError(Failure(message, self.config.rank))
+        return RunError(Failure(hear_owner(self, message), self.config.rank))
 
     # --- on the streams' thread ---
 

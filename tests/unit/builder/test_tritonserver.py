@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from disagg.errors import ConfigError
 from mpillm.doctor.findings import Status, World
 from mpillm.doctor.installed import package_facts, programs
 from mpillm.nvidia.triton.embedded import numpy_note, site_packages
-from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix
+from mpillm.nvidia.triton.tritonserver import find_tritonserver, made_prefix, read_repository
 
 
 @pytest.mark.parametrize("own", ["", "mpich"])
@@ -43,3 +44,25 @@ def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: p
         assert not noted or line.text == numpy_note()
         (info / "METADATA").unlink()
         info.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('name: "m"\nmax_batch_size: ${triton_max_batch_size}\n', "2: ${triton_max_batch_size}"),
+        ('name: "m" # ${comment}\nvalue: { string_value: "${tokenizer_dir}" }\n', ""),
+        ("name: '${x}'\nn: ${y", "2: ${y"),
+        ('name: "${x\nn: ${y}', "2: ${y}"),
+        ('name: "a\\"${x}"', ""),
+    ],
+)
+def test_placeholders_that_were_not_filled(text: str, where: str, tmp_path: Path) -> None:
+    """A text is a value: TensorRT-LLM's backend takes it as one that was left out."""
+    (file := tmp_path / "m" / "config.pbtxt").parent.mkdir()
+    file.write_text(text)
+    if not where:
+        assert read_repository(tmp_path, "--triton_model_repo").folder == tmp_path
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_repository(tmp_path, "--triton_model_repo")
+    assert f"{file}:{where} has no value; fill it with python -m mpillm fill-template" in str(caught.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mpillm.comms.messages import RequestFlag
 from mpillm.errors import RunError
 from mpillm.report.doubts import doubts, refused, server_checks
+from mpillm.servers.kind import server_log
 from tests.helpers.endpoint_cores import failure, requests
 from tests.helpers.lying_server import HONEST, OTHER_MODEL, Answer, Lie, core_of_liars, result_of
 from tests.helpers.scripted_server import MODEL, Request
@@ -221,3 +224,26 @@ def test_a_server_that_counts_nothing_is_not_known() -> None:
     checks = server_checks(result, **RULES)
     assert judged(result) == ([], [])
     assert (checks["no_cached_prompts"], checks["no_guesses"], checks["server_totals"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("liar", ["owned", "context", "generation"])
+def test_the_log_of_an_owned_server_is_quoted(liar: str, tmp_path: Path) -> None:
+    """vLLM answers 500 and no cause when a NIXL handshake times out: its log has it."""
+    roles = ("owned",) if liar == "owned" else ("context", "generation")
+    fails = Lie(
+        status="500 Internal Server Error", answer=lambda *_: {"error": {"message": "Internal error"}}
+    )
+    index = 1 if liar == "context" else 0
+    (tmp_path / f"server_{index}.log").write_text(
+        "INFO ready\nERROR NIXL transfer failure: handshake_failed\n"
+    )
+    (tmp_path / f"server_{1 - index}.log").write_text("ERROR of another server\n")
+    with core_of_liars({role: fails if role == liar else HONEST for role in roles}) as (core, urls):
+        core.server_log = partial(server_log, tmp_path)
+        core.run_health_check()
+        core.start_test()
+        core.enqueue(requests())
+        first, where, *lines = failure(core).splitlines()
+    assert first == f"{urls[liar]}/v1/completions: HTTP 500: Internal error"
+    assert where == f"failures in {tmp_path}/server_{index}.log, the first ones:"
+    assert lines == ["  | ERROR NIXL transfer failure: handshake_failed"]
