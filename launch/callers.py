@@ -126,19 +126,3 @@ def unreached(targets: Mapping[int, tuple[str, int]], seconds: float = _CONNECT_
     for connection in waiting:
         connection.close()
     return problems
-
-
-def own_addresses() -> tuple[str, ...]:
-    """Return this host's addresses that others may reach, the one behind its name first."""
-    import psutil
-
-    own = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    ]
-    with contextlib.suppress(OSError):
-        named = socket.gethostbyname(socket.gethostname())
-        own.sort(key=lambda address: address != named)
-    return tuple(own)

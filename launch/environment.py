@@ -261,15 +261,15 @@ def told_absent(env: Mapping[str, str] = os.environ) -> str:
     return _told_ranks(env, _ABSENT)
 
 
-def tell_ports(ports: Sequence[tuple[int, str, str, int]], beyond: str, exit_file: Path) -> None:
-    """Tell rank 0 where ranks listen (rank, host, address, port), and who can't be reached from here."""
+def tell_ports(ports: Sequence[tuple[int, str, str, int, str]], beyond: str, exit_file: Path) -> None:
+    """Tell rank 0 where ranks listen (a `Port` each), and who can't be reached from here."""
     _tell_ranks(exit_file, _PORTS, json.dumps([ports, beyond]))
 
 
-def told_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int]], str]:
+def told_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int, str]], str]:
     """Return what the launcher tells by `tell_ports`; nothing if it does not tell."""
     ports, beyond = json.loads(_told_ranks(env, _PORTS) or '[[], ""]')
-    return [(rank, host, address, port) for rank, host, address, port in ports], beyond
+    return [(rank, host, address, port, own) for rank, host, address, port, own in ports], beyond
 
 
 def tell_lost(ranks: Iterable[int], exit_file: Path) -> None:

@@ -6,6 +6,7 @@ MPI_Init of ranks that a firewall keeps apart waits, or fails without a name.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 from disagg import rank_list
 from launch.callers import unreached
+from launch.interfaces import Interface
+from launch.openmpi_tcp import why_apart
 
 _TRIED = 256  # ports
 
@@ -25,9 +28,14 @@ class Port(NamedTuple):
     host: str
     address: str
     port: int
+    interfaces: str = ""  # of its host, as docker0=172.17.0.1,eth0=10.0.0.1
 
 
 FIREWALL = "is there a firewall between the nodes?"
+_MAY_BE_STOPPED = (
+    "a rank or a daemon of mpirun may be stopped or hang on another host (state T of `ps -eo pid,stat,args`"
+    " there), or two other hosts may not reach each other"
+)
 
 
 def unreached_ranks(ports: Sequence[Port], host: str) -> str:
@@ -49,9 +57,24 @@ def unreached_ranks(ports: Sequence[Port], host: str) -> str:
 
 def told_apart(beyond: str, ports: Sequence[Port], env: Mapping[str, str] = os.environ) -> str:
     """Say why ranks that have all started do not meet, as this rank and the launcher (`beyond`) see it."""
-    found = [*filter(None, [beyond, unreached_ranks(ports, socket.gethostname())])]
-    seen = "; ".join(found) or "MPI does not connect them, though this host reaches those of the others"
-    return f"all ranks have started, but {seen}: {FIREWALL} {_ports_needed(env)}"
+    unreached = [*filter(None, [beyond, unreached_ranks(ports, socket.gethostname())])]
+    if unreached:
+        return f"all ranks have started, but {'; '.join(unreached)}: {FIREWALL} {_ports_needed(env)}"
+    of_hosts = {one.host: _parse_interfaces(one.interfaces) for one in ports}
+    why = (why_apart(of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
+    return f"all ranks have started, and this host reaches the others, but MPI does not connect them: {why}"
+
+
+def _parse_interfaces(text: str) -> list[Interface]:
+    """Read `Port.interfaces`, whose end may be cut off."""
+    pairs = (entry.partition("=") for entry in text.split(","))
+    return [Interface(name, address) for name, _, address in pairs if _is_address(address)]
+
+
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv4Address(text))
+    return False
 
 
 def unmet(
@@ -67,6 +90,8 @@ def unmet(
         others = sorted(set(range(size)) - {*here})
         if not others:
             return missing
+        if _openmpi(env) and (why := why_apart({}, env)):
+            return f"MPI does not connect this host and others: {why}"
         has = "has" if len(others) == 1 else "have"
         missing = f"{rank_list(others)}, on other hosts, {has} not started, or can't be reached"
     return f"{missing}: {FIREWALL} {_ports_needed(env)}; `python -m mpillm mpirun` tells more"

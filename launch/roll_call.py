@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from disagg import rank_list
-from launch.callers import KEY, Callers, call, own_addresses
+from launch.callers import KEY, Callers, call
+from launch.interfaces import interfaces, own_addresses
 from launch.launcher import find_launcher
 from launch.mpi_ports import FIREWALL, Port, listen_as_mpi
 
 ROLL_CALL = "MPILLM_ROLL_CALL"
 """Where the launcher listens: host names and addresses, best first, the port, and a key, between slashes."""
 
-_HELLO = struct.Struct(f"!{KEY}IIH64s")  # the key, rank, process id, port, host
+_MAX_INTERFACES = 512  # bytes of their names and addresses
+_HELLO = struct.Struct(f"!{KEY}IIH64s{_MAX_INTERFACES}s")  # the key, rank, process id, port, host, interfaces
 _JOINED, _LEAVES = b"+", b"."
 _HERE = re.compile(r"\x1b_mpillm-here:([0-9]{1,9}) (\S+)\x1b")  # a terminal ignores it
 _SOON_S = 0.5
@@ -42,6 +44,9 @@ class _Ended(NamedTuple):
     host: str
     pid: int
     at: float  # time.monotonic
+
+
+_Hello = tuple[int, int, int, bytes, bytes]  # rank, process id, port, host, interfaces
 
 
 class RollCall:
@@ -62,20 +67,20 @@ class RollCall:
         self._where = f"{own[0] if own else 'any address'} port {callers.port}"
         self.address = f"{','.join(own)}/{callers.port}/{callers.key.hex()}"
 
-    def _note_call(self, fields: tuple[int, int, int, bytes], address: str) -> None:
-        rank, _, port, host = fields
-        name = host.rstrip(b"\0").decode(errors="replace")
-        self._ports = self._ports | {rank: Port(rank, name, address, port)}
+    def _note_call(self, fields: _Hello, address: str) -> None:
+        rank, _, port, host, own = fields
+        name, addresses = (text.rstrip(b"\0").decode(errors="replace") for text in (host, own))
+        self._ports = self._ports | {rank: Port(rank, name, address, port, addresses)}
         self._hosts = self._hosts | {rank: name}
 
-    def _note_join(self, fields: tuple[int, int, int, bytes], word: bytes) -> bool:
+    def _note_join(self, fields: _Hello, word: bytes) -> bool:
         self._joined |= {fields[0]}
         if word != _JOINED:
             self._left |= {fields[0]}
         return word == _JOINED
 
-    def _note_end(self, fields: tuple[int, int, int, bytes]) -> None:
-        rank, pid, _, _ = fields
+    def _note_end(self, fields: _Hello) -> None:
+        rank, pid, *_ = fields
         self._ended += (_Ended(rank, self._hosts[rank], pid, time.monotonic()),)
 
     def hosts(self) -> dict[int, str]:
@@ -234,7 +239,9 @@ def answer(env: Mapping[str, str] = os.environ) -> None:
     host = socket.gethostname()
     listener = listen_as_mpi(env)
     own_port = listener.getsockname()[1] if listener is not None else 0
-    hello = _HELLO.pack(bytes.fromhex(key), launcher.rank, os.getpid(), own_port, host.encode()[:64])
+    own = ",".join("=".join(one) for one in interfaces())
+    fields = (launcher.rank, os.getpid(), own_port, host.encode()[:64], own.encode()[:_MAX_INTERFACES])
+    hello = _HELLO.pack(bytes.fromhex(key), *fields)
     _answer = _Answer(hosts.split(","), int(port), hello, listener)
     # Usually a millisecond, so that a rank that is lost at once is known.
     if not _answer.wait(_SOON_S):

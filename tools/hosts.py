@@ -1,6 +1,7 @@
 """Several hosts on this machine, made of namespaces.
 
-Each has addresses, a name, process ids, a boot id, /dev/shm and TMPDIR of its own, and this machine's files.
+Each has addresses, a name, process ids, a boot id, /dev/shm and TMPDIR of its own, this machine's files, and
+Docker's bridge, whose address is the same on every host; /sys is this machine's, and has the bridge, too.
 
 Nothing outlives the process that made them: a host is a process (`setpriv`, `unshare`) that dies with its
 parent, whatever ends that; the kernel ends the processes of its pid namespace with it, and then its network
@@ -35,6 +36,8 @@ hostname "$0"
 mount -t tmpfs none /dev/shm
 printf %s "$1" > /dev/shm/hosts
 mount --bind /dev/shm/hosts /etc/hosts
+mkdir -p /dev/shm/net/docker0/bridge /dev/shm/net/docker0/brif
+mount -t overlay -o lowerdir=/dev/shm/net:/sys/class/net none /sys/class/net
 cat /proc/sys/kernel/random/uuid > /dev/shm/boot_id
 mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
 mount -t tmpfs none /dev/shm
@@ -207,6 +210,14 @@ def _connect(pids: dict[str, int]) -> None:
         there = ["nsenter", f"--target={pid}", "--net", "ip"]
         _run([*there, "addr", "add", f"{address(name)}/24", "dev", "eth0"])
         _run([*there, "link", "set", "eth0", "up"])
+        _add_docker_bridge(there)
+
+
+def _add_docker_bridge(ip: Sequence[str]) -> None:
+    """Make the bridge that Docker makes on every host, before it has a container."""
+    _run([*ip, "link", "add", "docker0", "type", "bridge"])
+    _run([*ip, "addr", "add", "172.17.0.1/16", "dev", "docker0"])
+    _run([*ip, "link", "set", "docker0", "up"])
 
 
 def _run(command: Sequence[str]) -> str:

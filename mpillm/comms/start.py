@@ -25,8 +25,10 @@ from launch.environment import (
     told_ports,
     told_signal,
 )
+from launch.interfaces import interfaces
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart, unmet
+from launch.openmpi_tcp import exclusion
 from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL
 from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
@@ -147,6 +149,8 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
         settings = _networks(spawns) | _surviving_losses(library) | _own_files(library)
         if library.startswith("Open MPI"):
             settings |= segments.apart()
+            if _spans_hosts():
+                settings |= exclusion(interfaces())
         with _set(settings, for_children=spawns), warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -221,18 +225,23 @@ def _own_files(library: str) -> dict[str, str]:
     return {"OPAL_PREFIX": sys.prefix} if library.startswith("Open MPI") and is_wheels else {}
 
 
+def _spans_hosts() -> bool:
+    """Return whether ranks are on several hosts, or may be."""
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return one_of_several() is not None and (local is None or local != os.environ.get("OMPI_COMM_WORLD_SIZE"))
+
+
 def _networks(spawns: bool) -> dict[str, str]:
     """Keep Open MPI from probing for networks on one node: libfabric's probe takes a whole second.
 
     One rank needs no shared memory either: without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
     With `spawns` there are several worlds of one node.
     """
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if spawns:
         ways = "self,sm,tcp"
     elif one_of_several() is None:
         ways = "self"
-    elif local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE"):
+    elif not _spans_hosts():
         # Before Open MPI 5, whose mpirun is ORTE's, shared memory was called vader.
         ways = "self,vader" if any(name.startswith("OMPI_MCA_orte_") for name in os.environ) else "self,sm"
     else:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.callers import own_addresses
+from launch.interfaces import own_addresses
 from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
 
 ALL_PAIRS = 8  # nodes; more are measured in a ring

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.callers import own_addresses
 from launch.command import Command, find_program
 from launch.health_check import HealthCheck
 from launch.held_port import HeldPort
+from launch.interfaces import own_addresses
 from launch.owned_server import SEARCHED, OwnedServer
 from launch.signals import stop_signals
 from mpillm.cores.capabilities import OutlivesServer

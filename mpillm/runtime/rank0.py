@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from disagg import InstancePlan
-from launch.callers import own_addresses
 from launch.environment import tell_directory
+from launch.interfaces import own_addresses
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines

@@ -128,6 +128,24 @@ def test_a_firewall_between_hosts(one: Starter, command: str) -> None:
     ), ended
 
 
+@pytest.mark.parametrize(
+    "setting, cause",
+    [
+        ("OMPI_MCA_btl=self,sm", "leaves out tcp, which connects hosts"),
+        ("OMPI_MCA_btl_tcp_if_include=lo", "names no interface that leads to other hosts; there are: eth0"),
+        ("OMPI_MCA_btl_tcp_if_exclude=lo", "172.17.0.1 (docker0) is an address of h1 and of h2"),
+    ],
+)
+def test_settings_that_keep_hosts_apart(one: Starter, setting: str, cause: str) -> None:
+    """All hosts have Docker's bridge. Without these settings mpillm excludes it, as all other tests show."""
+    name, _, value = setting.partition("=")
+    with or_skip(hosts(N_HOSTS)) as made:
+        words = [*RUN[:-1], 10]  # --join_deadline
+        ended = OnHosts(made, one).start(WHERE, *words, exports={name: value}).end(WITHIN_S)
+    message = ended.must(NOT_READY).message
+    assert cause in message and "firewall" not in message, ended
+
+
 def test_a_firewall_under_plain_mpirun(one: Starter) -> None:
     """Nobody knows whether the ranks of other hosts have started: which they are is said, and MPI's ports."""
     with or_skip(hosts(N_HOSTS)) as made:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from launch.callers import own_addresses
 from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
+from launch.interfaces import own_addresses
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.lifeline import Lifeline, Lifelines

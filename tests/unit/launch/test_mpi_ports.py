@@ -38,8 +38,8 @@ def test_open_mpis_ports() -> None:
         assert listener is not None
         with listener:
             assert first < listener.getsockname()[1] < first + 20
-        assert f"listens at {first}-{first + 19} (OMPI_MCA" in told_apart("", [], OPEN_MPI | names)
-    assert "Open MPI's TCP listens at 1024-65535 " in told_apart("", [], OPEN_MPI)
+        assert f"listens at {first}-{first + 19} (OMPI_MCA" in told_apart("h2", [], OPEN_MPI | names)
+    assert "Open MPI's TCP listens at 1024-65535 " in told_apart("h2", [], OPEN_MPI)
 
 
 def test_ports_that_the_system_chooses() -> None:
@@ -47,7 +47,7 @@ def test_ports_that_the_system_chooses() -> None:
     assert listener is not None
     with listener:
         assert listener.getsockname()[1] >= 1024
-    assert "UCX_TCP_PORT_RANGE" in told_apart("", [], {"PMI_RANK": "0"})
+    assert "UCX_TCP_PORT_RANGE" in told_apart("h2", [], {"PMI_RANK": "0"})
 
 
 def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +57,19 @@ def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.M
         port = listener.getsockname()[1]
         ports = [Port(0, "h1", here, closed), Port(1, "h2", here, port), Port(2, "h2", here, closed)]
         assert unreached_ranks(ports, "h1") == ""
-        assert "but MPI does not connect them, though" in told_apart("", ports, OPEN_MPI)
+        apart = told_apart("", ports, OPEN_MPI)
+        assert "MPI does not connect them: a rank or a daemon of mpirun may be stopped" in apart
+        assert "firewall" not in apart
         ports += [Port(3, "h3", here, closed), Port(4, "h3", here, port)]
         said = f"host h3 (ranks 3-4) can't be reached from h1 (127.0.0.1 port {closed}: Connection refused)"
         assert unreached_ranks(ports, "h1") == said
         said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
         assert told_apart("rank 0 … from head", ports, OPEN_MPI).startswith(said)
+
+
+def test_an_address_of_two_hosts_is_named() -> None:
+    twins = [Port(i, f"h{i}", "127.0.0.1", 0, "eth0=10.77.0.9,tmfifo_net0=192.1") for i in (1, 2)]
+    assert "10.77.0.9 (eth0) is an address of h1 and of h2" in told_apart("", twins, OPEN_MPI)
 
 
 def test_who_may_be_missing_where_no_launcher_tells() -> None:

@@ -125,7 +125,7 @@ def test_a_host_of_which_nothing_is_heard(
         made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(process.pid): 1}
     hear(made, HYDRA)
     for rank in ended:
-        roll_call._note_end((rank, 7, 0, b"h"))
+        roll_call._note_end((rank, 7, 0, b"h", b""))
     expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
     assert made.before_rank_0(255) == (expected if ended == [0, 1] else "")
 
@@ -140,9 +140,9 @@ def test_the_shell_of_another_host_may_end_first(
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(os.getpid()): 1}
     hear(made, HYDRA)
-    roll_call._note_end((0, 7, 0, b"h"))
+    roll_call._note_end((0, 7, 0, b"h", b""))
     if not is_silent:
-        threading.Timer(0.2, roll_call._note_end, [(2, 7, 0, b"h")]).start()
+        threading.Timer(0.2, roll_call._note_end, [(2, 7, 0, b"h", b"")]).start()
     lost = "host h2 (ranks 2-3): mpirun has lost" if is_silent else "host h1 (ranks 0-1): mpirun has lost"
     assert made.before_rank_0(255).startswith(lost)
 

@@ -1,0 +1,69 @@
+"""IPv4 interfaces of this host, and which of them lead to no other host.
+
+A bridge of Docker (docker0, 172.17.0.1/16) or libvirt connects containers and virtual machines of its own
+host, and has the same address on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+_SYSFS = Path("/sys/class/net")
+_LINK_LOCAL = "169.254."  # not routed; on many servers the address of the interface to the BMC
+
+
+class Interface(NamedTuple):
+    """An address of an interface."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """Return the IPv4 addresses of this host, those of loopback excepted."""
+    import psutil
+
+    return [
+        Interface(name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+
+
+def is_local(interface: Interface, sysfs: Path = _SYSFS) -> bool:
+    """Return whether no other host is behind an interface."""
+    if interface.address.startswith(_LINK_LOCAL):
+        return True
+    folder = sysfs / interface.name
+    if not (folder / "bridge").is_dir():
+        return False
+    with contextlib.suppress(OSError):
+        return all(_is_inner(sysfs / port.name) for port in (folder / "brif").iterdir())
+    return False
+
+
+def _is_inner(port: Path) -> bool:
+    """Return whether a bridge's port leads to a container (veth) or to a virtual machine (tap)."""
+    if (port / "tun_flags").exists():
+        return True
+    lower = [*port.glob("lower_*"), *port.glob("device")]
+    # A veth's other end has another index; a VLAN, a bond or a tunnel has a lower device, or none at all.
+    return not lower and _number(port / "iflink") != _number(port / "ifindex")
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Return this host's addresses that others may reach, the one behind its name first."""
+    own = interfaces()
+    named = ""
+    with contextlib.suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+    own.sort(key=lambda one: (one.address != named, is_local(one)))
+    return tuple(one.address for one in own)
