@@ -10,6 +10,8 @@ from typing import TextIO
 from launch.outside import printable
 
 _MOST = 1 << 14  # characters of a record
+EVERY = "every"
+"""An attribute of records that are never left out, because their number is limited where they are made."""
 _RECORDS, _PER_S = 50, 10.0  # from one place in the code: so many in so many seconds
 
 
@@ -43,6 +45,8 @@ class _Sparing(logging.Filter):
         self._places: dict[tuple[str, int], _Place] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, EVERY, False):
+            return True
         place = self._places.setdefault((record.pathname, record.lineno), _Place(record.created))
         if not 0 <= record.created - place.since < _PER_S:
             place.since, place.n = record.created, 0

@@ -73,7 +73,7 @@ class RankState:
     def last_seen(self) -> str:
         """Return the phase of its last message and, if its main thread was stuck there, the stack."""
         stack = (
-            f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}"
+            f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack.rstrip()}"
             if self.beat and self.beat.stack
             else ""
         )
@@ -106,6 +106,8 @@ class Rank0Control:
         self._arrived: dict[Phase, dict[int, Any]] = {}
         self._failures: dict[int, Failure] = {}
         self.last_reports: dict[int, DrainReport] = {}  # of a test that a signal ends
+        self.last_read: Callable[[int], str] = lambda rank: ""
+        """Returns which file a rank read last, for the cause of a failure; "" if unknown."""
         self._told_of: set[int] = set()  # ranks whose failures another rank has told
         self._settled_at = 0.0
         self._ends = False  # whether the run does, with a failure
@@ -281,7 +283,9 @@ class Rank0Control:
         silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
         return tuple(
             Failure(
-                f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}",
+                f"the process has ended; {self.ranks[r].last_seen()}"
+                if r in dead
+                else f"{silence}; {self._last_seen(r)}",
                 r,
                 code=ExitCode.INSTANCE_LOST,
                 ended=r in dead,
@@ -387,9 +391,17 @@ class Rank0Control:
             if state.beat and state.beat.stack and rank not in self._lost
         ]
         head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
-        asked = [self.ranks[rank] for rank in stuck or missing]
-        said = ["; ".join(filter(None, (head, one.does(), one.last_seen()))) for one in asked]
+        said = [
+            "; ".join(filter(None, (head, self.ranks[rank].does(), self._last_seen(rank))))
+            for rank in stuck or missing
+        ]
         return [Failure(why, rank) for why, rank in zip(said, stuck or missing, strict=True)]
+
+    def _last_seen(self, rank: int) -> str:
+        """Return where a rank was last seen, and before the test which file it read last."""
+        seen = self.ranks[rank].last_seen()
+        file = self.last_read(rank) if PHASES.index(self.phase) < PHASES.index("test") else ""
+        return f"{seen}\n{file}" if file else seen
 
     def _on_arrived(self, source: int, message: Arrived) -> None:
         phase, report = message

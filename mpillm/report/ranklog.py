@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.environment import without_secrets
 from launch.logs import log_to
 from mpillm.files import opened
+from mpillm.models import read_log
 
 _TAIL_BYTES = 1 << 16
 # Python's names of the signals that end a process and that it can tell of.
@@ -21,6 +22,9 @@ _FATAL = {
     "Floating": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
+_ON_SIGBUS = "a mapped file is shorter than before, or its storage fails"
+_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_READS = f" INFO {read_log.__name__}: {read_log.READS.removesuffix('%s')}"
 
 
 def log_name(rank: int) -> str:
@@ -45,7 +49,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
         sys.stderr.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    log_to(file, "%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    log_to(file, _FORM, force=True)
     faulthandler.enable(file)  # a signal that ends the process leaves the threads' stacks
     return path
 
@@ -57,8 +61,20 @@ def how_it_ended(log: Path) -> str:
         return ""
     for name, signal in _FATAL.items():
         if f"Fatal Python error: {name}" in text:
-            return f"{signal} ended it: its log has the stacks"
+            how = f"{signal} ended it: its log has the stacks"
+            why = (_ON_SIGBUS, _last_read(text)) if signal == "SIGBUS" else ()
+            return "\n".join(filter(None, (how, *why)))
     return "its log says nothing of it, as after SIGKILL: by `kill -9`, or the kernel's OOM killer (dmesg)"
+
+
+def last_read(log: Path) -> str:
+    """Return which file the rank of this log read last, for a failure's cause; "" if unknown."""
+    return _last_read(_tail(log) or "")
+
+
+def _last_read(text: str) -> str:
+    _, found, rest = text.rpartition(_READS)
+    return f"the file that it read last: {rest.partition(chr(10))[0]}" if found else ""
 
 
 def ended_by_a_loss(log: Path) -> bool:

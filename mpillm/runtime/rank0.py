@@ -21,7 +21,7 @@ from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
-from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, log_name
+from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, last_read, log_name
 from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
 from mpillm.runtime.join import Planned, plan_run
 from mpillm.runtime.run_session import RunSession
@@ -142,6 +142,7 @@ class Rank0:
             path = take_directory(config, purpose.directory_name(config))
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
             tell_directory(path)
+            self.control.last_read = lambda rank: last_read(path / log_name(rank))
         return self._record
 
     def _that_came_first(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:

@@ -4,13 +4,18 @@ in PYTHONPATH.
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Container
+from pathlib import Path
 from typing import Any
 
 from mpillm.comms.messages import Batch
 from mpillm.comms.mover import Mover, Moving, Peer
 from mpillm.cores.base import Credits
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.weights import sources
+from mpillm.engine.weights.checkpoint_folder import stored_name
 
 
 class Failing(TorchCore):
@@ -74,3 +79,20 @@ class Silent(TorchCore):
     """Does not tell its steps: None stands for a method that a class lacks."""
 
     record_steps = None  # type: ignore[assignment]
+
+
+class BadStorage(TorchCore):
+    """Loses the file MPILLM_TEST_FILE while it reads its tensor model.norm.weight: "truncate" or "hang", as
+    MPILLM_TEST_FAULT says."""
+
+    def load(self) -> None:
+        def stored_name_of(name: str, names: Container[str]) -> str:
+            if name == "model.norm.weight":
+                if os.environ["MPILLM_TEST_FAULT"] == "truncate":
+                    os.truncate(Path(os.environ["MPILLM_TEST_FILE"]), 4096)
+                else:
+                    ctypes.PyDLL(None).sleep(600)  # as in a page fault, no other thread gets the interpreter
+            return stored_name(name, names)
+
+        vars(sources)["stored_name"] = stored_name_of
+        super().load()

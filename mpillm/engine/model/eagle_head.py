@@ -21,6 +21,7 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import ALL, Layout
 from mpillm.engine.speculation.eagle_config import LAYER, EagleConfig
 from mpillm.engine.weights.rank_weights import Shards
+from mpillm.models.read_log import ReadLog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +103,7 @@ class _HeadFile:
         self._eagle = eagle
         self._embedding = embedding
         self._open: dict[Path, Any] = {}
+        self._reads = ReadLog()
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Return a tensor, always whole: a head is on one rank."""
@@ -110,6 +112,7 @@ class _HeadFile:
         if name not in self._eagle.names:
             return self._embedding
         file, there = self._eagle.names[name]
+        self._reads.note(file)
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")

@@ -41,6 +41,7 @@ from mpillm.engine.weights.quantization import (
 )
 from mpillm.engine.weights.weight_files import INDEX, SINGLE, read_header
 from mpillm.files import read_object, write_json
+from mpillm.models.read_log import ReadLog
 
 _LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused
 
@@ -152,6 +153,7 @@ def _quantized(
     file: Path, algo: str, model: ModelConfig, errors: dict[str, float]
 ) -> Iterator[tuple[str, Tensor]]:
     known = tensor_shapes(model)
+    ReadLog().note(file)
     try:
         with safe_open(file, framework="pt") as stream:
             for name in stream.keys():  # noqa: SIM118 - it is no dict

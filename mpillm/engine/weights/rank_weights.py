@@ -30,6 +30,7 @@ from mpillm.engine.weights.entries import (
 )
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
+from mpillm.models.read_log import ReadLog
 
 
 class Weights(ABC):
@@ -178,6 +179,7 @@ class Built(Weights):
         """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
         super().__init__(config, torch_dtype(engine.dtype), device)
         self._path = engine.file(layout)
+        ReadLog().note(self._path)
         try:
             self._file = safe_open(self._path, framework="pt", device=str(device))
         except (OSError, SafetensorError) as error:

@@ -27,6 +27,7 @@ from mpillm.engine.weights.entries import (
     scale_name,
 )
 from mpillm.engine.weights.quantize import dequantize_blocks
+from mpillm.models.read_log import ReadLog
 
 
 class WeightSource(Protocol):
@@ -45,6 +46,7 @@ class Checkpoint:
         """Read headers only; ConfigError as `check_model`."""
         self._file_of = checkpoint_files(folder, config)
         self._open: dict[Path, Any] = {}
+        self._reads = ReadLog()
         self._config = config
         self._form = form_of(config)
         # How many rows share a scale.
@@ -63,6 +65,7 @@ class Checkpoint:
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         file = self._file_of[name]
+        self._reads.note(file)
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.report.ranklog import log_name, open_rank_log
+from mpillm.report.ranklog import how_it_ended, last_read, log_name, open_rank_log
 
 CODE = """
 import sys
@@ -25,6 +25,32 @@ def test_the_command_line_without_a_key(tmp_path: Path, key: list[str]) -> None:
     words = [sys.executable, "-c", CODE, str(tmp_path), "--port", "0", *key, "--host", "here"]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.rstrip().endswith("--port 0 --host here") and "sesame" not in said
+
+
+READS = """
+import os, signal, sys
+from pathlib import Path
+from mpillm.models.read_log import ReadLog
+from mpillm.report.ranklog import open_rank_log
+open_rank_log(Path(sys.argv[1]), 1)
+reads = ReadLog()
+for i in range(200):
+    reads.note(Path(f"/models/{i}.safetensors"))
+    reads.note(Path(f"/models/{i}.safetensors"))
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGBUS", "SIGSEGV", "SIGKILL"])
+def test_the_file_that_a_rank_read_last(tmp_path: Path, name: str) -> None:
+    """However many files it has read in a moment, and only where the signal may come from the file."""
+    ended = subprocess.run([sys.executable, "-c", READS, str(tmp_path), name], timeout=60, check=False)
+    assert ended.returncode < 0
+    log = tmp_path / log_name(1)
+    file = "the file that it read last: /models/199.safetensors"
+    assert last_read(log) == file and log.read_text().count(" reads ") == 200
+    assert (file in how_it_ended(log).splitlines()) is (name == "SIGBUS")
+    assert last_read(tmp_path / "nowhere") == ""
 
 
 @pytest.mark.parametrize("planted", ["a link", "a pipe", "a folder of another user"])
