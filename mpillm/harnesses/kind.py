@@ -129,7 +129,7 @@ class Measured:
     requests: Sequence[Request] = ()  # each of them; none: it tells only sums
 
     def to_json(self) -> dict[str, Any]:
-        """Return its main figures, for result.json."""
+        """Return its main figures, for result.json, without percentiles: those have one definition."""
         lasted = self.duration_s
         return {
             "version": self.version,
@@ -138,7 +138,11 @@ class Measured:
             "duration_s": round(lasted, 4),
             "requests_per_second": round(self.completed / lasted, 4) if lasted > 0 else 0.0,
             "tokens_per_second": round(self.tokens / lasted, 4) if self.tokens and lasted > 0 else None,
-            **{name: dict(self.latencies[name]) if name in self.latencies else None for name in LATENCIES},
+            **{
+                name: {"mean": mean}
+                for name in LATENCIES
+                if (mean := self.latencies.get(name, {}).get("mean"))
+            },
         }
 
 

@@ -12,6 +12,7 @@ from mpillm.cores.histogram import Histogram
 from mpillm.report.doubts import queue, rates, refused, unchecked, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by
+from mpillm.report.percentiles import too_few
 from mpillm.report.tested_servers import models_in_use, tested_servers
 from mpillm.report.timeline import Timeline
 from mpillm.telemetry.cpu_use import other_load
@@ -215,7 +216,9 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
     ]
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
         if (latency := result[key]) is not None:
-            rows.append((name, "  ".join(f"{k} {milliseconds(v)}" for k, v in latency.items())))
+            known = [f"{k} {milliseconds(v)}" for k, v in latency.items() if v is not None]
+            note = f"  ({few})" if (few := too_few(latency)) else ""
+            rows.append((name, f"{'  '.join(known)}{note}"))
         elif not result.get("streamed", True):
             rows.append((name, "-  (the answers were not streamed)"))
     if models := models_in_use(tested_servers(result)):

@@ -22,7 +22,6 @@ from mpillm.config.options import run_name
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found
 from mpillm.core_names import TRTLLM_ENDPOINT
-from mpillm.cores.histogram import Histogram
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
 from mpillm.cores.openai_client.readiness import find_model
@@ -38,6 +37,7 @@ from mpillm.report.console import Console
 from mpillm.report.doubts import doubts, of_another_harness, server_checks
 from mpillm.report.goodput import goodput
 from mpillm.report.page.facts import facts_of
+from mpillm.report.percentiles import enough, percentiles_ms
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import other_harness_rows, other_loads
 from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown
@@ -240,8 +240,9 @@ class HarnessSession(ServeSession):
             "test_s": said["duration_s"],
             "samples_per_second": said["requests_per_second"],
             "tokens_per_second": said["tokens_per_second"] or 0.0,
-            "streamed": said["ttft_ms"] is not None,
-            **{name: said[name] for name in LATENCIES},
+            "streamed": "ttft_ms" in report.latencies,
+            **dict.fromkeys(LATENCIES),
+            **{name: enough(latency, report.completed) for name, latency in report.latencies.items()},
         }
         if not report.requests:
             return figures
@@ -256,9 +257,9 @@ class HarnessSession(ServeSession):
             "test_s": round(ended, 4),
             "samples_per_second": round(len(good) / lasted, 4) if lasted > 0 else 0.0,
             "tokens_per_second": round(tokens / lasted, 4) if lasted > 0 else 0.0,
-            "ttft_ms": _summary([one.ttft for one in good]),
-            "tpot_ms": _summary([one.tpot for one in good]),
-            "latency_ms": _summary([one.latency for one in good]),
+            "ttft_ms": percentiles_ms([one.ttft for one in good]),
+            "tpot_ms": percentiles_ms([one.tpot for one in good]),
+            "latency_ms": percentiles_ms([one.latency for one in good]),
         }
         figures["streamed"] = figures["ttft_ms"] is not None
         log = RequestLog(self._record.path)
@@ -333,13 +334,6 @@ class _Samples(Sequence[Sample]):
         tokens = self._dataset.sample(index)
         text = self._tokenizer.decode(tokens, keep_special=True)
         return Sample(tokens.tolist(), text, self.lengths[index], self.ignoring[index])
-
-
-def _summary(seconds: Sequence[float]) -> dict[str, float] | None:
-    known = np.array(seconds)
-    histogram = Histogram()
-    histogram.add(known[np.isfinite(known)])
-    return histogram.summary_ms()
 
 
 def _servers_of(planned: Planned) -> int:

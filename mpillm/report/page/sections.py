@@ -11,6 +11,7 @@ from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
+from mpillm.report.percentiles import too_few
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
 
@@ -145,10 +146,14 @@ def tiles(facts: Facts, price: float | None) -> str:
     for key, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "end to end")):
         if (latency := result.get(f"{key}_ms")) is None:
             continue
-        limit, note, kind = limits.get(key), f"p50 {milliseconds(latency['p50'])}", ""
+        p99, limit = latency.get("p99"), limits.get(key)
+        if p99 is None:
+            shown.append((f"{label} mean", _time_or_dash(latency.get("mean")), too_few(latency), ""))
+            continue
+        note, kind = f"p50 {_time_or_dash(latency.get('p50'))}", ""
         if limit:
-            note, kind = f"limit {milliseconds(limit)}", "good" if latency["p99"] <= limit else "bad"
-        shown.append((f"{label} p99", milliseconds(latency["p99"]), note, kind))
+            note, kind = f"limit {milliseconds(limit)}", "good" if p99 <= limit else "bad"
+        shown.append((f"{label} p99", milliseconds(p99), note, kind))
     if result.get("samples") is not None:
         errors = result.get("errors") or 0
         note = f"{errors} errors" if errors else f"in {result.get('test_s', facts.test_s):.1f} s"
@@ -252,11 +257,15 @@ def energy(facts: Facts, price: float | None) -> str:
     return section("Energy of the GPUs in the test", ("", "energy", "share", "per token"), rows)
 
 
+def _time_or_dash(ms: float | None) -> str:
+    return "-" if ms is None else milliseconds(ms)
+
+
 def figures(facts: Facts) -> str:
     """Return the tables: latencies, instances, phases."""
     result = facts.run.result
     latencies = [
-        (label, *(milliseconds(latency[key]) for key in ("p50", "p90", "p99", "mean")))
+        (label, *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
         for label, name in (
             ("time to first token", "ttft_ms"),
             ("time per output token", "tpot_ms"),
