@@ -83,6 +83,9 @@ TOP_LEVEL: dict[str, Rule] = {
     "gen_tokids_ctxbytes": _BOOLEAN,
     "num_workers": COUNT,
     "disagg_coordinator_url": _TEXT,
+    "bind_host": _HOST,
+    "server_keep_alive_timeout": COUNT,
+    "internal_request_auth_key": _TEXT,
 }
 
 # By it servers register with TensorRT-LLM's leader, and need no sections.

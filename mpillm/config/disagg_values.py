@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
-from disagg.schema import SECTIONS, SERVER, section_kind
+from disagg.schema import INNER, SECTIONS, SERVER, section_kind
 from mpillm import fields
 from mpillm.configurator import Field
 from mpillm.configurator.found import Found, Level, Origin
@@ -278,7 +278,7 @@ def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Ite
     """Yield the names of what is stated at `key` and in it, but not in `read`."""
     if value in _NOTHING or key in read:
         return
-    if isinstance(value, Mapping) and any(known[: len(key)] == key for known in read):
+    if isinstance(value, Mapping) and (key[0] in INNER or any(known[: len(key)] == key for known in read)):
         for inner, there in value.items():
             yield from _unread((*key, inner), there, read)
     else:

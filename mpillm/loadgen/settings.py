@@ -33,6 +33,8 @@ _KEYS = (
     "min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps",
     "performance_sample_count_override", "accuracy_sample_count_override",
 )  # fmt: skip
+# Keys that generators of user.conf write, and LoadGen does not read; each with the one that it reads.
+_WITHOUT_EFFECT = {"performance_sample_count": "performance_sample_count_override"}
 # All other keys take whole numbers: LoadGen would read 1 from 1.5, and 6 from 6e5.
 _FRACTIONAL = ("target_qps", "target_latency", "target_latency_percentile")
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, which LoadGen reads as 8
@@ -106,6 +108,7 @@ class LoadGenSettings:
     user_conf: str  # the text it was read from
     model: str
     forecast: Forecast
+    notes: tuple[str, ...] = ()  # for the user: what of the user's file has no effect
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that decide the result, for result.json; a missing latency limit is None."""
@@ -203,7 +206,21 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
             f" At LoadGen's own rate: {forecast(settings, n_samples).line}",
             about=["scenarios", "server_target_qps"],
         )
-    return LoadGenSettings(settings, text, config.model, forecast(settings, n_samples))
+    notes = _unused_keys(config.user_conf)
+    return LoadGenSettings(settings, text, config.model, forecast(settings, n_samples), notes)
+
+
+def _unused_keys(user_conf: str | None) -> tuple[str, ...]:
+    """Return a line for each key of a user's file that LoadGen does not read."""
+    if user_conf is None:
+        return ()
+    lines = read_text(user_conf, "--user_conf ").splitlines()
+    keys = {line.partition("=")[0].strip().rpartition(".")[2] for line in lines if "=" in line}
+    return tuple(
+        f"--user_conf {user_conf}: {key} has no effect; LoadGen reads {other}"
+        for key, other in _WITHOUT_EFFECT.items()
+        if key in keys
+    )
 
 
 def _is_set(text: str, config: LoadGenConfig, key: str) -> bool:
@@ -255,7 +272,7 @@ def _user_lines(file: Path) -> str:
                 f"{where}: {scenario or match['key']} is not a scenario{nearest(scenario, _SCENARIOS)}:"
                 f" {', '.join(_SCENARIOS)}"
             )
-        if key not in _KEYS:
+        if key not in _KEYS and key not in _WITHOUT_EFFECT:
             raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
         whole = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")
         if not _WHOLE.fullmatch(match["value"]) and (whole or not _DECIMAL.fullmatch(match["value"])):

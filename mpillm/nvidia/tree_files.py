@@ -275,11 +275,17 @@ def of_path(path: str) -> dict[str, str]:
 
 
 def in_tree(name: str, value: Any, path: str) -> Any:
-    """Return a path that is not here, but in the file's tree."""
+    """Return a path that is not here, but in the file's tree: as it is written, or below `src`.
+
+    Submissions move `code`, or what is in it, to `src`.
+    """
     if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or _is_there(Path(value)):
         return value
-    there = (place := _place(path)) and place.tree / value
-    return str(there) if there and _is_there(there) else value
+    if (place := _place(path)) is None:
+        return value
+    inner = Path(*Path(value).parts[1:])
+    places = (place.tree / value, place.tree / "src" / value, place.tree / "src" / inner)
+    return next((str(there) for there in places if _is_there(there)), value)
 
 
 def _is_there(path: Path) -> bool:

@@ -74,6 +74,7 @@ class Prepared:
         lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
         if dataset.note:
             lines.append(dataset.note)
+        lines += self.settings.notes
         if config.workload is not None:
             lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
             lines += _of_round(config, self.settings)

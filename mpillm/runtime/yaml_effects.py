@@ -23,6 +23,7 @@ from mpillm.config.disagg_values import (
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
+from mpillm.engine.speculation.speculative_config import SpeculativeConfig
 from mpillm.servers.kinds import kind_of
 from mpillm.workloads.rounds import why_no_guesses
 
@@ -54,6 +55,9 @@ def check_yaml(config: RunConfig) -> list[str]:
             lines.append(f"{section}: has no effect on the {config.core_type} core: {names}")
     if core.speculates:
         _check_guesses(config)
+        for each in config.sections.values() or [config]:
+            if each.speculative_config:
+                SpeculativeConfig.read(each.speculative_config)
     if core.needs_model and _finds_nothing(config):
         lines.append(
             "kv_cache_aware finds no cached prompts: reuse is off (--enable_kv_cache_reuse, or"

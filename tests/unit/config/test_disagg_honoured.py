@@ -135,6 +135,9 @@ ALL_KINDS: dict[str, Any] = {
     "gen_tokids_ctxbytes": True,
     "num_workers": 2,
     "disagg_coordinator_url": "http://a:2",
+    "bind_host": "a",
+    "server_keep_alive_timeout": 9,
+    "internal_request_auth_key": "k",
 }
 USUAL = {
     "hostname": "localhost",
@@ -171,7 +174,11 @@ def test_every_option_of_the_leader_has_its_effect_or_is_named(file: Path) -> No
 
 def test_keys_inside_mappings_have_their_effect_or_are_named(file: Path) -> None:
     inside = {
-        "cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 5, "bogus": 1},
+        "cache_transceiver_config": {
+            "backend": "NIXL",
+            "kv_transfer_timeout_ms": 5,
+            "bogus": 1,
+        },
         "kv_cache_config": {"bogus": {"a": 1}, "dtype": "fp8"},
         "kv_cache_dtype": "auto",
         "scheduler_config": {"dynamic_batch_config": {"enable_batch_size_tuning": True}},
@@ -179,7 +186,9 @@ def test_keys_inside_mappings_have_their_effect_or_are_named(file: Path) -> None
         "model": "tiny-llama",
     }
     names = (
-        "kv_cache_config.bogus, cache_transceiver_config,"
+        "kv_cache_config.bogus, cache_transceiver_config.backend,"
+        " cache_transceiver_config.kv_transfer_timeout_ms,"
+        " cache_transceiver_config.bogus,"
         " scheduler_config.dynamic_batch_config.enable_batch_size_tuning"
     )
     config = given(file, core=TORCH, executors=inside)
@@ -190,6 +199,13 @@ def test_keys_inside_mappings_have_their_effect_or_are_named(file: Path) -> None
     assert config.in_section("executors").kv_cache_dtype == "fp8"
     again = given(file, core=TORCH, executors=inside | {"kv_cache_dtype": "bfloat16"})
     assert "kv_cache_dtype" in check_yaml(again)[1]
+
+
+def test_guesses_without_a_model(file: Path) -> None:
+    """`plan` checks them before a model is there."""
+    wrong = {"decoding_type": "NGram", "max_draft_len": 0}
+    with pytest.raises(ConfigError, match="--speculative_config max_draft_len 0: must be a whole number"):
+        check_yaml(given(file, core=TORCH, executors=section(speculative_config=wrong)))
 
 
 @pytest.mark.parametrize("half", ["context", "generation"])

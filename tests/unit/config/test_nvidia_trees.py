@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.nvidia.tree_files import in_tree
 from tests.helpers.config_files import config_of
+
+
+@pytest.mark.parametrize("there", ["code/x", "src/code/x", "src/x"])
+def test_a_path_that_a_submission_has_moved(tmp_path: Path, there: str) -> None:
+    """Its tree has `code`, or what was in it, below `src`."""
+    folder = tmp_path / "configs" / "llama2-70b" / "Offline"
+    folder.mkdir(parents=True)
+    (answers := tmp_path / there / "generation_config.json").parent.mkdir(parents=True)
+    answers.write_text("{}")
+    (path := folder / "__init__.py").write_text("")
+    assert in_tree("llm_gen_config_path", "code/x/generation_config.json", str(path)) == str(answers)
+    assert in_tree("llm_gen_config_path", "code/y/other.json", str(path)) == "code/y/other.json"
 
 
 def test_an_earlier_tree(tmp_path: Path) -> None:

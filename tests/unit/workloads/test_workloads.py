@@ -60,7 +60,8 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
         "    t = settings.test\n"
         "    more = {n: getattr(t, n) for n in ('use_token_latencies', 'sample_concatenate_permutation',"
         " 'ttft_latency')}\n"
-        "    print(json.dumps(settings.to_json() | more | {'user_conf': settings.user_conf}))\n"
+        "    print(json.dumps(settings.to_json() | more | {'user_conf': settings.user_conf,"
+        " 'notes': settings.notes}))\n"
         "except ConfigError as error:\n    print(json.dumps({'error': str(error)}))\n"
     )
     argv = [
@@ -285,6 +286,21 @@ def test_without_a_workload(tmp_path: Path) -> None:
     assert (longer["min_duration_ms"], longer["min_query_count"]) == (7000, 900)
     single = loadgen(parse_run(["--core_type", "dummy", "--scenarios", "SingleStream"]), 20)
     assert (single["target_qps"], single["min_query_count"]) == (None, 64)
+
+
+def test_a_key_that_loadgen_does_not_read(tmp_path: Path) -> None:
+    """Generators of user.conf write performance_sample_count; published files have it."""
+    conf = tmp_path / "user.conf"
+    conf.write_text(
+        "*.Server.performance_sample_count = 7\n*.Server.performance_sample_count_override = 9\n"
+        "*.Server.target_qps = 51.52\n"
+    )
+    settings = loadgen(options("llama2-70b", "--user_conf", str(conf)), 24576)
+    assert settings["notes"] == [
+        f"--user_conf {conf}: performance_sample_count has no effect; LoadGen reads"
+        " performance_sample_count_override"
+    ]
+    assert settings["performance_sample_count"] == 9
 
 
 def test_goodput_replaces_the_workloads_limits(tmp_path: Path) -> None:
