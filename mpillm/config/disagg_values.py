@@ -278,7 +278,7 @@ def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Ite
     """Yield the names of what is stated at `key` and in it, but not in `read`."""
     if value in _NOTHING or key in read:
         return
-    if isinstance(value, Mapping) and (key[0] in INNER or any(known[: len(key)] == key for known in read)):
+    if isinstance(value, Mapping) and (key[-1] in INNER or any(known[: len(key)] == key for known in read)):
         for inner, there in value.items():
             yield from _unread((*key, inner), there, read)
     else:

@@ -82,6 +82,7 @@ class Workload:
     members: tuple[str, ...]  # names in `Benchmark`, for a configuration in Python
     loadgen_model: str  # as mlperf.conf names it
     hf_model: str  # its name on Hugging Face
+    architecture: str  # in its config.json
     model_path: str  # default folder, or a preset
     tensor_parallelism: int  # fewest GPUs of 141 GB that hold its weights in bf16, as a power of two
     dataset_path: str  # default: NVIDIA's folders

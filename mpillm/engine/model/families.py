@@ -59,6 +59,7 @@ class Latent(NamedTuple):
 class Family(NamedTuple):
     """How a family differs from Llama."""
 
+    title: str = ""  # as the pages name it
     renames: Mapping[str, str] = MappingProxyType({})  # fields of config.json that Llama calls otherwise
     defaults: Raw = MappingProxyType({})  # of fields that config.json may leave out, as transformers has them
     rope: Raw | None = None  # rope_parameters, where config.json has neither these nor rope_scaling
@@ -110,24 +111,31 @@ _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _ALWAYS_NORMED = {"norm_topk_prob": (True, None)}  # the weights of a row's experts
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(defaults=_MISTRAL | {"sliding_window": 4096}, slides=_all_layers),
+    "LlamaForCausalLM": Family("Llama"),
+    "MistralForCausalLM": Family("Mistral", defaults=_MISTRAL | {"sliding_window": 4096}, slides=_all_layers),
     "MixtralForCausalLM": Family(
+        "Mixtral",
         defaults=_MISTRAL | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},
         fixed=_ALWAYS_NORMED,
         slides=_all_layers,
         experts=Experts("block_sparse_moe", gate_up="w13", down="w2"),
     ),
     "Qwen2ForCausalLM": Family(
-        defaults=_QWEN | {"num_key_value_heads": 32}, qkv_bias=True, slides=_upper_layers, layer_types=True
+        "Qwen2",
+        defaults=_QWEN | {"num_key_value_heads": 32},
+        qkv_bias=True,
+        slides=_upper_layers,
+        layer_types=True,
     ),
     "Qwen3ForCausalLM": Family(
+        "Qwen3",
         defaults=_QWEN | {"num_key_value_heads": 32, "head_dim": 128},
         qk_norm=True,
         slides=_upper_layers,
         layer_types=True,
     ),
     "Qwen3MoeForCausalLM": Family(
+        "Qwen3-MoE",
         defaults=_QWEN | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         fixed={"mlp_only_layers": ([], None), "decoder_sparse_step": (1, None)},
         qk_norm=True,
@@ -135,6 +143,7 @@ FAMILIES = {
         experts=Experts(inner_size="moe_intermediate_size"),
     ),
     "GPT2LMHeadModel": Family(
+        "GPT-2",
         renames={
             "n_embd": "hidden_size",
             "n_layer": "num_hidden_layers",
@@ -163,6 +172,7 @@ FAMILIES = {
         learned_positions=True,
     ),
     "GptOssForCausalLM": Family(
+        "gpt-oss",
         defaults={
             "head_dim": 64,
             "sliding_window": 128,
@@ -193,6 +203,7 @@ FAMILIES = {
         activation="clamped_swiglu",
     ),
     "DeepseekV3ForCausalLM": Family(
+        "DeepSeek V3",
         renames={"n_routed_experts": "num_local_experts"},
         defaults={
             "q_lora_rank": 1536,
@@ -218,6 +229,7 @@ FAMILIES = {
         experts=Experts(inner_size="moe_intermediate_size", grouped=True),
     ),
     "Gemma3ForCausalLM": Family(
+        "Gemma 3 (text)",
         defaults={
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
