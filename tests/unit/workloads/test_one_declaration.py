@@ -24,6 +24,7 @@ from mpillm.workloads.workload import Accuracy, Columns, Limits, Submission, Wor
 
 new = Workload(
     name="new-7b", aliases=("new",), members=("NEW_7B",), loadgen_model="new_7b", hf_model="someone/New-7B",
+    architecture="LlamaForCausalLM",
     model_path="build/models/New-7B", tensor_parallelism=4, dataset_path="build/preprocessed_data/new",
     frame_file="new.pkl", columns=Columns("ids", references=("gt_output", "metric")), n_samples=5120,
     max_input_len=320, max_output_len=128, end_ids=(7,), min_output_len=2,
