@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from disagg.errors import ConfigError
 
 _MOST_JSON = 1 << 28
+LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
 _LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
 _MOST_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
 
@@ -67,6 +69,8 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
+    if data.startswith(LFS_POINTER):
+        raise ConfigError(f"{path}: {lfs_hint(path.parent)}")
     if len(data) > _MOST_JSON:
         raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
     try:
@@ -80,6 +84,11 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
     except ValueError:
         raise ConfigError(f"{path}: not valid JSON: a number of too many digits") from None
+
+
+def lfs_hint(folder: Path) -> str:
+    """Return what to do about Git LFS's pointer to a file of a folder."""
+    return f"a Git LFS pointer, not the file; fetch it: `git -C {shlex.quote(str(folder))} lfs pull`"
 
 
 def n_values(shape: Sequence[Any]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_rope import read_rope
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.engine.weights.weight_files import has_tensor
-from mpillm.files import as_written, check_files, excerpt, read_object
+from mpillm.files import as_written, check_files, excerpt, is_there, read_object
+from mpillm.models.other_weights import other_weights
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
@@ -80,7 +82,9 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
         return PRESETS / f"{model_path}.json", None
     check_files(folder)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model_path {model_path}: no model there: the folder has no config.json")
+        raise ConfigError(
+            f"--model_path {model_path}: no model there: the folder has no config.json{other_weights(folder)}"
+        )
     return folder / "config.json", folder
 
 
@@ -95,6 +99,13 @@ def model_folder(model_path: str) -> Path | None:
         return folder
     if is_preset(model_path):
         return None
+    if folder.suffix == ".gguf" and is_there(folder):
+        raise ConfigError(
+            f"--model_path {model_path}: a GGUF file, not a folder; convert it: `python -m mpillm fetch-model"
+            f" {shlex.quote(model_path)}`, which prints the folder for --model_path"
+        )
+    if is_there(folder):
+        raise ConfigError(f"--model_path {model_path}: a file, not a folder with config.json and weights")
     if _HUB_ID.fullmatch(model_path):
         where = f"models/{folder.name}"
         raise ConfigError(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.engine.weights.entries import ITEM_BYTES, Entry
-from mpillm.files import n_values, read_object
+from mpillm.files import LFS_POINTER, lfs_hint, n_values, read_object
+from mpillm.models.other_weights import other_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_MAX_SHARDS = 10_000
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -25,12 +29,14 @@ def read_header(file: Path) -> dict[str, Entry]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
+            if start == LFS_POINTER[:8]:
+                raise ConfigError(f"{file}: {lfs_hint(file.parent)}")
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
                 raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
             raw = stream.read(length)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        raise ConfigError(f"{file}: no such file{other_weights(file.parent)}") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     try:
@@ -55,13 +61,13 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model's index, or its only one.
+    """Return the safetensors files of a model's index, its only one, or all of its shards without an index.
 
     Raises ConfigError if the index cannot be read.
     """
     index = folder / INDEX
     if not index.is_file():
-        return [folder / SINGLE]
+        return [folder / SINGLE] if (folder / SINGLE).exists() else _shards(folder) or [folder / SINGLE]
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{index}: no weight_map")
@@ -72,6 +78,15 @@ def weight_files(folder: Path) -> list[Path]:
         if not name.isprintable():
             raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is no file's name")
     return sorted({folder / name for name in weight_map.values()})
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return all files of a model whose index is missing; empty if none of them is there."""
+    numbers = {int(match[2]) for file in folder.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
+    n = max(numbers, default=0)
+    if not 0 < n <= _MAX_SHARDS:
+        return []
+    return [folder / f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
 
 
 def has_tensor(folder: Path, name: str) -> bool:

@@ -1,0 +1,37 @@
+"""Weights in a form that the engine does not read: their names, and what to do about each."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+_TRANSFORMERS = (
+    "save it as safetensors: `python3 -c 'import sys, transformers as t;"
+    ' t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[1])\''
+    " {folder}`"
+)
+_SAFETENSORS = "fetch the model's model*.safetensors, and model.safetensors.index.json if there are several"
+# Patterns of files' names in the order in which they are looked for, and the remedy, with {file} and {folder}
+_OTHERS = (
+    ("*.gguf", "convert it: `python -m mpillm fetch-model {file}`"),
+    ("consolidated*.safetensors", f"it has Mistral's names of tensors; {_SAFETENSORS}"),
+    ("adapter_model.*", "it is an adapter; name its base model, or merge both by peft's merge_and_unload"),
+    ("pytorch_model*.bin", _TRANSFORMERS),
+    ("consolidated*.pth", _SAFETENSORS),
+    ("tf_model.h5", _SAFETENSORS),
+    ("flax_model.msgpack", _SAFETENSORS),
+    ("*.onnx", _SAFETENSORS),
+    ("*.safetensors", "rename it: `mv {file} {folder}/model.safetensors`"),
+)
+
+
+def other_weights(folder: Path) -> str:
+    """Return the end of a message: which other weights a folder has, and the remedy; empty for none."""
+    for pattern, remedy in _OTHERS:
+        if found := sorted(folder.glob(pattern)):
+            if pattern == "*.safetensors" and len(found) > 1:
+                remedy = _SAFETENSORS
+            names = {"file": shlex.quote(str(found[0])), "folder": shlex.quote(str(folder))}
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            return f"; the folder has {found[0].name[:80]}{more}: {remedy.format(**names)}"
+    return ""
