@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_NAMED = 4  # servers in one message
+_MAX_COUNT = 1e18  # in a file of any origin
 _LEASE = (
     'raise kv_lease_duration (seconds): --server_args=\'--kv-transfer-config {…, "kv_connector_extra_config":'
     ' {"kv_lease_duration": 120}}\''
@@ -41,7 +42,7 @@ class TestedServer:
         for key, value in record.items():
             if value is None:
                 self.unknown.add(key)
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            elif _is_number(value):
                 self.sums[key] = self.sums.get(key, 0) + value
         self.counted = record.get("counted", self.counted)
         self.models.add(str(record.get("model", "")))
@@ -49,17 +50,26 @@ class TestedServer:
 
     def own(self, name: str) -> float | None:
         """Return a count of the server itself; None: it does not count that."""
-        return None if self.counted is None else self.counted.get(name)
+        count = self.counted.get(name) if isinstance(self.counted, Mapping) else None
+        return count if _is_number(count) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_COUNT
 
 
 def tested_servers(result: Mapping[str, Any]) -> list[TestedServer]:
-    """Return the servers in a test's result, in the order of its instances."""
+    """Return the servers in a test's result, in the order of its instances; the file may be of any origin."""
     servers: dict[str, TestedServer] = {}
     for client in result.get("per_instance", ()):
-        for record in client.get("servers", ()):
-            url = record["url"]
+        records = client.get("servers")
+        for record in records if isinstance(records, list) else ():
+            if not isinstance(record, Mapping):
+                continue
+            url, role = str(record.get("url")), str(record.get("role", ""))
             if url not in servers:
-                servers[url] = TestedServer(url, record["role"], record["owned"], record["may_recompute"])
+                may_recompute = bool(record.get("may_recompute"))
+                servers[url] = TestedServer(url, role, bool(record.get("owned")), may_recompute)
             servers[url].add(record)
     return [*servers.values()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +32,12 @@ async def late(request, call_next):
 """
 
 
-def run(one: Starter, model: Path, data: Path, server_args: str, *words: object) -> Ended:
-    """Run two vLLM servers to the end of a test."""
+def run(one: Starter, model: Path, data: Path, server_args: str, code: int = DONE) -> Ended:
+    """Run a test with two vLLM servers, which ends with an exit code."""
     options = ("--dataset_path", data, "--model_path", model, "--max_output_len", 16, "--dtype", "float32")
     more = ("--save_outputs", "--min_duration", 0, f"--server_args={server_args}")
-    command = one.start(3, *options, *DISAGG, *more, *words, core="trtllm_endpoint")
-    return command.end(TIMEOUT_S).must(DONE)
+    command = one.start(3, *options, *DISAGG, *more, core="trtllm_endpoint")
+    return command.end(TIMEOUT_S).must(code)
 
 
 def test_leases_that_expire(
@@ -81,6 +82,53 @@ def test_a_generation_server_without_a_connector(
     say(f"a generation server without --kv-transfer-config: {ended.result['status']}, {arrived}")
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
     assert arrived.startswith("generation server http://127.0.0.1:") and "--kv-transfer-config" in arrived
+
+
+ELSEWHERE = """import re
+
+
+class Elsewhere:
+    \"\"\"Replaces the port of the context server in requests by one that never answers.\"\"\"
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        if b'"do_remote_prefill":true' in body:
+            size = len(body)
+            body = re.sub(rb'"remote_port":\\d+', b'"remote_port":PORT', body).ljust(size)
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again():
+            return pending.pop() if pending else await receive()
+
+        await self.app(scope, again, send)
+"""
+
+
+def test_a_handshake_that_times_out(
+    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, say: Says
+) -> None:
+    """vLLM answers "Internal server error": the cause is in the generation server's log, and is quoted."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        module = ELSEWHERE.replace("PORT", str(silent.getsockname()[1]))
+        (tmp_path / "program" / "site" / "elsewhere.py").write_text(module)
+        ended = run(
+            one,
+            model,
+            prompts(2),
+            "--enforce-eager --max-model-len 512 --middleware elsewhere.Elsewhere",
+            code=4,
+        )
+    say(f"a handshake that times out: {ended.message}")
+    assert "HTTP 500" in ended.message and "failures in " in ended.message
+    assert "handshake" in ended.message
 
 
 def test_clean_runs_are_not_doubted(

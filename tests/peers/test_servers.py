@@ -28,7 +28,8 @@ USER_CONF = "".join(
         ("target_latency_percentile", 90),
     )
 )
-TRANSFERS = ["no_failed_transfers", "contexts_arrived"]  # of which a server that is no half says nothing
+# Checks of disaggregated serving, for which an aggregated server gives no counts.
+TRANSFERS = ["no_failed_transfers", "no_expired_leases", "contexts_arrived"]
 Outputs = dict[int, tuple[list[int], str]]  # tokens and text, by index of the prompt
 
 
@@ -158,6 +159,25 @@ def test_clean_runs_are_not_doubted(
         assert (result["status"], doubts, set(checks.values()) - {None}) == ("VALID", [], {""}), result
         assert [name for name, found in checks.items() if found is None] == TRANSFERS, checks
     say(f"{n_clean} clean runs of vLLM: none is doubted")
+
+
+def test_two_runs_at_one_server(
+    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """Each run sees by the server's totals that the other one used it."""
+    data = ("--dataset_path", prompts(40), "--model_path", model, "--max_output_len", 32, "--min_duration", 0)
+    words = (*data, "--trtllm_server_urls", vllm, "--core_options", f"model:{MODEL}")
+    folders = [one.folder / name for name in ("first", "second")]
+    runs = [
+        one.start(2, *words, "--log_dir", folder, core="trtllm_endpoint", log_dir=folder)
+        for folder in folders
+    ]
+    results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
+    totals = [result["server_checks"]["server_totals"] for result in results]
+    say(f"two runs at one vLLM: {totals}")
+    assert [result["status"] for result in results] == ["VALID", "VALID"]
+    assert all(total.startswith(f"http://{vllm} counts ") for total in totals)
+    assert all("tokens more than arrived here: others used it" in total for total in totals)
 
 
 def test_transformers(

@@ -74,6 +74,7 @@ class EventStream:
 _DONE = b"[DONE]"
 _MOST_PIECES = 64  # of text, for each token that was asked for
 OF_REQUESTS = (400, 404, 413, 422, 429)  # statuses of a request, not of how the server is asked, as 401
+_MAX_MODELS, _MAX_NAME = 4, 4096  # names of models that one answer may have, and their characters
 _MOST_SAID = 300  # characters of an error
 _MOST_WAIT_S = 86_400
 _FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
@@ -172,8 +173,8 @@ class Answer:
             if isinstance(status, int) and 400 <= status < 600:
                 refusal = refusal_of(status, data, None)
             raise AnswerError(f"it sent an error: {error_text(message)}", refusal)
-        if isinstance(model := message.get("model"), str):
-            self.models.add(model)
+        if isinstance(model := message.get("model"), str) and len(self.models) < _MAX_MODELS:
+            self.models.add(model[:_MAX_NAME])
         try:
             for choice in message.get("choices") or ():
                 self._choose(choice, at)

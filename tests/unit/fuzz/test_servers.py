@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import queue
 from collections.abc import Mapping
 from functools import cache
@@ -29,6 +30,7 @@ from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.http_connection import HttpError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
+from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, reading_of
 from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.nvidia.triton.tritonserver import model_table
@@ -36,6 +38,7 @@ from mpillm.nvidia.triton_client import text_client, token_client
 from mpillm.nvidia.triton_client.connection import Connection
 from mpillm.nvidia.triton_core import core as triton_core
 from mpillm.nvidia.triton_core.triton_ready import Model
+from mpillm.report import tested_servers as report
 from tests.helpers.fuzzing import ODD_TEXT, changed, damaged, fuzz, json_bytes
 from tests.unit.fuzz.test_wire import HTTP_WORDS, JSON_WORDS, LAST, raw_server
 from tests.unit.fuzz.test_wire import whole as reply
@@ -135,6 +138,81 @@ def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> No
     handed = handover.handed(answer.whole)
     if handed is not None:
         assert isinstance(handover.for_generation(REQUEST, handed), bytes)
+
+
+METRICS = (
+    b'vllm:num_requests_running{engine="0",model_name="a b}"} 3.0\n'
+    b'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30\n'
+    b'vllm:prompt_tokens_by_source_total{source="local_compute"} 4 1395066363000\n'
+    b"vllm:nixl_num_kv_expired_reqs_total 34\nvllm:generation_tokens_total 1e3\n"
+    b"sglang:num_requests_total{} 2.0\nsglang:spec_verify_calls_total 5\nmpillm:kv_transfers_total 7\n"
+)
+ITERATIONS = [{"numActiveRequests": 5, "kvCacheStats": {"usedNumBlocks": 6, "maxNumBlocks": 9}}]
+
+
+@fuzz(
+    damaged([METRICS], [b"{", b"}", b'source="', b"NaN", b"1e999", b"-1", b" "])
+    | changed([ITERATIONS]).map(json_bytes)
+)
+def test_pages_of_metrics(_: Path, data: bytes) -> None:
+    """Every count is a number or not known."""
+    text = data.decode(errors="replace")
+    for reading in (reading_of(text), of_iterations(text, Reading())):
+        assert all(value is None or math.isfinite(value) for value in reading)
+        assert all(by == 0 for by in grown([reading], [reading]).values())
+
+
+SERVER = {
+    "url": "http://a:1",
+    "role": "generation",
+    "model": "m",
+    "owned": True,
+    "may_recompute": True,
+    "answers": 4,
+    "prompt_tokens": 50,
+    "generated_tokens": 16,
+    "lost_tokens": 4,
+    "handed_over": 4,
+    "other_model": "n",
+    "other_models": 1,
+    "counted": {"generated_tokens": 40.0, "transfers": 3.0, "expired_leases": 2.0, "cached_tokens": 1.0},
+}
+
+
+@fuzz(changed([[SERVER, {**SERVER, "url": "http://b:1", "role": "context"}]]))
+def test_servers_in_a_result_of_any_origin(_: Path, servers: Any) -> None:
+    """`submission` reads it again from the file."""
+    found = report.tested_servers({"per_instance": [{"samples": 4, "servers": servers}]})
+    texts = [
+        report.expired_leases(found),
+        report.missing_contexts(found)[0],
+        report.other_totals(found)[0],
+        report.other_models(found),
+    ]
+    texts += [
+        report.counted_at(found, "cached_tokens"),
+        report.summed_at(found, "answers"),
+        *report.models_in_use(found),
+    ]
+    assert all(isinstance(text, str) for text in texts)
+
+
+@fuzz(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99), st.integers(1, 3))
+def test_totals_agree_up_to_requests_without_an_answer(
+    _: Path, counted: int, arrived: int, lost: int, n_clients: int
+) -> None:
+    """However the answers are split over clients, one of which reads the server's counts."""
+    clients = [{"generated_tokens": 0, "lost_tokens": 0} for _ in range(n_clients)]
+    for i in range(arrived):
+        clients[i % n_clients]["generated_tokens"] += 1
+    for i in range(lost):
+        clients[-1 - i % n_clients]["lost_tokens"] += 1
+    records: list[dict[str, Any]] = [{"url": "a", "prompt_tokens": 0, **one} for one in clients]
+    records[0]["counted"] = {"generated_tokens": float(counted), "prompt_tokens": 0.0}
+    text, known = report.other_totals(
+        report.tested_servers({"per_instance": [{"servers": [one]} for one in records]})
+    )
+    assert known and bool(text) == (not arrived <= counted <= arrived + lost)
 
 
 INDEX = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n", "reason": "no file"}]
