@@ -19,7 +19,7 @@ from launch.places import RUNS
 from mpillm.bench.loadtest.endpoint_client import EndpointClient
 from mpillm.bench.loadtest.endpoint_page import endpoint_page
 from mpillm.bench.loadtest.load_test import LoadTest, arrivals
-from mpillm.bench.loadtest.serving_report import DETAILS, numbers, table
+from mpillm.bench.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
 from mpillm.config.values import Values
 from mpillm.configurator import json_output, option
 from mpillm.configurator.latency_limits import WORDS, limits_ms
@@ -111,8 +111,11 @@ def main(config: Options) -> int:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
     result |= numbers(test.records, result["duration"], percentiles, limits)
+    result |= judged(test.records, limits)
     lines = list(table(result, percentiles, config.request_rate, values["max_concurrency"]))
     print("\n".join(lines))
+    for line in (verdict := verdict_lines(result)):
+        print(line)
     busy = result["client_busy_fraction"]
     print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
     if busy > _BUSY and not config.null:
@@ -124,7 +127,7 @@ def main(config: Options) -> int:
     folder = series_folder(config.log_dir, "endpoint")
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "endpoint.html"
-    write_text(page, endpoint_page(config.url or "--null", result, test.records, lines, limits))
+    write_text(page, endpoint_page(config.url or "--null", result, test.records, lines, verdict))
     print(f"page  {path_shown(page)}")
     errors = [error for error in result["errors"] if error]
     for text in dict.fromkeys(errors[:10]):

@@ -11,7 +11,7 @@ from mpillm.config.values import Values, collect
 from mpillm.configurator import json_output, option
 from mpillm.configurator.columns import table
 from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import positive
+from mpillm.configurator.parsers import boolean, positive
 from mpillm.errors import ExitCode
 from mpillm.files import write_text
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
@@ -25,6 +25,7 @@ class _Options(Values, group="runs"):
     """Options of ``runs``."""
 
     most = option("how many to list; the page has all", positive, default=20)
+    series = option("also list the runs of sweeps, searches and other series", boolean, default=False)
 
 
 def _parser() -> Parser:
@@ -50,17 +51,20 @@ def main(argv: Sequence[str]) -> int:
     found = find_runs(folder)
     if not found:
         raise ConfigError(f"there is no run in {folder}")
-    listed = found[: options.most]
+    chosen = [one for one in found if options.series or not one.series] or found
+    listed = chosen[: options.most]
     head, *lines = table([COLUMNS, *map(cells_of, listed)], 2, width=_WIDE).splitlines()
     print(head)
     for one, line in zip(listed, lines, strict=True):
         print(f"{line}\n  {one.what}: {one.path}" if one.what else f"{line}\n  {one.path}")
-    if len(found) > options.most:
-        print(f"… and {len(found) - options.most:,} more: --most {len(found)}")
+    if len(chosen) > options.most:
+        print(f"… and {len(chosen) - options.most:,} more: --most {len(chosen)}")
+    if n_parts := len(found) - len(chosen):
+        print(f"… and {n_parts:,} of sweeps, searches and other series: --series true")
     json_output.tell(
         [
             {"run": str(one.path), "started": one.started, "status": one.status, "result": one.result}
-            for one in found[: options.most]
+            for one in listed
         ]
     )
     page = folder / "index.html"

@@ -219,7 +219,7 @@ class TorchCore(LLMCore):
         if self._runs is None:
             total, read = self.info.n_bytes, min(bytes_held.count(), self.info.n_bytes)
             if not read:
-                return f"starts the engine, then reads {total / 1e9:.2f} GB of weights"
+                return "starts the engine, no weights are read yet"
             return f"{read / 1e9:.2f} of {total / 1e9:.2f} GB of weights"
         n = compilations.count()
         return f"{n} kernels and graphs compiled" if n else ""

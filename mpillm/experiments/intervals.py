@@ -17,6 +17,9 @@ SPANS = 10
 """Spans of time of a run, for rates: batches, which end together, should be shorter than a span."""
 
 LEAST_PER_BLOCK = 5
+MAX_PAIRS = 100
+"""Pairs of runs that a user might still make."""
+
 STARRED = (
     "the interval of the change leaves out 0; how much two runs of the same options differ, one run can't"
     " tell: ab measures that"
@@ -123,6 +126,23 @@ def paired_test(a: Sequence[float], b: Sequence[float], alpha: float) -> Paired:
     reach = t_quantile(1 - alpha / 2, n - 1) * error
     p = 2 * (1 - t_cdf(abs(mean) / error, n - 1))
     return Paired(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p, alpha)
+
+
+def pairs_needed(seen: Paired, n: int) -> int | None:
+    """Return how many pairs decide, if further ones have the mean and the deviation of the `n` seen.
+
+    None: more than `MAX_PAIRS`.
+    """
+    mean, reach = abs(math.log(seen.ratio)), math.log(seen.high / seen.ratio)
+    deviation = reach / t_quantile(1 - seen.alpha / 2, n - 1) * math.sqrt(n)
+    return next(
+        (
+            more
+            for more in range(n + 1, MAX_PAIRS + 1)
+            if mean > t_quantile(1 - seen.alpha / 2, more - 1) * deviation / math.sqrt(more)
+        ),
+        None,
+    )
 
 
 def t_quantile(probability: float, df: float) -> float:

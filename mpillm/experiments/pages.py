@@ -38,7 +38,8 @@ def ab_page(
     ]
     values = Chart("pairs", metric.replace("_", " "), unit, numbers, lines, "pair")
     values.names, values.joined = [f"{i:g}" for i in numbers], len(lines)
-    head, _, test = verdict.partition("\n")
+    head, *more = verdict.splitlines()
+    test = "".join(f"<p>{escape(line)}</p>" for line in more)
     sides = "".join(
         f'<li><i class="c{colour}"></i><strong>{side}</strong> {escape(text or "(no options)")}</li>'
         for colour, (side, text) in enumerate(zip("AB", texts, strict=True))
@@ -52,7 +53,7 @@ def ab_page(
         rows.append((i, *links, f"{100 * (b / a - 1):+.2f} %"))
     body = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p><strong>{escape(head)}</strong></p>"
-        f'<p>{escape(test)}</p><ul class="runs">{sides}</ul>{doubts_list(doubtful)}</header>',
+        f'{test}<ul class="runs">{sides}</ul>{doubts_list(doubtful)}</header>',
         chart_section("Pairs", [values], "A and B of each pair ran one after the other."),
         section("All pairs", ("pair", f"A, {unit}", f"B, {unit}", "B against A"), rows),
     )

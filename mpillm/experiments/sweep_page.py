@@ -44,9 +44,11 @@ def sweep_page(
     of = per(found)
     charts = [chart] if (chart := pareto_chart(found, front, of)) else []
     failed = sum(one["status"] == "FAILED" for one in found)
+    refused = sum(found[i]["status"] == "INVALID" for i in front)
+    on_curve = f" (<strong>{refused} of these INVALID</strong>)" if refused else ""
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(found)} points, {len(front)} on the Pareto"
-        f" curve{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
+        f" curve{on_curve}{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
         f"{doubts_list(doubtful_points(found))}</header>"
     )
     curve = chart_section("The Pareto curve", charts, _NOTE, wide=True)
@@ -103,6 +105,7 @@ def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: s
     if not known:
         return None
     lines = _curves(found, [i for *_, i in known], front)
+    refused = [at for at, (*_, i) in enumerate(known) if found[i].get("status") == "INVALID"]
     return Chart(
         "pareto",
         f"tokens/s per {of}, against tokens/s per user",
@@ -113,9 +116,15 @@ def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: s
             for label, some, colour in lines
         ],
         "tokens/s per user",
-        names=[f"{i + 1} {values_text(found[i])}" for _, _, i in known],
+        names=[f"{i + 1} {values_text(found[i])}{_verdict(found[i])}" for _, _, i in known],
         joined=sum(colour != _OTHERS for *_, colour in lines),
+        crossed=("INVALID", refused) if refused else None,
     )
+
+
+def _verdict(one: Mapping[str, Any]) -> str:
+    """Return the verdict of a point that is INVALID, for its name; else ""."""
+    return ", INVALID" if one.get("status") == "INVALID" else ""
 
 
 def _curves(

@@ -21,6 +21,8 @@ SERIES_PAGES = (
     "advise.html",
     "endpoint.html",
 )
+_SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # how their folders' names end
+_SEARCH = "search.json"  # of find-max-qps, from its first test on
 _PLAN = "plan.json"  # every run writes it as it begins
 _DEEPEST = 4  # a sweep's runs lie in its folder
 
@@ -32,6 +34,7 @@ class ListedRun:
     path: Path
     started: float  # time.time()
     result: Mapping[str, Any]
+    series: str = ""  # the folder of the sweep or other series that it is a part of; "": a single run
 
     @property
     def status(self) -> str:
@@ -67,8 +70,23 @@ class ListedRun:
 
 def find_runs(folder: Path) -> list[ListedRun]:
     """Return the runs below a folder, newest first."""
-    found = [ListedRun(plan.parent, plan.stat().st_mtime, _result(plan.parent)) for plan in _plans(folder)]
+    found = [
+        ListedRun(plan.parent, plan.stat().st_mtime, _result(plan.parent), series_of(plan.parent, folder))
+        for plan in _plans(folder)
+    ]
     return sorted(found, key=lambda one: (one.started, str(one.path)), reverse=True)
+
+
+def series_of(run: Path, folder: Path) -> str:
+    """Return the folder, below `folder`, of the series that a run is a part of; "" of a single run."""
+    names = run.relative_to(folder).parts[:-1]
+    for i in range(1, len(names) + 1):
+        parent = folder.joinpath(*names[:i])
+        if parent.name.endswith(_SERIES) or any(
+            (parent / file).exists() for file in (*SERIES_PAGES, _SEARCH)
+        ):
+            return "/".join(names[:i])
+    return ""
 
 
 def find_series(folder: Path) -> list[Path]:

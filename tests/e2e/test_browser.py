@@ -75,6 +75,17 @@ def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
         assert drawn(page, tmp_path).count("<canvas") == charts[name], name
 
 
+def test_the_index_hides_runs_of_series_and_says_that_a_table_goes_on(tmp_path: Path) -> None:
+    for name in ("own", "a-sweep/point"):
+        write(make_run(tmp_path / "runs" / name) / "plan.json", {"ranks": []})
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    page = tmp_path / "runs" / "index.html"
+    shown = drawn(page, tmp_path)
+    assert 'data-series=""' in shown and 'data-series="a-sweep"' not in shown and "1 of 2 runs" in shown
+    narrow = rendered(page, tmp_path, "--window-size=500,900").stdout
+    assert "goes-on" in narrow.partition("<main>")[2]
+
+
 WIDTHS = (390, 800, 1280, 1600)
 
 

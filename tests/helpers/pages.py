@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-VOID = {"meta", "link", "br", "line", "polyline", "rect", "wbr"}
+VOID = {"meta", "input", "link", "br", "line", "polyline", "rect", "wbr"}
 
 
 class Wellformed(HTMLParser):

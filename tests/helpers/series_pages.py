@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mpillm.bench.loadtest.endpoint_page import endpoint_page
 from mpillm.bench.loadtest.load_test import Record
+from mpillm.bench.loadtest.serving_report import judged, verdict_lines
 from mpillm.experiments.pages import ab_page, advise_page, search_page
 from mpillm.experiments.rate_search import Tried
 
@@ -44,9 +45,10 @@ def endpoint(_: Path) -> str:
         Record(10, 0.1 * i, ttft=0.05 + 0.001 * i, latency=0.1 + 0.001 * i, output_len=5) for i in range(100)
     ]
     records.append(Record(10, error="no"))
-    result = {"request_rate": 10.0, "failed": 1, "model_id": "a/model", "num_prompts": 101}
+    result = {"request_rate": 10.0, "failed": 1, "completed": 100, "model_id": "a/model", "num_prompts": 101}
+    result |= judged(records, {"ttft": 500})
     lines = ["==== Serving ====", "Successful requests:        100"]
-    return endpoint_page("http://host:8000/v1", result, records, lines, {"ttft": 500})
+    return endpoint_page("http://host:8000/v1", result, records, lines, verdict_lines(result))
 
 
 PAGES = {"search": search, "ab": ab, "advise": advise, "endpoint": endpoint}

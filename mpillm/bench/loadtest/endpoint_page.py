@@ -24,9 +24,10 @@ def endpoint_page(
     result: Mapping[str, Any],
     records: Sequence[Record],
     lines: Sequence[str],
-    limits: Mapping[str, float],
+    verdict: Sequence[str],
 ) -> str:
-    """Return the page. `lines`: what the console shows; `limits`: of goodput, in ms."""
+    """Return the page. `lines`, `verdict`: as on the console."""
+    limits = result.get("limits_ms", {})
     good = [one for one in records if not one.error]
     cdfs = []
     for name, (said, of) in _OF.items():
@@ -41,7 +42,7 @@ def endpoint_page(
     failed = f", <strong>{result['failed']:,} failed</strong>" if result["failed"] else ""
     head = (
         f"<header><h1>{escape(title)}</h1><p>{escape(result['model_id'])} ·"
-        f" {result['num_prompts']:,} requests, {load}{failed}</p></header>"
+        f" {result['num_prompts']:,} requests, {load}{failed}</p>{_judged(result, verdict)}</header>"
     )
     rows = [line.rsplit(":", 1) for line in lines if ":" in line and not line.startswith("=")]
     body = (
@@ -51,6 +52,15 @@ def endpoint_page(
         section("Figures", ("", ""), [(name, value.strip()) for name, value in rows]),
     )
     return document(f"bench endpoint: {title}", body, (*cdfs, *times))
+
+
+def _judged(result: Mapping[str, Any], verdict: Sequence[str]) -> str:
+    """Return the verdict on the limits, as the console has it; "" without limits."""
+    if not verdict:
+        return ""
+    kind = "better" if result["limits_met"] else "worse"
+    lines = "".join(f"<li>{escape(line.strip())}</li>" for line in verdict[1:])
+    return f'<p><strong class="{kind}">{escape(verdict[0])}</strong></p><ul>{lines}</ul>'
 
 
 def _over_time(good: Sequence[Record]) -> list[Chart]:

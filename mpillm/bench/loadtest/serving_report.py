@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpillm.bench.loadtest.load_test import Record
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -67,6 +68,43 @@ def numbers(
         for p in percentiles:
             result[f"p{p:g}_{name}_ms"] = float(np.percentile(milliseconds, p))
     return result
+
+
+def judged(records: Sequence[Record], limits_ms: Mapping[str, float]) -> dict[str, Any]:
+    """Return for the result whether the latencies met the limits, by LoadGen's rule for Server tests.
+
+    Of each limit as many requests may be late as LoadGen's early stopping allows; a failed one is late.
+    """
+    if not limits_ms:
+        return {}
+    times: dict[str, Callable[[Record], float]] = {
+        "ttft": lambda one: one.ttft,
+        "tpot": lambda one: one.tpot,
+        "e2el": lambda one: one.latency,
+    }
+    late = {
+        name: sum(bool(one.error) or times[name](one) > limit / 1e3 for one in records)
+        for name, limit in limits_ms.items()
+    }
+    allowed = max(0, most_late(len(records), SERVER_PERCENTILE))
+    met = all(count <= allowed for count in late.values())
+    return {"limits_ms": dict(limits_ms), "late": late, "late_allowed": allowed, "limits_met": met}
+
+
+def verdict_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return what `judged` found: the verdict, and a line for each limit; [] without limits."""
+    if "limits_met" not in result:
+        return []
+    allowed, n = result["late_allowed"], result["completed"] + result["failed"]
+    enough = queries_needed(SERVER_PERCENTILE) or 0
+    few = f"; LoadGen asks for {enough:,} requests at least" if n < enough else ""
+    verdict = "met" if result["limits_met"] else "MISSED"
+    lines = [f"Limits: {verdict} (late requests: at most {allowed:,} of {n:,}{few})"]
+    for name, limit in result["limits_ms"].items():
+        late = result["late"][name]
+        said = "met" if late <= allowed else "missed"
+        lines.append(f"  {_TITLES[name][0]} {limit:g} ms: {said}, {late:,} late")
+    return lines
 
 
 def _peaks(records: Sequence[Record]) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
 from mpillm.experiments.grouped_doubts import grouped_doubts
-from mpillm.experiments.intervals import Paired
+from mpillm.experiments.intervals import MAX_PAIRS, Paired, pairs_needed
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
@@ -98,8 +98,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def words_of(verdict: Paired, pairs: int) -> str:
-    """Return what the pairs show."""
+    """Return what the pairs show: the change, the ratio with its interval, the test, and what decides it."""
+    sure = f"{100 * (1 - ALPHA):g} % interval"
     interval = f"{100 * (verdict.low - 1):+,.2f} to {100 * (verdict.high - 1):+,.2f} %"
-    test = f"paired t test of {pairs} log ratios: p = {verdict.p:.3g}, real below {ALPHA:g}"
     head = f"B differs: {100 * (verdict.ratio - 1):+,.2f} %" if verdict.real else "no difference shown"
-    return f"{head} ({100 * (1 - ALPHA):g} % interval of the change: {interval})\n{test}"
+    lines = [
+        f"{head} ({sure} of the change: {interval})",
+        f"ratio B/A {verdict.ratio:.4f} ({sure}: {verdict.low:.4f} to {verdict.high:.4f})",
+        f"paired t test of {pairs} log ratios: p = {verdict.p:.3g}, real below {ALPHA:g}",
+    ]
+    if not verdict.real:
+        needed = pairs_needed(verdict, pairs)
+        more = f"--pairs {needed} decides" if needed else f"even --pairs {MAX_PAIRS} does not decide"
+        lines.append(f"undecided: if further pairs are like these, {more}")
+    return "\n".join(lines)

@@ -121,5 +121,13 @@ def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequen
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1, len(names))]
     if front:
-        lines += ["", *curve(found, front, [values_text(one) for one in found], of)]
+        lines += [
+            "",
+            *curve(
+                found,
+                front,
+                [f"{values_text(one)}{'  INVALID' * (one['status'] == 'INVALID')}" for one in found],
+                of,
+            ),
+        ]
     return "\n".join(lines)

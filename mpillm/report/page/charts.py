@@ -36,6 +36,7 @@ class Chart:
     y_limit: tuple[str, float] | None = None  # a y with its label
     marks: list[tuple[str, float]] = field(default_factory=list)  # more of x with their labels
     joined: int = 1  # of points: see `names`
+    crossed: tuple[str, list[int]] | None = None  # points with a cross, by their places in x, and why
 
     @property
     def is_cdf(self) -> bool:
@@ -59,6 +60,7 @@ class Chart:
             "marks": self.marks,
             "names": self.names,
             "joined": self.joined,
+            "crossed": self.crossed[1] if self.crossed else [],
         }
 
 

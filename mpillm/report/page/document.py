@@ -80,8 +80,11 @@ def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = F
 
 
 def _limit(chart: Chart) -> str:
+    """Return the limit of a chart and what its crosses mean, for its caption."""
     limit = chart.limit or chart.y_limit
-    return f' <small class="limit">{limit[0]} {milliseconds(limit[1])}</small>' if limit else ""
+    texts = [f"{limit[0]} {milliseconds(limit[1])}"] if limit else []
+    texts += [f"✕ {chart.crossed[0]}"] if chart.crossed else []
+    return "".join(f' <small class="limit">{escape(text)}</small>' for text in texts)
 
 
 def link_to_run(run: Path, folder: Path, text: str) -> Html:
@@ -115,9 +118,13 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         f"<th{' class=said' if name in _SENTENCES else ''}>{escape(name)}</th>" for name in names
     )
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    rows_ = f"<thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{rows_}</table></div>'
+
+
+def breakable(text: str) -> Html:
+    """Return a long name or path as HTML that may break behind its marks."""
+    return Html(_LONG.sub(_breakable, escape(text)))
 
 
 def _cell(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from mpillm.files import write_text
 from mpillm.report.console import NO_PAGE
 from mpillm.report.page import sections, svg
+from mpillm.report.page.about_run import about_run
 from mpillm.report.page.charts import distributions, lane_rows, machines, over_time, shown_window
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
 from mpillm.report.page.facts import Facts, facts_of, unrecorded
@@ -77,6 +78,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     parts = [
         made("figures", sections.tiles, "", facts, price_per_gpu_hour),
         made("the plan", sections.plan, "", facts),
+        made("about the run", about_run, "", facts),
         made("charts", chart_section, "", "Over time", times, ZOOM),
         made("charts", chart_section, "", "Latencies", latencies, CDF),
         made("lanes", _lanes, "", rows, start, end, facts),

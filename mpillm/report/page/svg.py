@@ -13,11 +13,13 @@ from mpillm.report.page.charts import Chart
 _WIDE, _NARROW = (800, 320), (400, 200)  # what fits a page, and what fits a third of it, or a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
 _ROW, _GAP = 22, 6
+_POINT = 4  # its radius
 _NEAR = 12  # points whose numbers would lie over each other
 _LETTER, _WIDE_LETTER = 7, 11  # their widths; in a wide picture they are larger, for a phone
 _MOST_TICKS = 6
 _ROOM = 0.05  # at the ends of an axis of latencies, as a share of its values
 _FEW = 5  # counts of which each has a tick
+_NEAR_LIMIT = 1.5  # times the largest value: a limit that lies further away would leave the chart blank
 _LOG_FROM = 20  # a y axis is logarithmic if its largest value is so many times the smallest
 
 
@@ -65,7 +67,7 @@ def lines(chart: Chart, wide: bool = False) -> str:
     if chart.limit:
         at = place(chart.limit[1], up.low)[0]
         parts.append(f'<line class="limit" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
-    if chart.y_limit:
+    if chart.y_limit and chart.y_limit[1] <= up.high:
         at = place(across.low, chart.y_limit[1])[1]
         parts.append(f'<line class="limit" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
     for i, (_, ys, colour) in enumerate(chart.lines):
@@ -118,7 +120,7 @@ def _up(chart: Chart, ys: list[float]) -> Axis:
     if chart.unit.startswith("%"):
         return Axis(0, 100, [0, 25, 50, 75, 100])
     low, high = min(ys), max(ys)
-    if chart.y_limit:
+    if chart.y_limit and chart.y_limit[1] <= _NEAR_LIMIT * high:  # a far one is in the caption only
         high = max(high, chart.y_limit[1])
     if chart.names is not None and chart.unit == "ms" and low > 0 and high / low > _LOG_FROM:
         low, high = low / 1.5, high * 1.5
@@ -168,44 +170,62 @@ def _points(
     `right`: where the picture ends.
     """
     found: list[tuple[float, float, str]] = []
+    crossed = {*chart.crossed[1]} if chart.crossed else set()
     for _, ys, colour in chart.lines:
-        for x, y, name in zip(chart.x, ys, chart.names or (), strict=True):
+        for i, (x, y, name) in enumerate(zip(chart.x, ys, chart.names or (), strict=True)):
             if y is None:
                 continue
             across, down = (round(at, 1) for at in place(x, y))
             yield (
-                f'<circle class="c{colour % 8}" cx="{across}" cy="{down}" r="4">'
+                f'<circle class="c{colour % 8}" cx="{across}" cy="{down}" r="{_POINT}">'
                 f"<title>{html.escape(name)}</title></circle>"
             )
+            if i in crossed:
+                yield f'<path class="cross" d="M{across - 5} {down - 5}l10 10m0 -10l-10 10"/>'
             found.append((across, down, name.partition(" ")[0]))
-    for across, down, text in labels(found, letter):
-        to_left = across + letter * (len(text) + 1) > right
+    for across, down, text in labels(found, letter, right):
+        to_left = _to_left(across, text, letter, right)
         side = 'dx="-7" dy="-5" text-anchor="end"' if to_left else 'dx="7" dy="-5"'
         yield f'<text x="{across}" y="{down}" {side}>{html.escape(text)}</text>'
 
 
-def labels(points: Sequence[tuple[float, float, str]], letter: float) -> list[tuple[float, float, str]]:
+def labels(
+    points: Sequence[tuple[float, float, str]], letter: float, right: float
+) -> list[tuple[float, float, str]]:
     """Return texts for points, (across, down, number) of each: where some would overlap, one has all numbers,
     at the rightmost of them.
 
-    `letter`: the width of a letter. page.js does the same for what it draws.
+    `letter`: the width of a letter; `right`: where the picture ends. page.js does the same for what it draws.
     """
     placed: list[tuple[float, float, list[str]]] = []
     for across, down, number in points:
         new = (across, down, [number])
-        while (old := next((one for one in placed if _overlap(one, new, letter)), None)) is not None:
+        while (old := next((one for one in placed if _overlap(one, new, letter, right)), None)) is not None:
             placed.remove(old)
             new = (*max(old[:2], new[:2]), [*old[2], *new[2]])
         placed.append(new)
     return [(across, down, numbers_text(numbers)) for across, down, numbers in placed]
 
 
+def _to_left(across: float, text: str, letter: float, right: float) -> bool:
+    """Return whether a text stands left of its point, since there is no space on the right."""
+    return across + letter * (len(text) + 1) > right
+
+
 def _overlap(
-    one: tuple[float, float, list[str]], other: tuple[float, float, list[str]], letter: float
+    one: tuple[float, float, list[str]], other: tuple[float, float, list[str]], letter: float, right: float
 ) -> bool:
-    left, right = sorted((one, other))
-    width = letter * (len(numbers_text(left[2])) + 1)
-    return right[0] - left[0] < max(_NEAR, width) and abs(left[1] - right[1]) < max(_NEAR, 2 * letter)
+    """Return whether the texts of two points, or one and the other's point, would lie over each other."""
+    (begin, end), (other_begin, other_end) = (_span(*each, letter, right) for each in (one, other))
+    return begin < other_end and other_begin < end and abs(one[1] - other[1]) < max(_NEAR, 2 * letter)
+
+
+def _span(across: float, _: float, numbers: list[str], letter: float, right: float) -> tuple[float, float]:
+    """Return from where to where a point reaches with its text."""
+    text = numbers_text(numbers)
+    width = max(_NEAR, letter * (len(text) + 1))
+    to_left = _to_left(across, text, letter, right)
+    return (across - width, across + _POINT) if to_left else (across - _POINT, across + width)
 
 
 def numbers_text(numbers: Sequence[str]) -> str:

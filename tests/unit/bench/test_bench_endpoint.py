@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpillm.bench.loadtest.load_test import Record, arrivals
-from mpillm.bench.loadtest.serving_report import DETAILS, numbers, table
+from mpillm.bench.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
 from mpillm.cli import main
 from mpillm.report import console
 from mpillm.report.console import Console, Progress
@@ -62,6 +62,32 @@ def test_numbers() -> None:
     assert result["median_itl_ms"] == pytest.approx(150) and result["std_itl_ms"] == pytest.approx(50)
     assert result["max_concurrent_requests"] == 2 and result["max_output_tokens_per_s"] == 4
     assert result["errors"] == ["", "", "no"]
+
+
+@pytest.mark.parametrize(
+    ("n", "n_late", "verdict"),
+    [
+        (1000, 2, "Limits: met (late requests: at most 2 of 1,000)"),
+        (1000, 3, "Limits: MISSED (late requests: at most 2 of 1,000)"),
+        (10, 0, "Limits: met (late requests: at most 0 of 10; LoadGen asks for 459 requests at least)"),
+    ],
+)
+def test_the_verdict_on_limits(n: int, n_late: int, verdict: str) -> None:
+    """As many may be late as LoadGen's early stopping allows; a failed request is late."""
+    records = [Record(10, ttft=0.1, latency=0.4, output_len=3) for _ in range(n - n_late)]
+    records += [Record(10, ttft=0.3, latency=0.4, output_len=3) for _ in range(max(0, n_late - 1))]
+    records += [Record(10, error="no")] * min(1, n_late)
+    result = numbers(records, 2.0, [99], {"ttft": 200, "e2el": 500})
+    result |= judged(records, {"ttft": 200, "e2el": 500})
+    lines = verdict_lines(result)
+    assert lines[0] == verdict
+    word = "missed" if "MISSED" in verdict else "met"
+    assert lines[1:] == [
+        f"  TTFT 200 ms: {word}, {n_late} late",
+        f"  E2EL 500 ms: met, {min(1, n_late)} late",
+    ]
+    assert result["limits_met"] is ("MISSED" not in verdict)
+    assert judged(records, {}) == {} and verdict_lines({}) == []
 
 
 def test_a_request_that_ends_as_another_begins_is_not_beside_it() -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from mpillm.experiments.commands.ab import words_of
 from mpillm.experiments.intervals import (
+    MAX_PAIRS,
     Estimate,
     by_blocks,
     difference,
     paired_test,
+    pairs_needed,
     per_second,
     t_cdf,
     t_quantile,
@@ -112,3 +114,30 @@ def test_pairs_that_tell_nothing_are_no_sameness() -> None:
     """`ab` said "no difference" of runs of which one had 9.6 times the rate, of three pairs."""
     said = words_of(paired_test([20.284, 36.234, 19.594], [194.71, 81.286, 59.894], 0.01), 3)
     assert said.startswith("no difference shown (99 % interval of the change: -94.98 to +32,393.74 %)")
+    assert "\nratio B/A 4.0377 (99 % interval: 0.0502 to " in said
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_the_pairs_that_are_suggested_decide(n: int) -> None:
+    """Pairs like those seen, as many as suggested, but one fewer do not."""
+    rng = np.random.default_rng(n)
+    logs = rng.normal(0, 1, n)
+    logs = 0.01 + 0.01 * (logs - logs.mean()) / logs.std(ddof=1)
+    seen = paired_test([1.0] * n, np.exp(logs).tolist(), 0.01)
+    needed = pairs_needed(seen, n)
+    assert not seen.real and needed is not None and needed > n
+    assert f"\nundecided: if further pairs are like these, --pairs {needed} decides" in words_of(seen, n)
+    scores = rng.normal(0, 1, MAX_PAIRS)
+
+    def real(more: int) -> bool:
+        own = scores[:more] - scores[:more].mean()
+        own *= logs.std(ddof=1) / own.std(ddof=1)
+        return paired_test([1.0] * more, np.exp(own + 0.01).tolist(), 0.01).real
+
+    assert real(needed) and not real(needed - 1)
+
+
+def test_pairs_without_a_difference_are_never_enough() -> None:
+    seen = paired_test([1.0, 1.0, 1.0, 1.0], [1.01, 0.99, 1.02, 0.98], 0.01)
+    assert pairs_needed(seen, 4) is None
+    assert f"even --pairs {MAX_PAIRS} does not decide" in words_of(seen, 4)

@@ -41,6 +41,16 @@ def test_a_search_shows_latency_against_rate(tmp_path: Path) -> None:
     assert curve["y_limit"] == ["limit", 100.0] and charts["rate-tpot"]["y_limit"] is None
 
 
+def test_a_limit_far_above_the_data_leaves_no_chart_blank(tmp_path: Path) -> None:
+    """It is in the caption; a near one is a line."""
+    tests = [replace(one, valid=True) for one in series_pages.TESTS]
+    for limit, lines in ((100_000.0, 0), (5000.0, 1)):
+        text = search_page(tmp_path, tests, None, {"ttft": limit, "tpot": None})
+        svg = text.partition('id="rate-ttft"')[2].partition("</svg>")[0]
+        assert svg.count('class="limit" x1') == lines
+        assert f"limit {limit / 1000:g} s" in svg
+
+
 def test_the_page_of_ab_says_whether_they_differ(tmp_path: Path) -> None:
     said, charts = read(tmp_path, "ab")
     assert "B differs: -10 % paired t test" in said and "(no options)" in said

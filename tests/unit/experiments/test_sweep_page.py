@@ -96,6 +96,20 @@ def test_without_times_per_token_there_is_no_curve(tmp_path: Path) -> None:
     assert json.loads(embedded(text))["charts"] == []
 
 
+def test_invalid_points_are_marked(tmp_path: Path) -> None:
+    found = [point(4, 50.0, 100.0), point(8, 60.0, 90.0) | {"status": "INVALID"}, point(16, 90.0, 20.0)]
+    text = sweep_page(tmp_path, found, pareto(found))
+    assert text.count('<path class="cross"') == 1 and "✕ INVALID" in text
+    assert "3 on the Pareto curve (<strong>1 of these INVALID</strong>)" in text
+    assert json.loads(embedded(text))["charts"][0]["crossed"] == [1]
+
+
+def test_texts_at_the_right_edge_do_not_overlap() -> None:
+    """These stand left of their points."""
+    points = [(395.0, 50.0, "111"), (380.0, 52.0, "222")]
+    assert svg.labels(points, 7, 400) == [(395.0, 50.0, "111, 222")]
+
+
 def test_points_over_each_other_share_a_text(tmp_path: Path) -> None:
     found = [point(4, 50.0, 100.0), point(8, 50.01, 100.01), point(16, 90.0, 20.0)]
     assert ">1, 2</text>" in sweep_page(tmp_path, found, pareto(found))
@@ -119,7 +133,7 @@ def test_no_texts_of_points_overlap() -> None:
     """In the pages of find-max-qps they did, where the last tests lie close to each other."""
     points = [(100 + 9.0 * i, 50 + 7.0 * (i % 3), str(i + 1)) for i in range(12)]
     points += [(300.0, 50.0, "13"), (330.0, 55.0, "14"), (300.0, 90.0, "15")]
-    texts = svg.labels(points, 7)
+    texts = svg.labels(points, 7, 400)
     assert texts[-3:] == [(300.0, 50.0, "13"), (330.0, 55.0, "14"), (300.0, 90.0, "15")]
     assert 1 < len(texts) < 10
     boxes = [(x, y, x + 7 * len(text), y + 12) for x, y, text in texts]

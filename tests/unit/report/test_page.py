@@ -175,6 +175,42 @@ def test_the_table_says_what_an_instance_s_share_is_of(run: Path, knows_steps: b
     assert f" tokens {share} requests waited" in said and " busy " not in said
 
 
+def test_the_page_says_what_ran_how_to_repeat_it_and_what_next(run: Path) -> None:
+    cpu = {"model": "EPYC", "cores": 64}
+    gpus = [{"name": "H200"}] * 2
+    machine = {"cpu": cpu, "memory_bytes": 512e9, "gpus": gpus}
+    write(run / "machines.json", {"n0": machine, "n1": machine})
+    result = json.loads((run / "result.json").read_text())
+    more = {
+        "prompt_tokens": {"mean": 171.4, "max": 2251},
+        "compiled": [],
+        "scenario": "Server",
+        "world_size": 3,
+    }
+    write(run / "result.json", result | more)
+    config = {
+        name: {"value": value, "source": "command line"}
+        for name, value in {
+            "scenarios": ["Server"],
+            "core_type": "torch",
+            "server_target_qps": 5.0,
+            "max_output_len": 1024,
+            "dtype": "bfloat16",
+        }.items()
+    }
+    write(run / "config.json", config | {"quantization": {"value": "auto", "source": "default"}})
+    said = words(write_page(run))
+    for part in (
+        "hardware 2 nodes: EPYC, 64 cores, 512 GB, 2 x H200",
+        "precision dtype bfloat16, quantization auto (auto: as the checkpoint)",
+        "prompts mean 171 tokens, at most 2,251",
+        "answers mean 222 tokens, at most 1,024 (--max_output_len)",
+        "repeat it python -m mpillm mpirun -n 3 run --scenarios Server --core_type torch",
+        "next Find the highest VALID rate: python -m mpillm find-max-qps -n 3 --core_type torch",
+    ):
+        assert part in said, part
+
+
 def test_the_page_loads_nothing(run: Path) -> None:
     text = write_page(run).read_text()
     assert loads_nothing(text)

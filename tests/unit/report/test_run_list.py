@@ -30,8 +30,19 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (RUNS / "old/report.html").write_text("")
 
 
-def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_series_are_listed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    (RUNS / "1-find-max-qps/02-short-8").mkdir(parents=True)  # of a search that goes on
+    write(RUNS / "1-find-max-qps/02-short-8/plan.json", {"ranks": []})
     assert main(["runs"]) == 0
+    said = capsys.readouterr().out
+    assert "bad" in said and "point" not in said and "short" not in said
+    assert "… and 2 of sweeps, searches and other series: --series true" in said
+    assert main(["runs", str(RUNS / "sweep")]) == 0  # all are its own
+    assert "sweep/point" in capsys.readouterr().out
+
+
+def test_runs_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--series", "true"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[1:6:2]] == [
         f"{RUNS}/{name}" for name in ("sweep/point", "bad", "old")
@@ -57,7 +68,12 @@ def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
     assert loads_nothing(text)
     assert 'href="old/report.html"' in text and 'href="sweep/sweep.html"' in text
     said = words(RUNS / "index.html")
-    assert "3 runs, newest first" in said and said.index("sweep/point") < said.index("old")
+    assert "3 runs, newest first" in said and "1 runs of sweeps, searches and other series" in said
+    assert said.index("bad") < said.index("old") < said.index("sweep/point"), "single runs first"
+    assert '<tr data-series="sweep"><td>' in text and text.count('<tr data-series=""><td>') == 2
+    assert (
+        text.index("<td>") < text.index('href="old/report.html"') < text.index("<td>", text.index("old/rep"))
+    )
 
 
 def test_latest_is_the_newest_run_in_every_command_that_takes_one(capsys: pytest.CaptureFixture[str]) -> None:

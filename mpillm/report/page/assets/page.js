@@ -28,7 +28,7 @@
       c.fillText(label, x + (toLeft ? -4 : 4) * r, top + height - (8 + 15 * i) * r);
     });
     if (chart.limit) { const x = u.valToPos(chart.limit[1], "x", true); line(x, top, x, top + height, "bad", 2); }
-    if (chart.y_limit) { const y = u.valToPos(chart.y_limit[1], "y", true); line(left, y, left + width, y, "bad", 2); }
+    if (chart.y_limit && chart.y_limit[1] <= u.scales.y.max) { const y = u.valToPos(chart.y_limit[1], "y", true); line(left, y, left + width, y, "bad", 2); }
     c.restore();
   };
   /** Ticks' labels: as `write` writes them, or, where two would be alike, with all digits. */
@@ -58,9 +58,11 @@
     const c = u.ctx, r = devicePixelRatio;
     c.save(); c.font = 12 * r + "px system-ui, DejaVu Sans, sans-serif"; c.fillStyle = colour("soft"); c.textAlign = "left";
     const texts = [];  // where some would overlap, one has all their numbers: as svg.labels
+    const end = u.bbox.left + u.bbox.width, toLeft = t => t.at[0] + 7 * r + c.measureText(numbersText(t.names)).width > end;
+    const span = t => { const wide = c.measureText(numbersText(t.names)).width + 7 * r; return toLeft(t) ? [t.at[0] - wide, t.at[0] + 5 * r] : [t.at[0] - 5 * r, t.at[0] + wide]; };
     const overlap = (a, b) => {
-      const [left, right] = a.at[0] < b.at[0] ? [a, b] : [b, a], wide = c.measureText(numbersText(left.names)).width + 7 * r;
-      return right.at[0] - left.at[0] < Math.max(12 * r, wide) && Math.abs(a.at[1] - b.at[1]) < 14 * r;
+      const [p, q] = [span(a), span(b)];
+      return p[0] < q[1] && q[0] < p[1] && Math.abs(a.at[1] - b.at[1]) < 14 * r;
     };
     for (const line of chart.lines) line.y.forEach((y, i) => {
       if (y == null) return;
@@ -68,10 +70,15 @@
       while ((old = texts.findIndex(t => overlap(t, text))) >= 0) { const [t] = texts.splice(old, 1); text = { at: t.at[0] > text.at[0] ? t.at : text.at, names: [...t.names, ...text.names] }; }
       texts.push(text);
     });
-    for (const { at, names } of texts) {
-      const name = numbersText(names), room = u.bbox.left + u.bbox.width - at[0] - 7 * r;
-      c.textAlign = c.measureText(name).width > room ? "right" : "left";
-      c.fillText(name, at[0] + (c.textAlign === "right" ? -7 : 7) * r, at[1] - 6 * r);
+    for (const text of texts) {
+      c.textAlign = toLeft(text) ? "right" : "left";
+      c.fillText(numbersText(text.names), text.at[0] + (c.textAlign === "right" ? -7 : 7) * r, text.at[1] - 6 * r);
+    }
+    c.strokeStyle = colour("bad"); c.lineWidth = 2 * r;
+    for (const i of chart.crossed) for (const line of chart.lines) {
+      if (line.y[i] == null) continue;
+      const x = u.valToPos(chart.x[i], "x", true), y = u.valToPos(line.y[i], "y", true), s = 5 * r;
+      c.beginPath(); c.moveTo(x - s, y - s); c.lineTo(x + s, y + s); c.moveTo(x - s, y + s); c.lineTo(x + s, y - s); c.stroke();
     }
     c.restore();
   };
@@ -100,11 +107,12 @@
     if (chart.names) x.range = (u, a, b) => { const room = (b - a) * .08 || b * .2 || 1; return [Math.max(0, a - room), b + room]; };
     const zoomed = (u, a, b) => a > chart.x[0] || b < chart.x[chart.x.length - 1];
     const ys = chart.lines.flatMap(l => l.y).filter(v => v != null), yLog = !!chart.names && chart.unit === "ms" && Math.min(...ys) > 0 && Math.max(...ys) > 20 * Math.min(...ys);
+    const yLimit = chart.y_limit && chart.y_limit[1] <= 1.5 * Math.max(...ys) ? chart.y_limit[1] : 0;  // a far one is in the caption only
     const whole = !chart.unit && !chart.names;  // counts
     const top = b => { if (whole && b <= 5) return Math.ceil(b); const t = ticks(0, b * 1.02, 5); return t[t.length - 1] < b ? 2 * t[t.length - 1] - t[t.length - 2] : t[t.length - 1]; };
     const most = Math.max(2, Math.floor(box.clientWidth / 80));
-    const y = yLog ? { distr: 3, range: (u, a, b) => [a / 1.5, Math.max(b, chart.y_limit?.[1] || 0) * 1.5] }
-      : { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : top(Math.max(b || 1, chart.y_limit?.[1] || 0) * (chart.names ? 1.1 : 1))] };
+    const y = yLog ? { distr: 3, range: (u, a, b) => [a / 1.5, Math.max(b, yLimit) * 1.5] }
+      : { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : top(Math.max(b || 1, yLimit) * (chart.names ? 1.1 : 1))] };
     const plot = new uPlot({
       width: box.clientWidth, height: box.closest(".wide") ? 340 : 210,
       scales: { x, y },
@@ -220,8 +228,43 @@
     canvas.onpointerleave = () => { tip.style.display = "none"; };
   }
 
+  // --- a list of runs: filter, sort, groups ---
+  const list = document.querySelector("table.list");
+  function startList() {
+    const body = list.tBodies[0], rows = [...body.rows], heads = [...list.tHead.rows[0].cells];
+    const [filter, parts, group, count] = ["filter", "parts", "group", "count"].map(id => document.getElementById(id));
+    let by = -1, up = false;
+    const value = (row, i) => { const cell = row.cells[i], v = cell.dataset.v; return v === undefined ? cell.textContent : v === "" ? null : +v; };
+    const order = (a, b) => {
+      const [x, y] = [value(a, by), value(b, by)];
+      if (x === null || y === null) return (x === null) - (y === null);
+      return (typeof x === "number" ? x - y : x.localeCompare(y)) * (up ? 1 : -1);
+    };
+    const title = (name, n) => { const row = document.createElement("tr"), cell = row.appendChild(document.createElement("th")); row.className = "group"; cell.colSpan = heads.length; cell.textContent = name + " (" + n + ")"; return row; };
+    const show = () => {
+      const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const shown = rows.filter(r => (parts.checked || !r.dataset.series) && words.every(w => r.textContent.toLowerCase().includes(w)));
+      if (by >= 0) shown.sort(order);
+      const groups = new Map(), name = r => group.value === "" ? "" : group.value === "series" ? r.dataset.series || "single runs" : r.cells[+group.value].textContent;
+      for (const r of shown) groups.set(name(r), [...groups.get(name(r)) || [], r]);
+      body.replaceChildren(...[...groups].flatMap(([n, rs]) => group.value === "" ? rs : [title(n, rs.length), ...rs]));
+      count.textContent = shown.length + " of " + rows.length + " runs";
+      markScroll();
+    };
+    heads.forEach((head, i) => {
+      const press = () => { up = by === i ? !up : i < 3; by = i; heads.forEach(h => h.removeAttribute("aria-sort")); head.setAttribute("aria-sort", up ? "ascending" : "descending"); show(); };
+      const text = head.firstChild; text.tabIndex = 0; text.setAttribute("role", "button"); text.onclick = press;
+      text.onkeydown = event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); press(); } };
+    });
+    for (const one of [filter, parts, group]) one.oninput = show;
+    show();
+  }
+  /** Says of a table that is wider than the window that it goes on. */
+  const markScroll = () => { for (const one of document.querySelectorAll(".scroll")) one.classList.toggle("goes-on", one.scrollWidth > one.clientWidth + 1); };
+
   if (box) startLanes();
-  const all = () => { drawAll(); if (box) drawLanes(); };
+  if (list) startList();
+  const all = () => { drawAll(); if (box) drawLanes(); markScroll(); };
   all();
   dark.addEventListener("change", all);
   // Also when a scroll bar comes or goes: no event of the window tells that.
