@@ -90,6 +90,10 @@ def lacks(package: str) -> str:
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 
+ENDPOINT_CORE = "trtllm_endpoint"
+OTHER_NAMES = {"openai": ENDPOINT_CORE}
+"""Cores by other names that --core_type may give them."""
+
 # Names of cores with their backends, where one is not the usual one: for whom an option has an effect.
 DUMMY = ("dummy",)
 TRTLLM_EXECUTOR = ("trtllm_executor",)

@@ -74,7 +74,7 @@ class Options(Values, group="benchmark"):
     )
     metric_percentiles = option("percentiles of latencies, separated by commas", default="99")
     seed = option("seed of arrivals and random prompts", positive, default=1)
-    ready_deadline = option("longest time until the server is ready", seconds, default=600.0)
+    ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest silence of a server that owes answers", default=300.0, group="benchmark"
     )

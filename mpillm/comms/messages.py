@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from mpillm.telemetry.cpu_use import CpuUse
     from mpillm.telemetry.gpu_meter import GpuUse
 
+WAITING = "waiting for "
+"""Beginning of `Beat.doing` where a rank waits for a program outside the run."""
+
 NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context generates the answer
 
 REQUEST = np.dtype(

@@ -31,6 +31,7 @@ from mpillm.comms.messages import (
     LOST,
     RELEASE,
     STOP,
+    WAITING,
     Arrived,
     Beat,
     DrainReport,
@@ -398,7 +399,12 @@ class Rank0Control:
         return [Failure(why, rank) for why, rank in zip(said, stuck or missing, strict=True)]
 
     def _last_seen(self, rank: int) -> str:
-        """Return where a rank was last seen, and before the test which file it read last."""
+        """Return where a rank was last seen, and before the test which file it read last.
+
+        "" if it waits for something outside, which `does` names.
+        """
+        if self.ranks[rank].does().startswith(WAITING):
+            return ""
         seen = self.ranks[rank].last_seen()
         file = self.last_read(rank) if PHASES.index(self.phase) < PHASES.index("test") else ""
         return f"{seen}\n{file}" if file else seen

@@ -61,6 +61,8 @@ class CoreConfig:
     # Of a client, the index of its server among those that the run owns; None: they are others'.
     server: int | None = None
     names_model: bool = False  # the run gives that server the model's name: see `ServerKind`
+    # Of a client of others' servers: for how long they may not be there; None: until --load_deadline
+    server_wait_s: float | None = None
     client: int = 0  # which of that server's clients it is
     n_clients: int = 1  # of that server
     server_restarts: bool = False  # it is started again if it is lost in the test

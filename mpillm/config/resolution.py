@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.config.flags import LIMITS, check_values, laid_over, limits_of_engine, renamed
 from mpillm.configurator import Field
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
-from mpillm.core_names import TRTLLM
+from mpillm.core_names import ENDPOINT_CORE, TRTLLM
 from mpillm.fields import BY_NAME
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.model import ModelFields
@@ -126,6 +126,14 @@ def _core_of_the_server(found: Mapping[str, Found]) -> dict[str, Found]:
         meant = _implied(found, _TOPOLOGY.core_type, "trtllm_disagg", _TOPOLOGY.mode, "disaggregated")
         return {**meant, "core_type": _called("server", Found(kind.core_type, found["server"].origin))}
     return _implied(found, OwnServerFields.server, server, _TOPOLOGY.core_type, kind.core_type)
+
+
+def _client_of_urls(found: Mapping[str, Found]) -> dict[str, Found]:
+    """Choose the core that is the client of the HTTP servers named, unless the user names a core."""
+    urls, core = found[HarnessFields.trtllm_server_urls.name], found["core_type"]
+    if not urls.value or core.origin.level >= Level.CONTEXT:
+        return {}
+    return {"core_type": _called(HarnessFields.trtllm_server_urls.name, Found(ENDPOINT_CORE, urls.origin))}
 
 
 def _implied(
@@ -310,6 +318,13 @@ RULES = in_order(
         _means_another(_GENERAL.use_triton, True, _GENERAL.harness_type, "triton", _REFERENCE),
         _means_another(_GENERAL.harness_type, "triton", _TOPOLOGY.core_type, "triton_grpc", _REFERENCE),
         _means_another(_TOPOLOGY.core_type, "trtllm_disagg", _TOPOLOGY.mode, "disaggregated", _OURS),
+        Rule(
+            "trtllm_server_urls mean the core that is their client",
+            (HarnessFields.trtllm_server_urls.name, "core_type"),
+            ("core_type",),
+            _OURS,
+            _client_of_urls,
+        ),
         Rule(
             "other names of runtime flags mean the first",
             ("core_type", _RUNTIME),

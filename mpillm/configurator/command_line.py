@@ -30,7 +30,7 @@ _ALIASES = {
     "--max_num_tokens": ("--max_num_batched_tokens", "--max_prefill_tokens"),
     "--enable_kv_cache_reuse": ("--enable_prefix_caching",),
     "--server_target_qps": ("--qps", "--rate", "--request_rate", "--target_qps"),
-    "--trtllm_server_urls": ("--url", "--base_url", "--endpoint"),
+    "--trtllm_server_urls": ("--base_url", "--endpoint"),
     "--input_mean": ("--isl", "--input_len", "--random_input_len"),
     "--output_mean": ("--osl", "--output_len", "--random_output_len"),
 }

@@ -8,7 +8,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from disagg.errors import nearest
@@ -372,14 +373,21 @@ def one_of(*known: str, **others: str) -> Callable[[str], str]:
 
 
 def name_or_class(
-    known: Collection[str], installed: Callable[[], Iterable[str]] = tuple
+    known: Collection[str],
+    installed: Callable[[], Iterable[str]] = tuple,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], str]:
-    """Make a parser of a `known` name, one in `installed()` (called last), or ``package.module:Class``."""
+    """Make a parser of a `known` name, one in `installed()` (called last), or ``package.module:Class``.
+
+    `aliases`: known names by their other names.
+    """
 
     @expects(f"{', '.join(known)}, or package.module:Class")
     def parse(text: str) -> str:
         if ":" in text:
             return text
+        if text.lower() in aliases:
+            return aliases[text.lower()]
         if text.lower() in known:
             return text.lower()
         names = {*known, *installed()}

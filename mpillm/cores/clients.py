@@ -11,6 +11,7 @@ import numpy as np
 
 from launch.first_failure import failing_lines
 from mpillm.comms.messages import RESPONSE, Batch
+from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import LLMCore
 from mpillm.errors import Failure, RunError
 
@@ -45,6 +46,11 @@ def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> s
     if log is None or not (lines := failing_lines(log)):
         return message
     return "\n".join([message, f"failures in {log}, the first ones:", *(f"  | {line}" for line in lines)])
+
+
+def longest_wait_s(config: CoreConfig, load_deadline_s: float) -> float:
+    """Return for how long a client waits for a server that it does not own."""
+    return EARLIER * min(load_deadline_s, config.server_wait_s or load_deadline_s)
 
 
 def until_when(deadline_s: float) -> str:

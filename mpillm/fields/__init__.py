@@ -68,6 +68,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
     GeneralFields.use_triton: (GeneralFields.harness_type,),
     GeneralFields.harness_type: (TopologyFields.core_type,),
     OwnServerFields.server: (TopologyFields.core_type,),
+    HarnessFields.trtllm_server_urls: (TopologyFields.core_type,),
     TopologyFields.core_type: (TopologyFields.mode,),
 }
 

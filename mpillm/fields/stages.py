@@ -59,8 +59,10 @@ class HarnessFields(Options, group="harness"):
         default={},
     )
     trtllm_server_urls = option(
-        "HTTP servers, host:port,host:port; behind TLS, or with a path: https://host/path",
+        "HTTP servers that run already, host:port,host:port; behind TLS, or with a path: https://host/path;"
+        " this also sets --core_type",
         http_urls,
+        aliases=("url",),
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     show_steady_state_progress = option(

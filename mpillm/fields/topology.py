@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Options, option
 from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, positive
-from mpillm.core_names import BUILT_IN, DEFAULT, TRTLLM_HLAPI, WITH_BACKENDS, names
+from mpillm.core_names import BUILT_IN, DEFAULT, OTHER_NAMES, TRTLLM_HLAPI, WITH_BACKENDS, names
 from mpillm.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, SIZED, used_by
 
 PROMPTS_ALONE = "isl_load_balancing"
@@ -20,9 +20,10 @@ class TopologyFields(Options, group="topology"):
         effect=COMPUTED,
     )
     core_type = option(
-        f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)},"
+        f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)}"
+        f" (also {', '.join(f'{name} for {core}' for name, core in OTHER_NAMES.items())}),"
         " or your own as package.module:Class",
-        name_or_class(tuple(BUILT_IN), names),
+        name_or_class(tuple(BUILT_IN), names, OTHER_NAMES),
         default=DEFAULT,
     )
     core_options = option(

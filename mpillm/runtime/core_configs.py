@@ -112,6 +112,7 @@ def _core_config(
         node_ranks=node_ranks,
         server=me.server,
         names_model=config.server is not None and kind_of(config.server).names_model,
+        server_wait_s=None if config.given("load_deadline") else _SERVER_WAIT_S,
         client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
         server_restarts=config.on_instance_loss == "restart",
@@ -120,6 +121,9 @@ def _core_config(
         options=config.core_options,
         **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
     )
+
+
+_SERVER_WAIT_S = 60.0  # as a rule other people's servers run already
 
 
 def _thread_share(node_ranks: int) -> int:

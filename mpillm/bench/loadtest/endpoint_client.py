@@ -48,7 +48,8 @@ class EndpointClient:
             self._console.wait("ready", time.monotonic() - began, waiting)
 
         try:
-            self._thread.run(until_ready(self.endpoint, ready_deadline, tell), ready_deadline + _ASK_S)
+            ready = until_ready(self.endpoint, ready_deadline, tell, longer="--ready_deadline")
+            self._thread.run(ready, ready_deadline + _ASK_S)
             found = find_model(self.endpoint, model, model_path, _ASK_S)
             self.endpoint.model = self._thread.run(found, 2 * _ASK_S)
             has_tokenizer = isinstance(tokenizer, FileTokenizer)

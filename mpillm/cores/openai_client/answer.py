@@ -260,7 +260,14 @@ def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusa
     return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {said}" if said else ""))
 
 
+def is_page(reply: bytes) -> bool:
+    """Return whether a reply is HTML."""
+    return reply[:1000].lstrip()[:5].lower() in (b"<!doc", b"<html")
+
+
 def _said(reply: bytes) -> str:
+    if is_page(reply):
+        return "an HTML page"
     try:
         message = json.loads(reply)
     except (ValueError, RecursionError):

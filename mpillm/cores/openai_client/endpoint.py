@@ -14,7 +14,13 @@ from urllib.request import getproxies, proxy_bypass
 from launch.bounded_http import MOST_PAGE
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
-from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
+from mpillm.cores.openai_client.http_connection import (
+    HttpConnection,
+    HttpError,
+    NoAnswer,
+    NothingSentBack,
+    Receiver,
+)
 from mpillm.cores.openai_client.server_tally import Request, ServerTally
 
 CONNECT_S = 10.0  # longest wait for a connection
@@ -67,6 +73,7 @@ class Endpoint:
         behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
         self._past_proxy = " (the proxy of the environment is not asked)" if behind else ""
         key = os.environ.get(API_KEY)
+        self.sends_key = bool(key)
         self._head = (
             f"Host: {parts.netloc}\r\n"
             + (f"Authorization: Bearer {key}\r\n" if key else "")
@@ -185,7 +192,7 @@ class Endpoint:
             connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
             await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
         except (asyncio.TimeoutError, TimeoutError):
-            raise HttpError(f"no answer to {method} {path} within {round(timeout_s, 2):g} s") from None
+            raise NoAnswer(f"no answer to {method} {path} within {round(timeout_s, 2):g} s") from None
         finally:
             self._used.discard(connection)
             connection.close()

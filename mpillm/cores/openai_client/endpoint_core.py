@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from disagg.errors import ConfigError, about
-from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
+from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import (
@@ -20,6 +20,7 @@ from mpillm.cores.clients import (
     Answers,
     allow_files,
     hear_owner,
+    longest_wait_s,
     share_of,
     until_when,
 )
@@ -147,13 +148,14 @@ class EndpointCore(LLMCore):
         if self.config.server is not None:
             return
         self._open()
-        deadline, began = EARLIER * self._harness.load_deadline, time.monotonic()
+        deadline = longest_wait_s(self.config, self._harness.load_deadline)
+        began = time.monotonic()
 
         def tell(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(deadline)}"
 
         for endpoint in self._endpoints:  # one deadline for all: this rank's phase has one, too
-            self._ask(until_ready(endpoint, deadline, tell, began), deadline + 60)
+            self._ask(until_ready(endpoint, deadline, tell, began, "--load_deadline"), deadline + 60)
         self.awaits = ""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
@@ -234,6 +236,7 @@ class EndpointCore(LLMCore):
         endpoints = [*self._contexts, *self._endpoints]
         limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
         for endpoint in endpoints:
+            self.awaits = f"{WAITING}{endpoint.url}: a first token"
             endpoint.model = self._ask(self._find_model(endpoint, limit), limit + 60)
             dialect = choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
             self._ask(dialect, limit + 60)
@@ -248,6 +251,7 @@ class EndpointCore(LLMCore):
             self._frameworks.append(self._ask(framework_of(endpoint, limit), limit + 60))
             said = self._frameworks[-1] or "a server that does not say what it is"
             _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, said)
+        self.awaits = ""
 
     def _find_model(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, str]:
         config = self.config

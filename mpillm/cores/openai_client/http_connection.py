@@ -27,6 +27,10 @@ class NothingSentBack(HttpError):
     """The connection failed, or ended, before a byte of the response."""
 
 
+class NoAnswer(HttpError):
+    """The response did not end in time."""
+
+
 class Receiver(Protocol):
     """Is told about a response, on the event loop; what it raises fails the response."""
 

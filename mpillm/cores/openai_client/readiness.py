@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import nearest
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.comms.messages import WAITING
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, is_page
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Sampling, body
 from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError, UntrustedError
-from mpillm.cores.openai_client.http_connection import HttpError
+from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _ASK_S = 10.0  # longest wait for one answer of a server that may not be up
+_REFUSES_S = 3.0  # longest time for a server that refuses: a proxy in front may learn of it late
+_LOADS_S = 27.0  # and, at least, for one whose answers are its own errors
+_BUSY_S = {429: _REFUSES_S, 503: _LOADS_S}  # and for one that does not begin a request yet
+_KEY = (401, 403)
+_NO_SUCH_PATH = (404, 405)
+_NO_COMPLETIONS = f"; its API lists models, but does not take requests at {COMPLETIONS}, which mpillm needs"
 # `owned_by` in the list of models: these servers' own names for themselves.
 _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
 _PROBE = "Hello"
@@ -31,46 +39,87 @@ async def until_ready(
     deadline_s: float,
     tell: Callable[[str], None] = lambda text: None,
     began: float | None = None,
+    longer: str = "",
 ) -> None:
-    """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` what it waits for, again and
-    again.
+    """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` the obstacle, again and again.
+
+    A server that refuses is up: the wait ends after seconds. One with an error of its own may be loading: it
+    has half of the time, or 27 s. `longer`: the option that gives the server more time.
 
     Raises EndpointError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
     """
     start = time.monotonic() if began is None else began
     logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
-    last = ""
+    option = f" ({longer})" if longer else ""
+    last, answering_since = "", math.inf
+    tell(f"{WAITING}{endpoint.url}")
     while True:
         left = start + deadline_s - time.monotonic()
         if left <= 0:
-            raise EndpointError(
-                f"{endpoint.url} was not ready within {deadline_s:g} s: {last or 'it was not asked'}"
-            )
+            why = last or "it was not asked"
+            raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s{option}: {why}")
+        patience_s = math.inf  # of a server that does not answer: the deadline
         try:
-            status = 0
-            for path in ("/health", "/v1/models"):
-                status, headers, reply = await endpoint.fetch("GET", path, min(left, _ASK_S))
-                if status == 200:
-                    return
-                last = f"GET {path}: {failure_text(status, reply, headers.get('location'))}"
-                if status not in (404, 405):
-                    break
+            answer = await _health(endpoint, min(left, _ASK_S))
+            if answer is None:
+                return
+            status, last = answer
+            patience_s = _patience_s(status, deadline_s)
         except UntrustedError as error:
             raise EndpointError(f"{endpoint.url}: {error}") from None
-        except HttpError as error:
+        except (NothingSentBack, NoAnswer) as error:
             # What the deadline cuts short says less than the answer before it.
             if not last or time.monotonic() < start + deadline_s - _PAUSE_S:
                 last = str(error)
-        if status in (401, 403):
-            raise EndpointError(
-                f"{endpoint.url}: {last}; the key sent was that in the environment variable {API_KEY}"
-            )
-        waiting = f"waiting for {endpoint.url}: {last}"
+        except HttpError as error:
+            last, patience_s = f"{error}; name the port of its HTTP API", _REFUSES_S
+        now = time.monotonic()
+        answering_since = min(answering_since, now) if patience_s < math.inf else math.inf
+        if now - answering_since >= patience_s:
+            lasted = f" was not ready within {patience_s:g} s{option}" if patience_s > _REFUSES_S else ""
+            raise EndpointError(f"{endpoint.url}{lasted}: {last}")
+        waiting = f"{WAITING}{endpoint.url}: {last}"
         tell(waiting)
-        if time.monotonic() - logged > _LOG_S:
-            logged = time.monotonic()
+        if now - logged > _LOG_S:
+            logged = now
             _log.warning("%s", waiting)
         await asyncio.sleep(min(_PAUSE_S, left))
+
+
+async def _health(endpoint: Endpoint, timeout_s: float) -> tuple[int, str] | None:
+    """Return the status of an unhealthy server, with the reason in words; None: it is healthy.
+
+    Raises HttpError.
+    """
+    refusals = []
+    for path in ("/health", "/v1/models"):
+        status, headers, reply = await endpoint.fetch("GET", path, timeout_s)
+        if status == 200:
+            return None
+        refusals.append(f"GET {path}: {failure_text(status, reply, headers.get('location'))}")
+        if status not in _NO_SUCH_PATH:
+            break
+    return status, "; ".join(refusals) + _advice(status, endpoint)
+
+
+def _patience_s(status: int, deadline_s: float) -> float:
+    """Return the longest time for which a server may answer with this status before a test."""
+    if status in _KEY or 300 <= status < 400:
+        return 0.0
+    return _REFUSES_S if status < 500 else max(_LOADS_S, deadline_s / 2)
+
+
+def _advice(status: int, endpoint: Endpoint) -> str:
+    """Return the likely cause of a refusal, behind its text."""
+    if status in _KEY:
+        sent = f"the key sent is that in the environment variable {API_KEY}"
+        none = f"no key was sent: set the environment variable {API_KEY} for all ranks"
+        return f"; {sent if endpoint.sends_key else none}"
+    if status in _NO_SUCH_PATH:
+        return f"; the server is up: if its API has a path, add it to the URL, as in {endpoint.url}/PATH"
+    if status == 429:
+        return "; it refuses every request: a limit of its rate, or the load of others"
+    return ""
 
 
 async def find_model(
@@ -87,16 +136,18 @@ async def find_model(
     """
     where = f"{endpoint.url}/v1/models"
     try:
-        status, _, reply = await endpoint.fetch("GET", "/v1/models", timeout_s)
+        status, headers, reply = await endpoint.fetch("GET", "/v1/models", min(timeout_s, _ASK_S))
         names = [model["id"] for model in json.loads(reply)["data"]] if status == 200 else []
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a model's id is a text")
     except HttpError as error:
         raise EndpointError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise EndpointError(
-            f"{where}: it sent something that is not a list of models: {reply[:80]!r}"
-        ) from None
+        shown = "an HTML page; name the URL of the API" if is_page(reply) else repr(reply[:80])
+        raise EndpointError(f"{where}: it sent something that is not a list of models: {shown}") from None
+    if status in _KEY:
+        refusal = failure_text(status, reply, headers.get("location"))
+        raise EndpointError(f"{where}: {refusal}{_advice(status, endpoint)}")
     if wanted is None and model_path is not None:
         said = (model_path, str(Path(model_path).resolve()), Path(model_path).name)
         wanted = next((name for name in said if name in names), None)
@@ -110,6 +161,9 @@ async def find_model(
             )
         if len(names) == 1:
             return str(names[0])
+        if status != 200:
+            refusal = failure_text(status, reply, headers.get("location"))
+            raise EndpointError(f"{where}: {refusal}: name the model with --core_options model:NAME")
         raise EndpointError(f"{where} lists {_listed(names)}: name one with --core_options model:NAME")
     if names and wanted not in names:
         raise EndpointError(
@@ -141,7 +195,7 @@ async def framework_of(endpoint: Endpoint, timeout_s: float) -> str | None:
 
 async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, Any]:
     try:
-        status, _, reply = await endpoint.fetch("GET", path, timeout_s)
+        status, _, reply = await endpoint.fetch("GET", path, min(timeout_s, _ASK_S))
         made = json.loads(reply) if status == 200 else None
     except (HttpError, ValueError, RecursionError) as error:
         _log.info("%s%s: %s", endpoint.url, path, error)
@@ -155,7 +209,8 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens; `longer`: the option that
     gives the server more time.
     """
-    end, where = time.monotonic() + timeout_s, f"{endpoint.url}{COMPLETIONS}"
+    start, where = time.monotonic(), f"{endpoint.url}{COMPLETIONS}"
+    end = start + timeout_s
     refusals: list[str] = []
     for dialect in DIALECTS:
         prompt = _PROBE_IDS if dialect.token_prompts else _PROBE
@@ -167,7 +222,8 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
             except HttpError as error:
                 option = f" ({longer})" if longer and time.monotonic() >= end else ""
                 raise EndpointError(f"{where}: {error}{option}") from None
-            if status not in (429, 503) or end - time.monotonic() < 1:
+            busy_until = min(end, start + _BUSY_S.get(status, 0.0))
+            if busy_until - time.monotonic() < 1:
                 break
             await asyncio.sleep(1)
         if status == 200:
@@ -187,10 +243,9 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
                 )
             endpoint.dialect = dialect
             return
-        if not 400 <= status < 500 or status == 429:
-            raise EndpointError(f"{where}: {failure_text(status, reply, headers.get('location'))}")
-        if status in (401, 403):
-            key = f"the key sent was that in the environment variable {API_KEY}"
-            raise EndpointError(f"{where}: {failure_text(status, reply)}; {key}")
+        if not 400 <= status < 500 or status in (429, *_KEY, *_NO_SUCH_PATH):
+            refusal = failure_text(status, reply, headers.get("location"))
+            advice = _NO_COMPLETIONS if status in _NO_SUCH_PATH else _advice(status, endpoint)
+            raise EndpointError(f"{where}: {refusal}{advice}")
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))

@@ -19,7 +19,15 @@ from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
-from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, Answers, hear_owner, share_of, until_when
+from mpillm.cores.clients import (
+    EARLIER,
+    MOST_AT_ONCE,
+    Answers,
+    hear_owner,
+    longest_wait_s,
+    share_of,
+    until_when,
+)
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
@@ -142,7 +150,8 @@ class TritonGrpcCore(LLMCore):
 
     def _connect(self) -> None:
         """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
-        deadline, began = EARLIER * self._harness.load_deadline, time.monotonic()
+        deadline = longest_wait_s(self.config, self._harness.load_deadline)
+        began = time.monotonic()
 
         def tell(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(deadline)}"

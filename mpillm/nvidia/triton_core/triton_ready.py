@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from disagg.errors import nearest
 from launch.bounded_http import ReplyError, page
 from launch.outside import one_line
+from mpillm.comms.messages import WAITING
 from mpillm.nvidia.triton_core.stream import error_text
 
 _log = logging.getLogger(__name__)
@@ -22,6 +24,12 @@ _ASK_S = 10.0
 _HTTP_S = 2.0
 _MOST_LISTED = 1000  # characters of models' names
 _LOOK_S = 0.1  # while it does not answer
+_HTTP_PORT = " (this is an HTTP port; gRPC has one of its own, 8001 by default)"
+_REFUSALS = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 _INPUTS = {"input_ids", "request_output_len"}
 
 
@@ -61,8 +69,9 @@ def until_ready(
     start = time.monotonic() if began is None else began
     logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
     last = "it was not asked"
-    # Whether it speaks HTTP is asked within the same deadline: this rank's phase has one, too.
+    # Whether it speaks HTTP is asked within the same deadline: this rank's phase also has one.
     http_s = min(_HTTP_S, deadline_s / 4)
+    ask_http_at = start + http_s
     while (left := start + deadline_s - http_s - time.monotonic()) > 0:
         try:
             request = service_pb2.ServerReadyRequest()
@@ -71,14 +80,20 @@ def until_ready(
             last = "it is up, but its models are not loaded"
         except grpc.RpcError as error:
             last = error_text(error)
-        waiting = f"waiting for tritonserver {url}: {last}"
+            if error.code() in _REFUSALS:
+                raise TritonError(f"tritonserver {url}: {last}") from None
+            if time.monotonic() >= ask_http_at:
+                if _speaks_http(url, http_s):
+                    raise TritonError(f"tritonserver {url}: {last}{_HTTP_PORT}") from None
+                ask_http_at = math.inf
+        waiting = f"{WAITING}tritonserver {url}: {last}"
         tell(waiting)
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
             _log.warning("%s", waiting)
         time.sleep(min(_PAUSE_S, max(0.0, left)))
     if _speaks_http(url, http_s):
-        last += " (this is an HTTP port; gRPC has one of its own, 8001 by default)"
+        last += _HTTP_PORT
     raise TritonError(f"tritonserver {url} was not ready within {deadline_s:g} s: {last}")
 
 

@@ -99,7 +99,7 @@ class _Options(Values, group=_GROUP):
     seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
     target_cohort = option("YYYY-MM-C0 or C1 [default: next month's C0]")
     output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
-    ready_deadline = option("longest time until the server is ready", seconds, default=600.0)
+    ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
     harness = option(
         "measure points with MLCommons' client as it is, which Standardized entries need; it must be in PATH"
         " [default: mpillm's own client]",

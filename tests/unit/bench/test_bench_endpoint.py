@@ -239,4 +239,4 @@ def test_a_missing_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (
         3,
         "",
-    ) and err == f"mpillm: {server.url} was not ready within 0.5 s: Connection refused\n"
+    ) and err == f"mpillm: {server.url} was not ready within 0.5 s (--ready_deadline): Connection refused\n"

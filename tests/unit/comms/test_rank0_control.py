@@ -112,13 +112,14 @@ def test_who_was_heard_after_rank_0_was_busy_is_not_heard_from_the_future() -> N
 
 
 def test_a_phase_that_takes_too_long_says_what_the_rank_waits_for() -> None:
-    """Its deadline may pass before the rank's own, which names the server."""
+    """Its deadline may pass before the rank's own, which names the server. The stack adds nothing."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     cluster.arrive("join")
     state = cluster.control.ranks[STOPPED]
-    cluster.control._on_beat(STOPPED, Beat("load", 0.0, "", None, "waiting for http://a:1: refused\nmore"))
+    stack = "  File core.py, line 1, in load"
+    cluster.control._on_beat(STOPPED, Beat("load", 9.0, stack, None, "waiting for http://a:1: refused\nmore"))
     (failure,) = [one for one in cluster.control._late(60.0) if one.rank == STOPPED]
     assert failure.cause == (
-        "phase 'load' missed its deadline of 60 s (--load_deadline); waiting for http://a:1: refused;"
-        f" {state.last_seen()}"
+        "phase 'load' missed its deadline of 60 s (--load_deadline); waiting for http://a:1: refused"
     )
+    assert stack in state.last_seen()

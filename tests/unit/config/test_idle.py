@@ -130,7 +130,7 @@ def on(core: str, *words: str) -> RunConfig:
     ("words", "message"),
     [
         ([*DUMMY, "--quantization", "int8"], "--quantization int8 has no effect on the dummy core"),
-        (["--trtllm_server_urls", "a:1"], "--trtllm_server_urls a:1 has no effect on the torch core"),
+        (["--core_type=torch", "--url", "a:1"], "--trtllm_server_urls a:1 has no effect on the torch core"),
         (
             ["--server_target_qps", "5"],
             "--server_target_qps 5.0 has no effect in scenario Offline (it is for Server)",
@@ -307,7 +307,9 @@ def test_one_string_of_options_serves_all_stages(capsys: pytest.CaptureFixture[s
     words = ["--model_path=tiny-llama", "--max_output_len=3", "--port=99", "--min_duration=3"]
     assert main(["generate-engines", "--dry_run", *words]) == 0
     assert "note" not in capsys.readouterr().err
-    assert main(["generate-engines", "--dry_run", *words, "--trtllm_server_urls=a:1"]) == 0
+    assert (
+        main(["generate-engines", "--dry_run", *words, "--core_type=torch", "--trtllm_server_urls=a:1"]) == 0
+    )
     assert "mpillm: note: no effect on the torch core: --trtllm_server_urls a:1" in capsys.readouterr().err
     several = ["run-harness", *DUMMY, "--dry_run", "--scenarios=Offline,Server", "--server_target_qps=9"]
     assert main(several) == 0

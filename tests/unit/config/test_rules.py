@@ -26,6 +26,7 @@ COMMANDS = (
     "--use_triton --engine_dir e",
     "--core_type trtllm_disagg",
     "--server vllm",
+    "--url a:1",
     "--min_duration 30000",
 )
 

@@ -12,7 +12,9 @@ import pytest
 from mpillm.cores.capabilities import FindsServers
 from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import Rows, core_of, refuses, requests, started
-from tests.helpers.scripted_server import Reply, ScriptedServer, plain
+from tests.helpers.scripted_server import Reply, ScriptedServer, head, plain
+
+LATE = r"was not ready within 2\.7 s \(--load_deadline\)"
 
 
 def test_dead_before_ready() -> None:
@@ -20,7 +22,7 @@ def test_dead_before_ready() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = f"^http://{address} was not ready within 2.7 s: Connection refused$"
+        words = f"^http://{address} {LATE}: Connection refused$"
         with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError, match=words):
             core.load()
 
@@ -56,7 +58,8 @@ def test_a_start_that_is_too_slow() -> None:
         ScriptedServer(others=health) as server,
         core_of(server.address, "--load_deadline=3") as core,
         pytest.raises(
-            RunError, match=f"^{server.url} was not ready within 2.7 s: GET /health: HTTP 503: loading$"
+            RunError,
+            match=f"^{server.url} {LATE}: GET /health: HTTP 503: loading$",
         ),
     ):
         core.load()
@@ -68,14 +71,81 @@ def test_a_server_without_health() -> None:
         assert server.asked()
 
 
-def test_a_wrong_key() -> None:
-    health = {"/health": lambda request: plain({"error": {"message": "no key"}}, "401 Unauthorized")}
+NONE_SENT = "no key was sent: set the environment variable OPENAI_API_KEY for all ranks$"
+SENT = "the key sent is that in the environment variable OPENAI_API_KEY$"
+
+
+@pytest.mark.parametrize(("key", "advice"), [("", NONE_SENT), ("sk-1", SENT)])
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions"])
+def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch, key: str, advice: str, path: str) -> None:
+    """The message says which key was sent, or that none was."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    denied = {path: lambda request: plain({"error": {"message": "no key"}}, "401 Unauthorized")}
     with (
-        ScriptedServer(others=health) as server,
+        ScriptedServer(others=denied) as server,
         core_of(server.address) as core,
-        pytest.raises(RunError, match=f"^{server.url}: GET /health: HTTP 401: no key; .*OPENAI_API_KEY"),
+        pytest.raises(RunError, match=f"^{server.url}.*{path}: HTTP 401: no key; {advice}"),
     ):
         core.load()
+        core.run_health_check()
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        ("404 Not Found", r"GET /health: HTTP 404: \{\}; GET /v1/models: HTTP 404: \{\}; .*http://.*/PATH$"),
+        ("405 Method Not Allowed", r".*GET /v1/models: HTTP 405: .* add it to the URL"),
+        ("403 Forbidden", "GET /health: HTTP 403: .*no key was sent"),
+        ("302 Found", "GET /health: HTTP 302"),
+        ("400 Bad Request", "GET /health: HTTP 400"),
+        ("429 Too Many Requests", "GET /health: HTTP 429: .*it refuses every request"),
+    ],
+)
+def test_a_server_that_refuses_is_up(monkeypatch: pytest.MonkeyPatch, status: str, cause: str) -> None:
+    """The run does not wait for it until the deadline, which is 60 s."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    no = {path: lambda request: plain({}, status) for path in ("/health", "/v1/models")}
+    with ScriptedServer(others=no) as server, core_of(server.address) as core:
+        with pytest.raises(RunError, match=f"^{server.url}: {cause}"):
+            core.load()
+        assert core.doing().startswith(f"waiting for {server.url}")
+
+
+def test_a_server_of_another_protocol() -> None:
+    other = {"/health": lambda request: Reply([b"SSH-2.0-OpenSSH_9.2\r\n"], "close")}
+    words = r"not HTTP: .*SSH-2\.0.*; name the port of its HTTP API$"
+    with (
+        ScriptedServer(others=other) as server,
+        core_of(server.address) as core,
+        pytest.raises(RunError, match=words),
+    ):
+        core.load()
+
+
+HTML = b"<!DOCTYPE html><html><body>Welcome</body></html>"
+PAGE = Reply([head(Content_Length=len(HTML)) + HTML])
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "cause"),
+    [
+        (
+            "/v1/models",
+            PAGE,
+            "an HTML page; name the URL of the API$",
+        ),
+        ("/v1/models", plain({}, "404 Not Found"), r"HTTP 404: \{\}: name the model with --core_options"),
+        ("/v1/completions", plain({}, "404 Not Found"), "does not take requests at /v1/completions"),
+        ("/v1/completions", plain({}, "405 Method Not Allowed"), "does not take requests at /v1/completions"),
+        ("/v1/completions", plain({"error": "full"}, "429 Too Many Requests"), "HTTP 429: full; it refuses"),
+        ("/v1/completions", plain({"error": "oops"}, "500 Internal Server Error"), "HTTP 500: oops$"),
+    ],
+)
+def test_a_healthy_server_that_refuses(path: str, reply: Reply, cause: str) -> None:
+    with ScriptedServer(others={path: lambda request: reply}) as server, core_of(server.address) as core:
+        core.load()
+        with pytest.raises(RunError, match=f"^{server.url}{path}: .*{cause}"):
+            core.run_health_check()
 
 
 def test_a_server_that_answers_nothing_before_the_test() -> None:
@@ -84,7 +154,8 @@ def test_a_server_that_answers_nothing_before_the_test() -> None:
         ScriptedServer(others=silent) as server,
         core_of(server.address, "--load_deadline=3") as core,
         pytest.raises(
-            RunError, match=f"^{server.url} was not ready within 2.7 s: no answer to GET /health within"
+            RunError,
+            match=f"^{server.url} {LATE}: no answer to GET /health within",
         ),
     ):
         core.load()
