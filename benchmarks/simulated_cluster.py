@@ -168,7 +168,7 @@ class ControlledCluster:
             return 0 if phase == PHASES[-1] else None
         self.control.label(self._plan)
         at = Rank0At("node0000", 1, "pids of node0000", None)
-        return Setup(self._plan, f"{RUNS}/it", at, {}, "token", False, {}, {}, "")
+        return Setup(self._plan, f"{RUNS}/it", at, {}, "token", False, {}, {}, "", False)
 
     def arrive(self, phase: Phase) -> int:
         """Let all ranks arrive at a phase; return the bytes that rank 0 has sent to release them."""

@@ -27,7 +27,7 @@ from mpillm.configurator.parsers import at_least_one, boolean, rate
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset, unused_lengths
-from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import positive, seconds
 from mpillm.fields.data import GenerationFields
@@ -102,7 +102,9 @@ def main(config: Options) -> int:
     values = dict(_NULL if config.null else _TEST)
     values |= {name: given for name in values if (given := config.values[name]) is not None}
     folder = Path(config.model_path) if config.model_path else None
-    tokenizer = load_tokenizer(folder, apply_chat_template=True)
+    tokenizer = (
+        load_tokenizer(folder, apply_chat_template=True) if folder else NoTokenizer("without --model_path")
+    )
     dataset = _dataset(config, tokenizer, values)
     try:
         with null_server() if config.null else contextlib.nullcontext(config.url or "") as url:

@@ -310,6 +310,7 @@ class Setup(NamedTuple):
     server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
     server_ports: dict[int, int]  # by rank; see `JoinReport.port`
     server_secret: str  # of the servers that this run's ranks own
+    sends_text: bool  # prompts are texts, as bytes: see `CoreConfig`
 
 
 class Stop(NamedTuple):

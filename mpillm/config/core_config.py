@@ -61,6 +61,8 @@ class CoreConfig:
     # Of a client, the index of its server among those that the run owns; None: they are others'.
     server: int | None = None
     names_model: bool = False  # the run gives that server the model's name: see `ServerKind`
+    # Of a client: the tokens of a prompt are the UTF-8 bytes of its text, and the server makes tokens of it
+    sends_text: bool = False
     # Of a client of others' servers: for how long they may not be there; None: until --load_deadline
     server_wait_s: float | None = None
     client: int = 0  # which of that server's clients it is

@@ -75,6 +75,8 @@ class LLMCore(ABC):
     needs_model: ClassVar[bool] = False
     # A client of servers elsewhere: each worker rank is an executor, whatever the servers' layout.
     is_client: ClassVar[bool] = False
+    # A client whose servers take prompts as text, where there is no tokenizer here.
+    takes_text: ClassVar[bool] = False
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
     # Answers requests with TIMES also with how many blocks of its KV cache it has reused.

@@ -42,6 +42,7 @@ class Dataset:
     output_lengths: NDArray[np.int64] | None = None  # tokens to generate for each sample, if it says so
     texts: Mapping[int, str] = field(default_factory=dict)  # by sample, the prompts that were given as text
     ignores_stop: NDArray[np.bool_] | None = None  # samples whose answers no stop word ends, if any
+    sends_text: bool = False  # the tokens are the bytes of texts, of which servers make tokens
     note: str = ""  # for the user: which prompts were left out, or where the converted file is
 
     def __len__(self) -> int:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator.found import Found
 from mpillm.core_names import found_at
-from mpillm.cores.base import ModelLimits
+from mpillm.cores.base import LLMCore, ModelLimits
+from mpillm.cores.registry import BackendRegistry
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
 from mpillm.data.tiny_dataset import DATASET, write_dataset
-from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.model.read_config import model_folder
+from mpillm.fields import BY_NAME
 
 
 def load_samples(
@@ -29,7 +32,10 @@ def load_samples(
     scaled-down workload without --dataset_path a data set is written to `run_directory()`; `config` then says
     where.
     """
+    core_class = BackendRegistry.get(config.core_type)
     tokenizer = tokenizer_of(config)
+    if core_class.is_client and isinstance(tokenizer, ByteTokenizer) and not config.harness:
+        tokenizer = _of_a_server(config, core_class)
     limits = limits_of(config, [model for model in models if model is not None])
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
@@ -44,11 +50,35 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
-    return load_dataset(chosen, tokenizer, limits, columns), tokenizer
+    if not (core_class.takes_text and isinstance(tokenizer, NoTokenizer)):
+        return load_dataset(chosen, tokenizer, limits, columns), tokenizer
+    dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
+    return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
+
+
+def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
+    """Return the tokenizer of a server's model that has no folder here: of bytes for the embedded engine's
+    presets behind Triton; otherwise none."""
+    if config.model_path and not core_class.takes_text:
+        return ByteTokenizer()
+    named = config.named("model_path") if config.model_path else "without --model_path"
+    return NoTokenizer(f"--core_type {config.core_type}, {named}: no tokenizer")
+
+
+def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dataset:
+    """Return a data set whose texts servers are sent as they are. Raises ConfigError if tokens are needed."""
+    if len(dataset.texts) < len(dataset):
+        tokenizer.refuse()
+    tokens = {name: bool(config[BY_NAME[name]]) for name in ("save_outputs", "compliance_test", "audit_conf")}
+    tokens["test_mode"] = config.test_mode == "AccuracyOnly"
+    for name in (name for name, needed in tokens.items() if needed):
+        why = "needs the tokens of answers: name the folder of the model's tokenizer with --model_path"
+        raise ConfigError(f"{config.named(name)}: {why}", about=[name, "model_path"])
+    return replace(dataset, sends_text=True)
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """Return the tokenizer of the run's model: of bytes for a preset, and for a run without a model.
+    """Return the tokenizer of the run's model: of bytes for a preset, and for a core without a model.
 
     Raises ConfigError if the user names a folder that is missing. A workload's own folder may be missing: the
     workload's data set has token ids.

@@ -71,7 +71,10 @@ class Prepared:
         lines = list(planned.notes)
         if any(core.enable_kv_cache_reuse for core in planned.cores):
             lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
-        lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
+        size = f"{len(dataset.tokens)} tokens"
+        if dataset.sends_text:
+            size = "sent as text; without --model_path, tokens are counted by the servers (usage)"
+        lines.append(f"data set {dataset.name}: {len(dataset)} samples, {size}")
         if dataset.note:
             lines.append(dataset.note)
         lines += self.settings.notes

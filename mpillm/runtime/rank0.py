@@ -99,6 +99,7 @@ class Rank0:
             planned.server_gpus,
             {rank: report.port for rank, report in reports.items() if report.port},
             secrets.token_hex(),
+            self.session.sends_text,
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:

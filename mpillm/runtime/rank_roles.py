@@ -80,7 +80,9 @@ def make_roles(
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.in_section(plan.instances[me.instance].section).autoapply():
-            core = core_class(replace(core_config, serves=serves), comms.instance)
+            core = core_class(
+                replace(core_config, serves=serves, sends_text=setup.sends_text), comms.instance
+            )
         core.wake = loop.wake
         if serves and isinstance(core, WorksInAnyThread):
             core.wake = loop.ask

@@ -43,6 +43,7 @@ class RunSession(ABC):
     """The objects of a run on rank 0: what it counts, and what it leaves in the run directory."""
 
     serves: ClassVar[bool] = False  # until somebody ends it
+    sends_text = False  # prompts are texts, of which the servers make tokens
 
     @classmethod
     @abstractmethod

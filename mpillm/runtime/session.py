@@ -64,6 +64,7 @@ class Session(RunSession):
         """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
         config = prepared.planned.config
         self._prepared = prepared
+        self.sends_text = prepared.dataset.sends_text
         self._totals = Totals()
         # LoadGen's audit.config, or ""
         scaled = config.workload.n_samples if config.workload and config.workload.scaled else None

@@ -24,6 +24,7 @@ class Dialect:
     token_ids: bool = True  # answers have token ids; otherwise text, which is tokenised here
     extra: Mapping[str, Any] = field(default_factory=dict)
     options: bool = True  # it has min_tokens, top_k and stop_token_ids
+    sends_text: bool = False  # the tokens of a prompt are the bytes of its text, which the server counts
     usage_option: bool = True  # a stream says its usage where `stream_options` asks for that
 
 
@@ -33,6 +34,20 @@ DIALECTS = (
     Dialect("detokenize: false", extra={"detokenize": False}),
     Dialect("token-id prompts, text answers", token_ids=False),
     Dialect("text", token_prompts=False, token_ids=False, options=False, usage_option=False),
+)
+
+
+def _text(name: str, **more: Any) -> Dialect:
+    return Dialect(name, token_prompts=False, sends_text=True, **more)
+
+
+# The same where there is no tokenizer here: the answer has token ids, or the server counts its tokens.
+TEXT_DIALECTS = (
+    _text("text prompts, return_token_ids", extra={"return_token_ids": True}),
+    _text("text prompts, detokenize: false", extra={"detokenize": False}),
+    _text("text", token_ids=False),
+    _text("text, without options", token_ids=False, options=False),
+    _text("text, without options or stream_options", token_ids=False, options=False, usage_option=False),
 )
 
 

@@ -81,6 +81,7 @@ class EndpointCore(LLMCore):
     """A server with `/v1/completions` over HTTP: vLLM, SGLang, `trtllm-serve` or another."""
 
     is_client = True
+    takes_text = True
 
     config_class: ClassVar[Callable[[], HarnessValues]]
 
@@ -144,7 +145,7 @@ class EndpointCore(LLMCore):
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
             self._tokenizer = tokenizer if isinstance(tokenizer, FileTokenizer) else None
-            self._tokens = AnswerTokens(self._tokenizer)
+        self._tokens = AnswerTokens(self._tokenizer, self.config.sends_text)
         if self.config.server is not None:
             return
         self._open()
@@ -217,7 +218,7 @@ class EndpointCore(LLMCore):
         while True:
             try:
                 endpoint.model = await self._find_model(endpoint, limit)
-                await choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
+                await self._choose_dialect(endpoint, limit)
                 break
             except EndpointError as error:  # it may be gone again: then `server_lost` comes
                 if time.monotonic() > end:
@@ -238,8 +239,7 @@ class EndpointCore(LLMCore):
         for endpoint in endpoints:
             self.awaits = f"{WAITING}{endpoint.url}: a first token"
             endpoint.model = self._ask(self._find_model(endpoint, limit), limit + 60)
-            dialect = choose_dialect(endpoint, self._tokenizer is not None, limit, _LONGER)
-            self._ask(dialect, limit + 60)
+            self._ask(self._choose_dialect(endpoint, limit), limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
                 raise RunError(
                     Failure(
@@ -263,6 +263,11 @@ class EndpointCore(LLMCore):
         """Return which context server of the run a message names; None: another server."""
         contexts = zip(self._contexts, self.config.context_servers, strict=True)
         return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
+
+    def _choose_dialect(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, None]:
+        texts, stream = self.config.sends_text, self._harness.streaming
+        known = self._tokenizer is not None
+        return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, stream=stream)
 
     def _ask(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -412,12 +417,15 @@ class EndpointCore(LLMCore):
             self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
 
     def _text(self, prompt: Sequence[int]) -> str:
+        if self.config.sends_text:
+            return bytes(prompt).decode(errors="replace")
         assert self._tokenizer is not None
         return self._tokenizer.decode(prompt, keep_special=True)
 
     def on_first(self, call: Call) -> None:
         """Report the first token, unless it is also the last."""
-        self._prompt_tokens += len(call.prompt)
+        if not self.config.sends_text:
+            self._prompt_tokens += len(call.prompt)
         if (told := self._told.get(call.id)) is not None:  # by a server that was lost then
             told.again = True
         elif call.on_more is not None:
@@ -453,7 +461,9 @@ class EndpointCore(LLMCore):
         flags = ResponseFlag.FINAL
         if told is None:
             flags |= ResponseFlag.FIRST
-        if not call.streams:
+        if self.config.sends_text:
+            self._prompt_tokens += call.answer.prompt_tokens or 0
+        elif not call.streams:
             self._prompt_tokens += len(call.prompt)
         assert call.endpoint is not None
         call.endpoint.count(call, len(tokens))

@@ -14,7 +14,7 @@ from typing import Any
 from disagg.errors import nearest
 from mpillm.comms.messages import WAITING
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, is_page
-from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Sampling, body
+from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, TEXT_DIALECTS, Dialect, Sampling, body
 from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
 
@@ -203,16 +203,26 @@ async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, An
     return made if isinstance(made, dict) else {}
 
 
-async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float, longer: str = "") -> None:
+async def choose_dialect(
+    endpoint: Endpoint,
+    has_tokenizer: bool,
+    timeout_s: float,
+    longer: str = "",
+    *,
+    texts: bool = False,
+    stream: bool = False,
+) -> None:
     """Ask for one token in each dialect, and set the endpoint's to the first that it answers. EndpointError.
 
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens; `longer`: the option that
-    gives the server more time.
+    gives the server more time. `texts`: prompts are texts, and the server counts tokens; `stream`: also those
+    of a stream.
     """
     start, where = time.monotonic(), f"{endpoint.url}{COMPLETIONS}"
     end = start + timeout_s
     refusals: list[str] = []
-    for dialect in DIALECTS:
+    dialects = TEXT_DIALECTS if texts else DIALECTS
+    for dialect in dialects:
         prompt = _PROBE_IDS if dialect.token_prompts else _PROBE
         request = body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream=False)
         while True:
@@ -231,12 +241,18 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
                 (answer := Answer(stream=False, max_tokens=1)).feed(reply, 0.0)
                 answer.finish(0.0)
             except (AnswerError, ValueError) as error:
-                if dialect is not DIALECTS[-1] and not answer.finish_reason:
+                if dialect is not dialects[-1] and not answer.finish_reason:
                     raise EndpointError(f"{where}: {error}") from None
                 if not answer.completion_tokens:
                     raise EndpointError(f"{where}: {error}") from None
             if dialect.token_ids and not answer.tokens:
                 continue  # the server has ignored what it does not know
+            if texts and not dialect.token_ids:
+                if answer.completion_tokens and (not stream or await _counts(endpoint, dialect, end)):
+                    endpoint.dialect = dialect
+                    return
+                refusals.append(f"{dialect.name}: no usage, which says how many tokens an answer has")
+                continue
             if not dialect.token_ids and not has_tokenizer:
                 raise EndpointError(
                     f"{where} gives no token ids: name the folder of its tokenizer with --model_path"
@@ -248,4 +264,24 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
             advice = _NO_COMPLETIONS if status in _NO_SUCH_PATH else _advice(status, endpoint)
             raise EndpointError(f"{where}: {refusal}{advice}")
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
+    if any("no usage" in refusal for refusal in refusals):
+        raise EndpointError(
+            f"{where} sends neither token ids nor usage, so answers cannot be counted: name the folder of the"
+            " model's tokenizer with --model_path"
+        )
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
+
+
+async def _counts(endpoint: Endpoint, dialect: Dialect, end: float) -> bool:
+    """Return whether a stream of this server has its usage."""
+    request = body(dialect, endpoint.model, _PROBE, Sampling(max_tokens=1), stream=True)
+    left = max(0.0, end - time.monotonic())
+    try:
+        status, _, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
+        (answer := Answer(stream=True, max_tokens=1)).feed(reply, 0.0)
+        answer.finish(0.0)
+    except HttpError as error:
+        raise EndpointError(f"{endpoint.url}{COMPLETIONS}: {error}") from None
+    except (AnswerError, ValueError):  # an end token alone has no text
+        return status == 200 and bool(answer.completion_tokens)
+    return status == 200 and bool(answer.completion_tokens)

@@ -65,8 +65,9 @@ class ServerTally:
         if n_tokens is None:
             return
         self.handed_over += request.handed is not None
-        counts["retokenized"] += not dialect.token_ids
-        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(request.prompt))
+        if not dialect.sends_text:
+            counts["retokenized"] += not dialect.token_ids
+            counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(request.prompt))
         counts["other_answer_length"] += answer.completion_tokens not in (None, n_tokens)
         if n_generated is not None:
             min_tokens = sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpillm.cores.openai_client.answer import text_of
+from mpillm.cores.openai_client.answer import AnswerError, text_of
 from mpillm.cores.openai_client.client import Call
 from mpillm.data.tokenizer import Tokenizer
 
+UNKNOWN = 0  # in the place of the id of a token that only its server knows
 _HALVES = tuple(map(chr, range(0xD800, 0xDC00)))  # the first ones, of characters in two pieces
 
 
@@ -28,9 +29,10 @@ class Told:
 class AnswerTokens:
     """Of all servers of a client."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: None if no server sends text."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, counted: bool = False) -> None:
+        """`tokenizer`: None if no server sends text; `counted`: the servers count the tokens of a text, whose
+        ids are unknown."""
+        self._tokenizer, self._counted = tokenizer, counted
         self._by_pieces = tokenizer is not None and keeps_pieces(tokenizer)
 
     def of(self, call: Call) -> list[int]:
@@ -38,8 +40,19 @@ class AnswerTokens:
         assert call.endpoint is not None
         if call.endpoint.dialect.token_ids:
             return call.answer.tokens
+        if self._counted:
+            return [UNKNOWN] * self._n_counted(call)
         assert self._tokenizer is not None
         return self._tokenizer.encode_plain(call.answer.text)
+
+    def _n_counted(self, call: Call) -> int:
+        """Return how many tokens there are: until the answer has ended, one if a text has come."""
+        answer = call.answer
+        if answer.finish_reason is None:
+            return min(1, answer.size)
+        if answer.completion_tokens is None:
+            raise AnswerError("no usage in its answer: name the folder of the tokenizer with --model_path")
+        return answer.completion_tokens
 
     def new(self, call: Call, told: Told) -> list[int]:
         """Return those that are not told; of text, the tokens of its pieces, which are told with that."""

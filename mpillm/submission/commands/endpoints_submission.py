@@ -22,7 +22,7 @@ from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
-from mpillm.data.tokenizer import load_tokenizer
+from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
 from mpillm.errors import ExitCode, StageError
 from mpillm.fields.deadlines import DeadlineFields
 from mpillm.fields.general import GeneralFields
@@ -213,7 +213,8 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
         print(f"{c:>6} at once  was there")
     if not todo:
         return failed
-    tokenizer = load_tokenizer(Path(options.model_path) if options.model_path else None)
+    folder = options.model_path
+    tokenizer = load_tokenizer(Path(folder)) if folder else NoTokenizer("without --model_path")
     path = _dataset_path(options, workload, curve.root(output).parent / "dataset")
     limits = Limits(max_output_len=workload.max_output_len)
     dataset = load_dataset(path if path.suffix == ".jsonl" else loader_of(path, workload), tokenizer, limits)

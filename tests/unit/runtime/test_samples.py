@@ -84,6 +84,35 @@ def test_a_missing_folder_is_an_error_for_every_core(tmp_path: Path, core: str) 
             assert f"--model_path {path}: no such folder" in str(error.value) and hint in str(error.value)
 
 
+def test_texts_without_a_tokenizer_go_to_servers_as_texts(tmp_path: Path) -> None:
+    """Also with a preset's name: a real model of that name has another tokenizer than bytes."""
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"prompt": "Où"}\n')
+    for model in ((), ("--model_path", "llama3.1-8b")):
+        words = ("--url", "h:1", "--dataset_path", lines, *model)
+        dataset = load(tmp_path, *words)
+        assert dataset.sends_text and bytes(dataset.tokens.tolist()).decode() == "Où"
+        for more in ("--save_outputs", "--test_mode=AccuracyOnly"):
+            with pytest.raises(ConfigError, match=r"needs the tokens of answers: .*--model_path"):
+                load(tmp_path, *words, more)
+        assert not load(tmp_path, *words, "--dataset", "prompts", "--harness", "vllm-bench").sends_text
+        lines.write_text('{"prompt": "Où"}\n{"input_tokens": [1]}\n')
+        with pytest.raises(ConfigError, match="a text has no tokens without it"):
+            load(tmp_path, *words)
+        lines.write_text('{"prompt": "Où"}\n')
+    lines.write_text('{"input_tokens": [1, 400]}\n')
+    assert not load(tmp_path, "--core_type", "openai", "--dataset_path", lines).sends_text
+    assert not load(tmp_path, "--core_type", "openai", "--dataset", "synthetic").sends_text
+
+
+def test_a_client_of_tokens_needs_a_tokenizer_for_texts(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="--core_type triton_grpc, without --model_path: no tokenizer; a text"
+    ):
+        load(tmp_path, "--core_type", "triton_grpc")
+    assert load(tmp_path, "--core_type", "triton_grpc", "--dataset", "synthetic").name == "synthetic"
+
+
 def test_a_workloads_own_folder_is_needed_for_text_only(tmp_path: Path) -> None:
     lines = tmp_path / "own.jsonl"
     lines.write_text('{"input_tokens": [1, 2]}\n')

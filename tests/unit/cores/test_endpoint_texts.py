@@ -1,0 +1,104 @@
+"""Prompts that servers are sent as text, because there is no tokenizer here: they count the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpillm.errors import RunError
+from tests.helpers.endpoint_cores import FINAL, SERVER, Rows, failure, requests, started
+from tests.helpers.scripted_server import (
+    DONE,
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    plain,
+)
+
+TEXTS = ["Hello", "Où est-il?"]
+PROMPTS = [list(text.encode()) for text in TEXTS]
+
+
+def server_of(
+    *, ids: bool = False, usage: bool = True, unknown: tuple[str, ...] = ()
+) -> Callable[[Request], Reply]:
+    """Return a server that takes texts only; its answers have as many tokens as are asked for.
+
+    `ids`: it sends token ids where it is asked to; `usage`: it counts; `unknown`: fields that it refuses.
+    """
+
+    def answer(request: Request) -> Reply:
+        asked = request.json
+        if not isinstance(asked["prompt"], str) or any(name in asked for name in unknown):
+            return plain({"error": {"message": "a text, please"}}, "400 Bad Request")
+        n = asked["max_tokens"]
+        tokens = [*range(7, 7 + n)] if ids and asked.get("return_token_ids") else None
+        counts = {"prompt_tokens": 3, "completion_tokens": n}
+        if not asked.get("stream"):
+            whole = choice(tokens, "word " * n, "length")
+            return plain({**whole, "usage": counts} if usage else whole)
+        pieces = [event(choice(tokens, "word " * n)), event(choice(None, "", "length"))]
+        if usage and (asked.get("stream_options") or {}).get("include_usage"):
+            pieces.append(event({"choices": [], "usage": counts}))
+        return Reply([STREAM, *map(chunk, pieces), DONE])
+
+    return answer
+
+
+@pytest.mark.parametrize("options", [(), (SERVER,)], ids=["whole", "streams"])
+@pytest.mark.parametrize("ids", [True, False])
+def test_the_server_counts(options: tuple[str, ...], ids: bool) -> None:
+    with ScriptedServer(server_of(ids=ids)) as server, started(server, *options, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=9))
+        rows = Rows(core).until(2)
+        statistics: dict[str, Any] = core.statistics()
+        metrics = core.metrics()
+    whole = [tokens for _, flags, tokens in rows if flags & FINAL]
+    assert whole == [[*range(7, 16)] if ids else [0] * 9] * 2
+    assert {asked["prompt"] for asked in server.asked()} == {"Hello", *TEXTS}
+    assert statistics["other_prompt_length"] == statistics["retokenized"] == 0
+    assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
+
+
+def test_a_server_with_openais_fields_only() -> None:
+    only = server_of(unknown=("return_token_ids", "detokenize"))
+    with ScriptedServer(only) as server, started(server, SERVER, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=5))
+        assert [len(tokens) for _, flags, tokens in Rows(core).until(2) if flags & FINAL] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("answers", "options"),
+    [
+        (server_of(usage=False), ()),
+        (server_of(usage=False), (SERVER,)),
+        (server_of(unknown=("stream_options",)), (SERVER,)),
+    ],
+)
+def test_a_server_that_does_not_count(answers: Callable[[Request], Reply], options: tuple[str, ...]) -> None:
+    with (
+        ScriptedServer(answers) as server,
+        pytest.raises(RunError, match=r"neither token ids nor usage.*with --model_path$"),
+        started(server, *options, sends_text=True),
+    ):
+        pass
+
+
+def test_a_server_that_stops_counting() -> None:
+    """Usage in the probe, and none in the test."""
+    counts, forgets = server_of(), server_of(usage=False)
+
+    def answer(request: Request) -> Reply:
+        return (counts if request.json["max_tokens"] == 1 else forgets)(request)
+
+    with ScriptedServer(answer) as server, started(server, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=5))
+        assert failure(core).endswith(
+            "no usage in its answer: name the folder of the tokenizer with --model_path"
+        )
