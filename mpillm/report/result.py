@@ -268,6 +268,17 @@ def _part_of_the_tokens(
     return f" ({100 * instance['tokens'] / sum(tokens):.0f} %)" if len(tokens) > 1 and sum(tokens) else ""
 
 
+def counted_from_text(instances: Sequence[Mapping[str, Any]]) -> str:
+    """Return how far the number of tokens is the client's own; "" if it is the servers'."""
+    n, others = (
+        sum(one.get(name) or 0 for one in instances) for name in ("retokenized", "other_answer_length")
+    )
+    if not n:
+        return ""
+    usage = f"; its usage gives {others} of them another number of tokens" if others else ""
+    return f"tokens of {n} answers are counted from their text: the server gives no token ids{usage}"
+
+
 def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the reader of an instance's figures must know."""
     if n := instance.get("preemptions"):
@@ -275,8 +286,8 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
     if (busy := instance.get("client_busy_fraction", 0)) > _BUSY:
         share = f"{100 * busy:.0f} %"
         yield f"its client is busy {share} of the time: start more ranks, the servers may be faster"
-    if n := instance.get("retokenized"):
-        yield f"tokens of {n} answers were made from text: the server gives no token ids"
+    if text := counted_from_text([instance]):
+        yield text
     if n := instance.get("retries"):
         server = instance.get("server") or {}
         ends = [f"server {server['index']}: {one['why']}" for one in server.get("restarts", ())]

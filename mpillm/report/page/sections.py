@@ -12,6 +12,7 @@ from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
+from mpillm.report.result import counted_from_text
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
 
@@ -52,6 +53,7 @@ def head(facts: Facts) -> str:
     reasons += [f"Not checked: {text}." for text in unchecked(run.result)]
     reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
+    reasons += [f"{text[:1].upper()}{text[1:]}." for text in [_counted(run.result)] if text]
     reasons += facts.verdict_notes()
     if result.get("lost"):
         reasons.append("Not to be submitted: the run went on without a part of its system.")
@@ -81,6 +83,10 @@ def head(facts: Facts) -> str:
         f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{said}</p>"
         f"<p><strong>{told}</strong></p>{why}</div></header>"
     )
+
+
+def _counted(result: Mapping[str, Any] | None) -> str:
+    return counted_from_text((result or {}).get("per_instance") or [])
 
 
 def _server(run: RunFiles) -> str:

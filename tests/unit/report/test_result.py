@@ -122,7 +122,7 @@ def test_what_was_guessed() -> None:
 def test_a_client_that_is_the_limit_says_so() -> None:
     """So do tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
-    client = {"client_busy_fraction": 0.91, "retokenized": 7, "retries": 2}
+    client = {"client_busy_fraction": 0.91, "retokenized": 7, "other_answer_length": 3, "retries": 2}
     result = SLOW | {
         "per_instance": [
             {**instance, **client},
@@ -135,7 +135,8 @@ def test_a_client_that_is_the_limit_says_so() -> None:
     first = values.index("100 samples, 1,000 tokens, holding requests 50 %")
     assert values[first + 1 : -1] == [
         "its client is busy 91 % of the time: start more ranks, the servers may be faster",
-        "tokens of 7 answers were made from text: the server gives no token ids",
+        "tokens of 7 answers are counted from their text: the server gives no token ids; its usage gives 3 of"
+        " them another number of tokens",
         "2 requests were sent again: the server refused them, or closed the connection",
         "100 samples, 1,000 tokens, holding requests 50 %",
     ]
