@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from disagg.errors import ConfigError
-from launch.launcher import EveryRankError, Launcher, Protocol, one_of_several
+from launch.launcher import PMI, EveryRankError, Launcher, Protocol, one_of_several
 
 
 class WrongLauncher(EveryRankError):
@@ -77,6 +77,8 @@ def check_world(
     else:
         n = launcher.size
         problem = f"{launcher.name} started {n} ranks, {ours}: they would be {n} separate runs"
+    if launcher.name == PMI:
+        problem += "; if none did, PMI_RANK and PMI_SIZE are left over from another program: unset them"
     raise WrongLauncher(
         problem, _advice(launcher, library, command, variables or {}) if launcher.first else ""
     )

@@ -14,6 +14,9 @@ RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-se
 
 OPEN_MPI = "Open MPI's mpirun"
 HYDRA = "MPICH's mpirun (Hydra)"
+PMI = "A PMI launcher"
+"""Any other one that sets PMI_RANK, or none: the variable may be left over."""
+
 Protocol = Literal["PMIx", "PMI", ""]
 
 
@@ -65,7 +68,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
         )
     if "SLURM_STEP_NUM_TASKS" in env:  # a batch script has a SLURM_PROCID, too, before any srun
         found += started("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", given, is_srun=True)
-    found += started("A PMI launcher", "PMI_SIZE", "PMI_RANK", "PMI")
+    found += started(PMI, "PMI_SIZE", "PMI_RANK", "PMI")
     return found[0] if found else None
 
 

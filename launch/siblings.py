@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ _STATES = {
 
 
 _STOPPED = "Tt"
+_STOPPED_S = 0.6
 _GONE = "ZX"
 
 _STARTED_S = 10.0
@@ -142,7 +143,8 @@ class EndedRanks:
             os.close(self._ends.pop(rank))
         if ended:
             ended = [rank for rank in ended if rank in first] or ended
-            return ", ".join(f"rank {rank} (pid {self._pids[rank]}) has ended" for rank in ended)
+            host = socket.gethostname()
+            return ", ".join(f"rank {rank} on {host} (pid {self._pids[rank]}) has ended" for rank in ended)
         for rank, pid in now.items():
             if rank not in self._ends and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # it has ended, or no file is left
@@ -187,12 +189,51 @@ def runs(pid: int) -> bool:
     except PermissionError:
         return True
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:  # noqa: PTH123 - ten times faster than Path
-            return file.read().rpartition(")")[2].split()[0] not in _GONE
+        return process_state(pid) not in _GONE
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
         return True
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state. Raises OSError if there is no such process."""
+    with open(f"/proc/{pid}/stat", errors="replace") as file:  # noqa: PTH123 - ten times faster than Path
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def how_it_is_stopped(pid: int) -> str:
+    """Return the words for a process that somebody has stopped; "" if none has."""
+    try:
+        state = process_state(pid)
+    except OSError:
+        return ""
+    return _STATES[state].format(pid) if state in _STOPPED else ""
+
+
+class StoppedProcesses:
+    """Finds processes that somebody has stopped, for longer than a tool that takes a snapshot does."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._reported: set[int] = set()
+
+    def look(self, pids: Iterable[int]) -> list[tuple[int, str]]:
+        """Return the stopped processes that no earlier look has returned, with the words for each.
+
+        Call it often, with all processes. One that goes on and is stopped again is returned again.
+        """
+        now = time.monotonic()
+        states = {}
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                states[pid] = process_state(pid)
+        stopped = [pid for pid, state in states.items() if state in _STOPPED]
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        self._reported &= {*stopped}
+        late = [pid for pid in stopped if self._since[pid] <= now - _STOPPED_S and pid not in self._reported]
+        self._reported |= {*late}
+        return [(pid, _STATES[states[pid]].format(pid)) for pid in late]
 
 
 def _told(sibling: Sibling) -> str:

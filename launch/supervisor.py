@@ -19,6 +19,7 @@ from launch import segments
 from launch.live_lines import LiveLines
 from launch.prctl import adopt_orphans, die_with_parent
 from launch.shared_files import mapped
+from launch.siblings import StoppedProcesses
 from launch.signals import Echoes, stop_signals, title
 from launch.witness import Witness
 
@@ -182,9 +183,12 @@ class Supervisor:
         stop_at: float | None = None
         start_by: float | None = time.monotonic() + self._start_deadline_s
         look_until = math.inf
+        stopped = StoppedProcesses()
         while not _ended_within(process, 0.25):
             if time.monotonic() < look_until:
                 self._note_segments(process)
+            for pid, how in stopped.look([process.pid]):
+                self._say(f"mpirun (pid {pid}) {how}")
             if stop_at is None and self._witness and (who := self._witness.goes_on_without()):
                 self._say(who)
             if stop_at is None and self._signals:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from launch.siblings import runs, visible_pids
+from launch.siblings import StoppedProcesses, how_it_is_stopped, runs, visible_pids
 from mpillm.comms import kept_connections
 from mpillm.comms.lifeline import Lifeline
 from mpillm.comms.loop import EventLoop
@@ -74,6 +74,7 @@ class RankControl:
         """The exit code of a run whose last phase has ended: what is lost from then on changes nothing."""
         self.rank0: Rank0At | None = None  # known from the end of join
         self.sees_rank0 = False  # so its process id means something here
+        self._stopped_processes = StoppedProcesses()
         self._lifeline: Lifeline | None = None
         self._rank0_heard = self._rank0_checked = time.monotonic()
         self._next_look = self._check_at = 0.0
@@ -98,6 +99,7 @@ class RankControl:
             away, self._rank0_checked = now - self._rank0_checked, now
             if away > 1:  # its beats of that time may be still unread
                 self._rank0_heard = min(now, self._rank0_heard + away)
+            self._report_stopped_rank0()
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
@@ -140,8 +142,17 @@ class RankControl:
         if self.rank0_ended():
             return "its process has ended"
         if time.monotonic() - self._rank0_heard > self.limits.heartbeat:
-            return f"no heartbeat for {self.limits.heartbeat:g} s (--heartbeat_timeout)"
+            how = how_it_is_stopped(self.rank0.pid) if self.sees_rank0 else ""
+            cause = f"no heartbeat for {self.limits.heartbeat:g} s (--heartbeat_timeout)"
+            return f"{cause}; pid {self.rank0.pid} {how}" if how else cause
         return ""
+
+    def _report_stopped_rank0(self) -> None:
+        """On rank 1: report that somebody has stopped rank 0."""
+        if self.transport.rank != 1 or self.rank0 is None or not self.sees_rank0:
+            return
+        for pid, how in self._stopped_processes.look([self.rank0.pid]):
+            self.watch.note(f"rank 0 on {self.rank0.host}, pid {pid}, {how}")
 
     def rank0_ended(self) -> bool:
         """Return whether rank 0's process is known to have ended."""

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from mpi4py import MPI
 from disagg import WorldPlan
 from launch.environment import told_lost
 from launch.roll_call import ROLL_CALL
-from launch.siblings import ended_here, runs
+from launch.siblings import StoppedProcesses, ended_here, how_it_is_stopped, runs
 from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.kept_connections import ends_with_a_rank
@@ -124,10 +124,12 @@ class Rank0Control:
         self._seen_cut = 0
         self._lost_elsewhere: frozenset[int] = frozenset()  # as MPI and launcher know, asked in the end only
         self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
+        self._stopped_processes = StoppedProcesses()
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
         FAILED.handle(self._transport, self._on_failed)
         EVENT.handle(self._transport, on_event)
+        self._on_event = on_event
         BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
     def poll(self) -> bool:
@@ -145,6 +147,7 @@ class Rank0Control:
             for state in self.ranks:
                 state.heard = min(now, state.heard + away)
         self.heard_now(0)
+        self._report_stopped()
         if gone := self.losses(self.gone()):
             self._go_on_without(gone)
         if self._failures and now > self._settled_at:
@@ -197,10 +200,22 @@ class Rank0Control:
     def dead(self) -> list[int]:
         """Return the ranks whose process is known to have ended without saying BYE."""
         ended = self.cut()
-        here = self._by_pids.get(self.ranks[0].pids, ())
         return sorted(
-            r for r in {*here, *ended} if self._is_expected(r) and (r in ended or not runs(self.ranks[r].pid))
+            r
+            for r in {*self._here(), *ended}
+            if self._is_expected(r) and (r in ended or not runs(self.ranks[r].pid))
         )
+
+    def _report_stopped(self) -> None:
+        """Report each rank of this host that somebody has stopped."""
+        here = {self.ranks[rank].pid: rank for rank in self._here() if rank and self._is_expected(rank)}
+        for pid, how in self._stopped_processes.look(here):
+            end = f"the run ends after {self._limits.heartbeat:g} s without a heartbeat (--heartbeat_timeout)"
+            self._on_event(here[pid], Event("stopped", f"{how}; {end}"))
+
+    def _here(self) -> Sequence[int]:
+        """Return the ranks of this host that have joined."""
+        return self._by_pids.get(self.ranks[0].pids, ())
 
     def cut(self) -> frozenset[int]:
         """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
@@ -286,13 +301,17 @@ class Rank0Control:
             Failure(
                 f"the process has ended; {self.ranks[r].last_seen()}"
                 if r in dead
-                else f"{silence}; {self._last_seen(r)}",
+                else f"{silence}{self._if_stopped(r)}; {self._last_seen(r)}",
                 r,
                 code=ExitCode.INSTANCE_LOST,
                 ended=r in dead,
             )
             for r in ranks
         )
+
+    def _if_stopped(self, rank: int) -> str:
+        how = how_it_is_stopped(self.ranks[rank].pid) if self._sees(self.ranks[rank]) else ""
+        return f"; pid {self.ranks[rank].pid} {how}" if how else ""
 
     def stop_all(self, code: int) -> Stopped | None:
         """Tell every rank to end, and wait; return how rank 0 is to end.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -31,7 +32,7 @@ from launch.mpi_ports import Port, told_apart, unmet
 from launch.openmpi_tcp import exclusion
 from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL
-from launch.siblings import EndedRanks, ended_here, ranks_here, siblings, stopped_ranks
+from launch.siblings import EndedRanks, StoppedProcesses, ended_here, ranks_here, siblings, stopped_ranks
 from mpillm.comms import pmix
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.kept_connections import ends_with_a_rank
@@ -305,6 +306,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
     sure_s = _SURE_S + (_SECOND_S if rank == 1 else 0.0)
     ended: EndedRanks | None = None
     lost = ""
+    stopped = StoppedProcesses()
     while (left := end - time.monotonic()) > 0:
         ends = [] if lost or ended is None else ended.fds()
         if pipe in select.select([pipe, *ends], [], [], min(left, sure_s if lost else _LOOK_S))[0]:
@@ -314,9 +316,12 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
                 continue
             if word == _DONE or rank == 1 or told_signal() is not None:
                 return None
-            lost = lost or (ended.look() if ended is not None else "") or f"rank 0 (pid {pid}) has ended"
+            lost = lost or (ended.look() if ended is not None else "")
+            lost = lost or f"rank 0 on {socket.gethostname()} (pid {pid}) has ended"
         elif not lost:
             lost = ended.look() if ended is not None else ""
+            if rank == 0:
+                _report_stopped(stopped)
             continue
         if ROLL_CALL in os.environ:  # the launcher knows the order in which ranks of all hosts have ended
             time.sleep(_LAUNCHER_GRACE_S)
@@ -327,6 +332,13 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
         if select.select([pipe], [], [], max(0.0, patience))[0]:
             return None  # rank 0's child has said so, and ended this rank
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
+
+
+def _report_stopped(stopped: StoppedProcesses) -> None:
+    """Report ranks of this host that somebody has stopped: MPI_Init waits for them."""
+    ranks = {sibling.pid: rank for rank, sibling in siblings().items()}
+    for pid, how in stopped.look(ranks):
+        print(f"  join    rank {ranks[pid]} (pid {pid}) {how}", file=sys.stderr, flush=True)
 
 
 def _never_started(cause: tuple[str, ExitCode]) -> None:

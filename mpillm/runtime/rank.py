@@ -258,7 +258,8 @@ class Rank:
         try:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:
-            raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
+            cause = f"{error.filename or setup.log_dir}: {error.strerror}"
+            raise RunError(Failure(cause, self.rank or None)) from error
         node = ranks[self.rank].node
         self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
         control = self._rank0.control if self._rank0 else self._control

@@ -72,9 +72,20 @@ def start_and_signal(starter: Starter, rank: int, phase: str, number: int, *opti
     indirect=["mpi"],
 )
 def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
-    """A rank that gets SIGSTOP sends no heartbeat either."""
+    """A rank that gets SIGSTOP sends no heartbeat either. Rank 0 names it before that."""
     command = start_and_signal(both, rank, phase, signal.SIGSTOP, "--heartbeat_timeout", 3)
-    check_failure(command.end(), INSTANCE_LOST, rank=rank, phase=phase, within=START_S + 3 + GRACE_S + 3)
+    ended = command.end()
+    check_failure(
+        ended,
+        INSTANCE_LOST,
+        "(--heartbeat_timeout); pid ",
+        rank=rank,
+        phase=phase,
+        within=START_S + 3 + GRACE_S + 3,
+    )
+    assert re.search(rf"^  stopped rank {rank} .*: is stopped: kill -CONT \d+;", ended.out, re.MULTILINE), (
+        ended
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,9 @@ def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
     ended = command.end()
     assert ended.code in (NOT_READY, INSTANCE_LOST), repr(ended)
     assert "MPI_Init" in ended.err or re.search(rf"\brank {rank}\b", ended.err), repr(ended)
+    if rank:
+        named = rf"^  join    rank {rank} \(pid \d+\) is stopped: kill -CONT \d+$"
+        assert re.search(named, ended.err, re.MULTILINE), ended
     assert ended.seconds < START_S + 4 + 3 + 2 * GRACE_S, repr(ended)
 
 
@@ -103,7 +117,7 @@ def test_a_stopped_rank_0(both: Starter, control: int) -> None:
     command = start_and_signal(both, 0, "test", signal.SIGSTOP, *options)
     ended = command.end()
     ended.must(INSTANCE_LOST)
-    assert re.search(r"\brank 0\b", ended.err), repr(ended)
+    assert re.search(r"rank 0 on \S+, pid (\d+), is stopped: kill -CONT \1\n", ended.err), repr(ended)
     assert ended.seconds < START_S + 3 + 4 * GRACE_S + 3, repr(ended)
 
 

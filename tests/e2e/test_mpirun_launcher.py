@@ -256,6 +256,17 @@ def test_a_killed_launcher_takes_all_along(python: str, start: Start) -> None:
     assert job.end()[0] == -signal.SIGKILL
 
 
+def test_a_stopped_mpirun_is_named(python: str, start: Start) -> None:
+    job = start(python, "waits")
+    job.rank_pids()
+    (mpirun,) = psutil.Process(job.process.pid).children()
+    mpirun.suspend()
+    time.sleep(2)
+    mpirun.resume()
+    os.killpg(job.process.pid, signal.SIGTERM)
+    assert f"mpirun (pid {mpirun.pid}) is stopped: kill -CONT {mpirun.pid}" in job.end()[1]
+
+
 def test_a_killed_mpirun_takes_all_along(python: str, start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "tmp"
     folder.mkdir()

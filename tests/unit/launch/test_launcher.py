@@ -184,6 +184,13 @@ def test_the_wrong_launcher(env: dict[str, str], library: str, certain: bool) ->
         check_world(library, None, ["run"], env)
 
 
+def test_variables_without_a_launcher_are_named() -> None:
+    with pytest.raises(
+        WrongLauncher, match="PMI_RANK and PMI_SIZE are left over from another program: unset"
+    ):
+        check_world(MPICH, (1, 0), ["run"], {"PMI_RANK": "0", "PMI_SIZE": "4"})
+
+
 def test_a_part_of_the_ranks_is_no_world_either() -> None:
     with pytest.raises(
         WrongLauncher, match=r"srun started 3 ranks, but the MPI of .*, MPICH 5.0.2, sees a world of 2"

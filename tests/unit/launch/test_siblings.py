@@ -18,8 +18,11 @@ from launch.prctl import KEEPER
 from launch.siblings import (
     EndedRanks,
     Sibling,
+    StoppedProcesses,
     _missing,
     describe_rank,
+    how_it_is_stopped,
+    process_state,
     ranks_here,
     runs,
     siblings,
@@ -76,7 +79,7 @@ def test_a_rank_that_ends_is_named(ranks: dict[int, subprocess.Popen[bytes]]) ->
     assert ended.look() == ""
     ranks[2].kill()
     wait_until(ended.look, "a rank that ends")
-    assert ended.look() == f"rank 2 (pid {ranks[2].pid}) has ended"
+    assert ended.look() == f"rank 2 on {os.uname().nodename} (pid {ranks[2].pid}) has ended"
 
 
 def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -94,7 +97,7 @@ def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subproces
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("launch.siblings.siblings", and_the_others)
-        assert ended.look() == f"rank 2 (pid {ranks[2].pid}) has ended"
+        assert ended.look() == f"rank 2 on {os.uname().nodename} (pid {ranks[2].pid}) has ended"
 
 
 def test_a_rank_that_was_never_there_is_named_later(
@@ -170,3 +173,33 @@ def test_which_of_a_hosts_ranks_is_missing(
     alone: bool, places: dict[int, int | None], missing: list[int] | None
 ) -> None:
     assert _missing(3, alone, places) == missing
+
+
+def test_a_process_is_returned_once_each_time_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.siblings._STOPPED_S", 0.0)
+    stopped = StoppedProcesses()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            for _ in range(2):
+                assert stopped.look([process.pid, 0]) == [] and how_it_is_stopped(process.pid) == ""
+                process.send_signal(signal.SIGSTOP)
+                wait_until(lambda: process_state(process.pid) == "T", "its stop")
+                how = f"is stopped: kill -CONT {process.pid}"
+                assert stopped.look([process.pid]) == [(process.pid, how)]
+                assert stopped.look([process.pid]) == [] and how_it_is_stopped(process.pid) == how
+                process.send_signal(signal.SIGCONT)
+                wait_until(lambda: process_state(process.pid) != "T", "its going on")
+        finally:
+            process.kill()
+    assert stopped.look([process.pid]) == [] and how_it_is_stopped(process.pid) == ""
+
+
+def test_a_short_stop_is_not_reported() -> None:
+    """A tool that takes a snapshot stops a process for a moment."""
+    stopped = StoppedProcesses()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state(process.pid) == "T", "its stop")
+        assert stopped.look([process.pid]) == []
+        wait_until(lambda: stopped.look([process.pid]), "the report")
+        process.kill()
