@@ -16,6 +16,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+KEEPER = b"mpillm-kept"  # launch.prctl.KEEPER: this process has a rank's environment and is none
 FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -44,6 +46,8 @@ def main(command: list[str]) -> int:
         except OSError as error:
             print(f"mpillm: can't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(127)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, KEEPER, 0, 0, 0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return code if code >= 0 else 128 - code
 

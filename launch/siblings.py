@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from launch.environment import EXIT_FILE
 from launch.launcher import find_launcher
 from launch.prctl import KEEPER
 
-_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID")  # Hydra's ranks have none: their parent tells
+# Hydra's ranks have none of the first three. Without `mpillm mpirun` they have one parent.
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID", EXIT_FILE)
 _STATES = {
     "T": "is stopped: kill -CONT {}",
     "t": "is held by a debugger",
