@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 from .errors import ConfigError
 
 _MOST = 1 << 20  # bytes; those of large clusters have a tenth of it, and PyYAML takes 20 s for so much
+
+
+def check_file(path: str | os.PathLike[str], where: str = "") -> None:
+    """Raise ConfigError if a path is a pipe or a device, or a link to one: reading may never end.
+
+    `where`: stands for the path in the error.
+    """
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116 (see below)
+    except (OSError, ValueError):  # whoever opens it says why
+        return
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise ConfigError(f"{where or os.fspath(path)}: neither a file nor a folder")
 
 
 def read_text(path: str, option: str = "") -> str:
@@ -13,6 +29,7 @@ def read_text(path: str, option: str = "") -> str:
     Raises ConfigError if it can't be read, is not UTF-8, or has more than a MiB.
     """
     where = f"{option}{path}"
+    check_file(path, where)
     try:
         with open(path, "rb") as file:  # noqa: PTH123 (every rank imports this; pathlib is slow to import)
             content = file.read(_MOST + 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from disagg.errors import ConfigError
 from launch.environment import clean_environment
+from launch.masking import masked_value, masked_words
 
 
 class NotHere(ConfigError):
@@ -33,9 +34,9 @@ class Command:
         return " ".join(self.words())
 
     def words(self) -> list[str]:
-        """Return its words in shell syntax, those of the environment first."""
-        overlay = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return [*overlay, *map(shlex.quote, self.argv)]
+        """Return its words in shell syntax, those of the environment first, with secrets masked."""
+        overlay = [f"{name}={shlex.quote(value)}" for name, value in masked_value(self.env).items()]
+        return [*overlay, *map(shlex.quote, masked_words(self.argv))]
 
     def environment(self, keep_job: bool = False) -> dict[str, str]:
         """Return its environment: this process's, without what makes that a rank, unless `keep_job`."""

@@ -47,6 +47,7 @@ from launch.environment import (
 )
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
+from launch.masking import MASK, masked_words
 from launch.mpi_ports import unreached_ranks
 from launch.mpirun_words import PLACEMENT, USAGE, has_option, parse_arguments, spans_hosts
 from launch.own_messages import FAILED
@@ -250,13 +251,16 @@ def main(
         exports=[*_exports(environment), *([ROLL_CALL] if calls else [])] if several_hosts else [],
         survive=survive,
     )
+    shown = masked_words(line)
     if arguments.dry_run:
         # One line for a shell that reads it: eval "$(…)".
-        print(wrapped(map(shlex.quote, line)) if sys.stdout.isatty() else shlex.join(line))
+        print(wrapped(map(shlex.quote, shown)) if sys.stdout.isatty() else shlex.join(shown))
         for name in secrets:
             say(f"the line has no secret: set {name} in its environment")
+        if shown != line:
+            say(f"the line has {MASK} in place of each secret: fill it in")
         return 0
-    print(wrapped(map(shlex.quote, line)), file=sys.stderr, flush=True)
+    print(wrapped(map(shlex.quote, shown)), file=sys.stderr, flush=True)
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
     # directory is.
     with (

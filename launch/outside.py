@@ -12,6 +12,8 @@ import re
 import textwrap
 from typing import TextIO
 
+from launch.masking import without_known
+
 _MOST = 200  # characters of a line
 
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -33,7 +35,8 @@ def one_line(text: str | bytes, most: int = _MOST) -> str:
 
 
 def printable(text: str) -> str:
-    """Return lines of text without colours, and with control characters escaped."""
+    """Return lines of text without colours, with secrets masked and control characters escaped."""
+    text = without_known(text)
     if _CONTROLS.search(text) is None:
         return text
     return _CONTROLS.sub(_escape, _LINE_ENDS.sub("\n", _COLOURS.sub("", text)))

@@ -32,8 +32,10 @@ from launch.children import tail
 from launch.command import Command
 from launch.environment import environment_of_this_node
 from launch.first_failure import failing_lines
+from launch.masking import without_known_bytes
 from launch.shared_files import SHM
 
+_PIECE = 1 << 20  # bytes of a log in memory
 _LOOK_S = 0.2
 _STOPPED_S = 0.6  # a debugger, or a tool that takes a snapshot, may stop a process for a moment
 _KILL_S = 5.0  # for the guard to end what does not end by itself
@@ -168,6 +170,8 @@ class OwnedServer:
         except subprocess.TimeoutExpired:  # something hangs in the kernel
             self._guard.kill()
         self._kill_left()
+        with contextlib.suppress(OSError):  # a full disk, say
+            _mask_log(self.log)
         if self._guard.poll() != 0:  # it was killed, and has not tidied up
             for name in self._shared:
                 with contextlib.suppress(OSError):
@@ -348,3 +352,13 @@ def _signal(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"signal {number}"
+
+
+def _mask_log(log: Path) -> None:
+    """Overwrite the secrets that a program has printed: vLLM prints its options. Raises OSError."""
+    with log.open("r+b") as file:
+        while data := file.read(_PIECE):
+            data += file.readline(_PIECE)
+            if (shown := without_known_bytes(data)) != data:
+                file.seek(-len(data), os.SEEK_CUR)
+                file.write(shown)

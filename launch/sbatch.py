@@ -29,7 +29,9 @@ from disagg.errors import ConfigError, nearest
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
 from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
+from launch.masking import masked_words
 from launch.mpirun import INSTANCE_LOST
+from launch.ownership import other_owner, trusted_owners
 from launch.places import RUNS
 
 Check = Callable[[Sequence[str], bool], None]
@@ -135,8 +137,9 @@ class Job:
         """Make a folder for this start of this job: a requeueing counts SLURM_RESTART_COUNT up."""
         root = shlex.quote(self.log_root)
         return [
-            f'mkdir -p {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
-            f'logs=$(realpath {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}")',
+            f"mkdir -p {root}",
+            f'logs=$(realpath {root})/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+            'mkdir "$logs" || exit 2  # another user may have made it, with links in it',
             *([f'export {EXIT_FILE}="$logs/exit_code"'] if self.is_run else []),
             "",
         ]
@@ -180,12 +183,31 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
         print(job.script(), end="")
         return 0
     path = Path(given.script)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(job.script(), encoding="utf-8")
+    _write(path, job.script())
     if not (given.submit or given.wait):
         print(f"wrote {path}; submit it with: sbatch {path}")
         return 0
     return _submit(job, path, wait=given.wait)
+
+
+def _write(path: Path, script: str) -> None:
+    """Write a job script, through no link. Raises ConfigError if it fails or is replaceable by others."""
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trusted = trusted_owners(path.parent)
+        for place in (path.parent, path):
+            if (owner := other_owner(place, trusted)) is not None:
+                raise ConfigError(
+                    f"sbatch: --script {path}: user {owner} owns {place}; name a file in a folder of your own"
+                )
+        with made.open("x", encoding="utf-8") as file:
+            file.write(script)
+        made.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
+        raise ConfigError(f"sbatch: --script {path}: {error.strerror}; name another file") from error
 
 
 def _with_underscores(word: str) -> str:
@@ -251,6 +273,12 @@ def _job(given: argparse.Namespace, command: tuple[str, ...], check: Check | Non
         raise ConfigError(
             f"sbatch: the script would show a secret: set {', '.join(secrets)} in its environment"
         )
+    for what, lines in (("the command", command), ("--setup", tuple(given.setup))):
+        if tuple(masked_words(lines)) != lines:
+            raise ConfigError(
+                f"sbatch: {what}: the script would show a secret: set it in sbatch's environment, which the"
+                " job gets, as OPENAI_API_KEY, VLLM_API_KEY or HF_TOKEN"
+            )
     named = given.container_image or given.task_output
     if (job := Job(command)).starts_runs and named:
         raise ConfigError(
@@ -279,17 +307,18 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
         # Slurm makes no folder, and says nothing if there is none.
         if "%" not in str(Path(pattern).parent):
             Path(pattern).parent.mkdir(parents=True, exist_ok=True)
-    number = _ask("sbatch", "--parsable", str(path)).partition(";")[0]
+    # Slurm reads this text, not the file, which another user may have replaced in a folder above it.
+    name = [] if job.job_name else [f"--job-name={path.name}"]
+    number = _ask("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
     print(f"submitted job {number}", file=sys.stderr, flush=True)
     return _follow(number) if wait else 0
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, text: str = "") -> str:
+    """Return the output of one of Slurm's commands, which reads `text`. Raises ConfigError if it fails."""
     env = clean_environment(os.environ)
     try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
-        )
+        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{shlex.join(command)}: no answer within {_ANSWER_S:g} s") from None
     if done.returncode != 0:

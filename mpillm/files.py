@@ -8,12 +8,13 @@ import math
 import os
 import re
 import shlex
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from disagg.text_file import check_file
+from launch.masking import without_known
 
 _MOST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
@@ -37,11 +38,7 @@ def check_files(folder: Path) -> None:
     """
     for place, _, names in os.walk(folder):
         for name in names:
-            path = Path(place, name)
-            with contextlib.suppress(OSError):  # a link to nothing
-                mode = path.stat().st_mode
-                if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-                    raise ConfigError(f"{path}: neither a file nor a folder")
+            check_file(Path(place, name))
 
 
 def opened(path: str, flags: int) -> int:
@@ -60,6 +57,7 @@ def _int(digits: str) -> int:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file of at most 256 MiB. Raises ConfigError naming the file, and the line of a mistake."""
+    check_file(path)
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_JSON + 1)
@@ -175,7 +173,7 @@ def write_json(path: Path, value: Any, *, waits: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, waits: bool = True) -> None:
-    """Write `text` whole or not at all. Raises OSError if the disk is full.
+    """Write `text`, with secrets masked, whole or not at all. Raises OSError if the disk is full.
 
     `waits`: until it is on the disk; otherwise it outlives this process, but not the machine.
 
@@ -184,7 +182,7 @@ def write_text(path: Path, text: str, *, waits: bool = True) -> None:
     temporary = path.with_name(path.name + ".part")
     try:
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=opened) as file:
-            file.write(text)
+            file.write(without_known(text))
             file.flush()
             if waits:
                 os.fsync(file.fileno())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from disagg.errors import ConfigError
 from launch.command import wrapped
+from launch.masking import MASK
 from launch.places import RUNS
 from mpillm.commands import mpirun
 from mpillm.config.values import Values, collect
@@ -48,7 +51,17 @@ def main(argv: Sequence[str]) -> int:
         print(beside("  ", note))
     if not notes:
         print("  nothing known is different from when the run was made")
+    if not options.dry_run and (name := next(_masked(words), "")):
+        raise ConfigError(
+            f"{run.path}: {name} has a secret, which no run directory keeps; to repeat the run, fill it in"
+            f" for {MASK} in the command that `rerun {run.path} --dry_run` prints"
+        )
     words += ["--log_dir", options.log_dir] if options.log_dir else []
     command = ["-n", str(run.world_size), *options.mpirun_options, "run", *words]
     print(wrapped(map(shlex.quote, ["python", "-m", "mpillm", "mpirun", *command])), flush=True)
     return ExitCode.DONE if options.dry_run else mpirun.main(command)
+
+
+def _masked(words: Sequence[str]) -> Iterator[str]:
+    """Yield the options whose values have a mask in place of a secret."""
+    return (name for name, value in itertools.pairwise(words) if MASK in value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from disagg.errors import ConfigError
+from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.config.part import Part
 from mpillm.config.resolution import resolve
@@ -139,7 +140,7 @@ class RunConfig(Values, AllFields):
         """Return, for messages, the option with its value and, unless that is from the command line, its
         source."""
         field = BY_NAME[name]
-        value = field.text(getattr(self, name))
+        value = masked_value(field.text(getattr(self, name)))
         origin = self.origin(name)
         return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
 
@@ -201,7 +202,8 @@ class RunConfig(Values, AllFields):
         for name, value in self.values.items():
             if value != other.get(name):
                 level, where = self.origin(name)
-                return f"--{name} is {other.get(name)!r} there and {value!r} here" + (
+                there, here = masked_value(other.get(name)), masked_value(value)
+                return f"--{name} is {there!r} there and {here!r} here" + (
                     f" ({where})" if level is Level.YAML else ""
                 )
         return ""
@@ -221,7 +223,8 @@ class RunConfig(Values, AllFields):
                     {section: one.value for section, one in each.items()},
                     {s: _source(one) for s, one in each.items()},
                 )
-            values[name] = {"value": str(value) if isinstance(value, Secret) else value, "source": source}
+            value = str(value) if isinstance(value, Secret) else masked_value(value)
+            values[name] = {"value": value, "source": source}
         return values
 
 

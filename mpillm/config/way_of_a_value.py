@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from launch.masking import masked_value
 from mpillm.config.resolution import way
 from mpillm.config.run_config import RunConfig
 from mpillm.configurator import Configuration
@@ -64,7 +65,7 @@ def told(way: dict[str, Any]) -> str:
 
 
 def _entry(found: Found) -> dict[str, Any]:
-    value = str(found.value) if isinstance(found.value, Secret) else found.value
+    value = str(found.value) if isinstance(found.value, Secret) else masked_value(found.value)
     entry = {"value": value, "from": found.origin.where}
     if found.keys:
         entry["keys"] = {key: origin.where for key, origin in found.keys.items()}

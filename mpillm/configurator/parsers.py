@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from disagg.errors import nearest
+from launch.masking import MASK, learn_secrets, masked_value
 from mpillm.configurator import Reason
 from mpillm.core_names import OTHER, NamedKinds
 
@@ -122,7 +123,9 @@ def integers(text: str) -> tuple[int, ...]:
 @expects("words as in a shell", shlex.join)
 def shell_words(text: str) -> tuple[str, ...]:
     """Words as in a shell, quoted where they have blanks."""
-    return tuple(shlex.split(text))
+    words = tuple(shlex.split(text))
+    learn_secrets(words)
+    return words
 
 
 @expects("token ids separated by commas", _listed)
@@ -326,7 +329,7 @@ class Secret:
     text: str
 
     def __str__(self) -> str:
-        return "(secret)"
+        return MASK
 
     __repr__ = __str__
 
@@ -409,6 +412,7 @@ def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
             kinds.kind_of(text)
         except ValueError as error:
             raise Reason(str(error)) from None
+        masked_value(text)  # which notes its secrets
         return text
 
     return parse

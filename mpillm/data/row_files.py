@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
+from disagg.text_file import check_file
 from mpillm.data.json_array import not_lines
 
 Row = tuple[int, Any]  # the line, or number, of a row, and what is in it: an object, or text
@@ -87,6 +88,7 @@ def is_row_file(path: Path) -> bool:
 
 def read_rows(file: Path) -> Iterator[Row]:
     """Yield the rows that are not blank. ConfigError names the file, and the line of a mistake."""
+    check_file(file)
     try:
         with file.open("rb") as stream:
             yield from _rows(file, file.name, stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from disagg.text_file import check_file
 
 # They override every other LoadGen setting; the sample indices follow no permutation.
 _ALL = {"mode": 2, "accuracy_log_rng_seed": 720381539243781796, "min_duration": 0}
@@ -37,6 +38,7 @@ def prepare_audit(
     """
     kept = run_directory / "audit.config"
     if audit_conf:
+        check_file(audit_conf, f"--audit_conf {audit_conf}")
         try:
             text = Path(audit_conf).read_bytes()
         except OSError as error:

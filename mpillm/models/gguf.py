@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from disagg.text_file import check_file
 from mpillm.files import panics_named
 
 FILES = (
@@ -52,6 +53,7 @@ def convert(source: Path, target: Path) -> None:
     """Write `FILES` into the folder `target`; ConfigError says what in the GGUF file cannot be converted."""
     import gguf
 
+    check_file(source)
     try:
         size = _check_counts(source)
         reader = gguf.GGUFReader(source)

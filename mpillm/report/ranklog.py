@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.environment import without_secrets
 from launch.logs import log_to
+from launch.masking import masked_words
 from mpillm.files import opened
 from mpillm.models import read_log
 
@@ -43,7 +44,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     if directory.stat().st_uid not in (0, os.fstat(file.fileno()).st_uid):
         raise PermissionError(errno.EPERM, "another user's folder", str(directory))
     words, _ = without_secrets(sys.argv)
-    print(f"rank {rank}, pid {os.getpid()}: {' '.join(words)}", file=file, flush=True)
+    print(f"rank {rank}, pid {os.getpid()}: {' '.join(masked_words(words))}", file=file, flush=True)
     if rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
+from launch.ownership import other_owner, trusted_owners
 from launch.places import RUNS
 from mpillm.comms.messages import JoinReport
 from mpillm.config.run_config import RunConfig
@@ -147,9 +147,8 @@ def _of_another_user(folder: Path) -> str:
 
     By a link, also after this look. Raises OSError if nothing can be written there.
     """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        ours = (0, os.fstat(file.fileno()).st_uid)  # what a file system calls this process's user
-    if (owner := folder.stat().st_uid) not in ours:
+    ours = trusted_owners(folder)
+    if (owner := other_owner(folder, ours)) is not None:
         return f"user {owner} owns it"
     with os.scandir(folder) as entries:
         for entry in entries:

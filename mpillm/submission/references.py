@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from disagg.text_file import check_file
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.submission.scores import Row
 from mpillm.workloads import Workload
@@ -24,6 +25,7 @@ def read_references(workload: Workload, file: str) -> list[Row]:
             dict(zip(columns, values, strict=True))
             for values in zip(*(read[column] for column in columns), strict=True)
         ]
+    check_file(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

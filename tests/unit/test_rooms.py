@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. Rooms on one line do not import each other.
 ROOMS = """
 disagg mpillm.phases mpillm.version
-launch mpillm.core_names mpillm.workloads mpillm.files mpillm.devices
+launch mpillm.core_names mpillm.workloads mpillm.devices
+mpillm.files
 mpillm.errors mpillm.user_config mpillm.telemetry mpillm.configurator mpillm.servers mpillm.harnesses
 mpillm.fields mpillm.comms
 mpillm.models mpillm.data

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from disagg.text_file import check_file
 from mpillm.files import cache_folder, replace_folder
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -90,8 +91,9 @@ def _folders(file: Path) -> Iterator[Path]:
 def load_npy(file: Path, is_mapped: bool) -> Any:
     """Return the array in a .npy file, or an archive of arrays.
 
-    Raises OSError, EOFError, and ValueError for any other mistake in it.
+    Raises OSError, EOFError, ConfigError for a pipe or a device, and ValueError for any other mistake in it.
     """
+    check_file(file)
     try:
         return np.load(file, "r" if is_mapped else None, allow_pickle=False)
     except (

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from disagg.text_file import check_file
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.preprocessed.converted import Arrays, converted, load_npy
 from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, read_frame
@@ -43,8 +44,9 @@ class PreprocessedLoader(LLMDataLoader):
     def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
         """`frame_file`: the data frame's name in a folder without arrays.
 
-        Raises ConfigError if neither is there.
+        Raises ConfigError if neither is there, or it is a pipe or a device.
         """
+        check_file(path)
         self._columns = columns or Columns()
         self._arrays: Path | None = None  # the folder
         self._frame: Path | None = None

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from disagg.text_file import check_file
 from mpillm.configurator.command_line import Parser
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer, special_tokens
 from mpillm.errors import ExitCode
@@ -172,6 +173,7 @@ def _prompt(words: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]
 
 def _tokens_of(path: Path) -> list[int]:
     """Return the tokens in the first line of a CSV file. Raises ConfigError if the file is wrong."""
+    check_file(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
             tokens = [int(word) for word in next(csv.reader(file), [])]

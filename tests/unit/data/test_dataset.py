@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from disagg.text_file import read_text
 from mpillm.data.dataset import BUILTIN_PROMPTS, Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.preprocessed.loader import LENGTHS_FILE, TOKENS_FILE, PreprocessedLoader, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.files import read_json
+from mpillm.loadgen.audit import prepare_audit
+from mpillm.models import gguf
+from mpillm.nvidia.triton_client.client_options import load_array
+from mpillm.nvidia.triton_client.prompts_file import read_prompts
+from mpillm.nvidia.triton_client.token_client import _tokens_of
+from mpillm.submission.references import read_references
+from mpillm.workloads import WORKLOADS
 
 BYTES = ByteTokenizer()
 
@@ -281,3 +292,41 @@ def test_nothing_is_left_out_of_a_persons_own(tmp_path: Path) -> None:
             BYTES,
             Limits(max_seq_len=12, max_output_len=1),
         )
+
+
+@pytest.mark.parametrize("special", ["pipe", "link to a device"])
+@pytest.mark.parametrize("name", ["data.jsonl", "frame.pkl", "frame.pkl.gz", "frame.json", "a folder"])
+def test_a_pipe_or_a_device_is_refused(special: str, name: str, tmp_path: Path) -> None:
+    """To open a pipe waits for a writer; /dev/zero has no end."""
+    path = tmp_path / name
+    if name == "a folder":
+        path.mkdir()
+        np.save(path / TOKENS_FILE, np.ones((2, 3), np.int32))
+        file = path / LENGTHS_FILE
+    else:
+        file = path
+    os.mkfifo(file) if special == "pipe" else file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{file}: neither a file nor a folder"):
+        source = loader_of(path, None) if PreprocessedLoader.reads(path) else path
+        load_dataset(source, BYTES)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_text,
+        lambda file: read_json(Path(file)),
+        lambda file: read_prompts(Path(file)),
+        lambda file: read_references(WORKLOADS["llama2-70b"], file),
+        lambda file: load_array(file),
+        lambda file: _tokens_of(Path(file)),
+        lambda file: prepare_audit(None, file, Path("nowhere")),
+        lambda file: gguf.convert(Path(file), Path("nowhere")),
+    ],
+)
+@pytest.mark.parametrize("special", ["pipe", "link to a device"])
+def test_readers_of_files_refuse_pipes_and_devices(read: Any, special: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    os.mkfifo(file) if special == "pipe" else file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{file}: neither a file nor a folder"):
+        read(str(file))

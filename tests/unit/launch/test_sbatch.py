@@ -68,11 +68,87 @@ def test_a_key_is_in_no_script() -> None:
         main(["--", "serve", "--api_key", "sesame"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--", "run", "--server_args", "--api-key sesame"],
+        ["--", "run", "--server", "command:s {port} --api-key sesame"],
+        ["--setup", "export HF_TOKEN=sesame", "--", "run"],
+    ],
+)
+def test_a_servers_key_is_in_no_script(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the script would show a secret: set it in sbatch's environment"):
+        main(["--script", str(tmp_path / "job.sub"), *words])
+    assert not (tmp_path / "job.sub").exists()
+
+
 def test_what_is_left_to_fill_in_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no value for --job_name, --account, --partition: fill it in"):
         main([*OPTIONS, "--submit", *BASH])
     assert Path("mpillm-runs/job.sub").read_text() == SAMPLE
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "valued").write_text("valued")
+    Path("mpillm-runs").mkdir()
+    Path("mpillm-runs/job.sub").symlink_to(tmp_path / "valued")
+    assert main(["--nodes", "1", "--", "true"]) == 0
+    assert (tmp_path / "valued").read_text() == "valued"
+    assert "srun" in Path("mpillm-runs/job.sub").read_text() and not Path("mpillm-runs/job.sub").is_symlink()
+    assert [file.name for file in Path("mpillm-runs").iterdir()] == ["job.sub"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@pytest.mark.parametrize("owned", ["mpillm-runs", "mpillm-runs/job.sub"])
+def test_what_another_user_could_replace_is_refused(
+    owned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mpillm-runs").mkdir()
+    Path("mpillm-runs/job.sub").symlink_to(tmp_path / "valued")
+    os.chown(owned, 1002, 1002, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"--script mpillm-runs/job\.sub: user 1002 owns {owned};"):
+        main(["--nodes", "1", "--", "true"])
+    assert not (tmp_path / "valued").exists()
+
+
+def test_a_script_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--script .*/file/job\.sub: (File exists|Not a directory)"):
+        main(["--script", str(tmp_path / "file" / "job.sub"), "--", "true"])
+
+
+READS = """\
+#!/bin/sh
+echo "$@" > arguments
+cat > submitted
+echo 7
+"""
+
+
+def test_slurm_gets_the_text_that_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of a folder above the script could replace the file."""
+    (tmp_path / "sbatch").write_text(READS)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--nodes", "1", "--submit", "--", "true"]) == 0
+    assert Path("submitted").read_text() == Path("mpillm-runs/job.sub").read_text()
+    assert Path("arguments").read_text() == "--parsable --job-name=job.sub\n"
+
+
+def test_a_folder_that_another_user_made_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have links in it, for the exit code and the logs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    main(["--nodes", "1", "--", "run"])
+    Path("mpillm-runs/slurm-7-0").mkdir()
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "mpillm-runs/job.sub"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "slurm-7-0" in done.stderr
 
 
 @pytest.mark.parametrize("told, code", [("5", 5), ("", 5)])
@@ -132,7 +208,7 @@ def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launch.sbatch._ANSWER_S", 0.2)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"sbatch --parsable .*: no answer within 0\.2 s"):
+    with pytest.raises(ConfigError, match=r"sbatch --parsable --job-name=job\.sub: no answer within 0\.2 s"):
         main(["--nodes", "1", "--submit", "--", "true"])
 
 

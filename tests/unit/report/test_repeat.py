@@ -185,3 +185,16 @@ def test_environments_are_compared() -> None:
         "gone: 2 then, none now",
         f"numpy: 1.0 then, {now['packages']['numpy']} now",
     ]
+
+
+def test_a_secret_is_to_be_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run directory has a mask in its place; a server with that for a key would refuse its clients."""
+    run = make_run(tmp_path / "run")
+    words = ["--server", "vllm", "--server_args", "--api-key sk-Zq81-abcdef --port 1"]
+    config = parse_run(["--model_path", "m", *words]).to_json()
+    (run / "config.json").write_text(json.dumps(config))
+    assert "sk-Zq81" not in (run / "config.json").read_text()
+    assert cli.main(["rerun", str(run)]) == 2
+    assert "--server_args has a secret, which no run directory keeps" in capsys.readouterr().err
+    assert cli.main(["rerun", str(run), "--dry_run"]) == 0
+    assert "(secret)" in capsys.readouterr().out

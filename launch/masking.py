@@ -1,0 +1,125 @@
+"""Secrets in command lines and texts: whatever follows a name such as --api-key or HF_TOKEN is masked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MASK = "(secret)"
+"""Stands for a secret in all that is printed or written."""
+
+_MIN_KNOWN = 8  # characters of a secret that is masked wherever it occurs; a shorter one may be a word
+_SECRETS = {
+    *("apikey", "accesskey", "secret", "secrets", "password", "passwd", "passphrase"),
+    *("credential", "credentials", "authorization"),
+}
+_KINDS_OF_KEYS = {"access", "admin", "api", "auth", "private", "secret"}
+# Before `token` in options that name a part of a text.
+_KINDS_OF_TOKENS = {
+    *("a", "audio", "bos", "by", "cls", "draft", "each", "end", "eos", "first", "image", "input", "last"),
+    *("mask", "max", "min", "ms", "new", "next", "num", "output", "pad", "per", "prompt", "sep", "special"),
+    *("start", "stop", "time", "unk", "us", "video"),
+}
+_NAME = re.compile(r"(?<![\w-])-{0,2}[A-Za-z][\w-]{0,99}")
+_VALUE = r"""(?:"([^"]{1,999})"|'([^']{1,999})'|([^\s"'(,;\]})\-{][^\s"',;\]})]{0,999}))"""
+_AFTER_OPTION = re.compile(rf"[\"']?(?:\s{{0,4}}=\s{{0,4}}|\s{{1,4}}){_VALUE}")
+_AFTER_NAME = re.compile(rf"[\"']?\s{{0,4}}[=:]\s{{0,4}}\[?(?:(?:Bearer|Basic)\s|(?!Bearer|Basic)){_VALUE}")
+_PASSWORD = re.compile(r"(?<=://)([^\s/@]{1,300})(?=@)")
+_PLACE = re.compile(r"\{\w{1,40}\}")
+
+
+def holds_secret(name: str) -> bool:
+    """Return whether the value of an option, a variable or a header of this name is a secret."""
+    parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
+    if not parts:
+        return False
+    before, last = parts[-2] if len(parts) > 1 else "", parts[-1]
+    if last in ("key", "keys"):
+        return before in _KINDS_OF_KEYS
+    return last in _SECRETS or (last == "token" and before not in _KINDS_OF_TOKENS)
+
+
+_known = {value for name, value in os.environ.items() if holds_secret(name) and len(value) >= _MIN_KNOWN}
+
+
+def _hide(value: str) -> str:
+    if len(value) >= _MIN_KNOWN and value != MASK:
+        _known.add(value)
+    return MASK
+
+
+def without_known(text: str) -> str:
+    """Return a text with each secret masked that this process has seen in its environment or its options."""
+    for value in _known:
+        text = text.replace(value, MASK)
+    return text
+
+
+def without_known_bytes(data: bytes) -> bytes:
+    """Return what a program has printed, of the same size, with each such secret overwritten by stars."""
+    for value in _known:
+        data = data.replace(value.encode(), b"*" * len(value.encode()))
+    return data
+
+
+def masked(text: str) -> str:
+    """Return a text of an option with its secrets masked: passwords in URLs, and values of key-like names."""
+    pieces, end = [], 0
+    for name in _NAME.finditer(text):
+        if name.start() < end or not holds_secret(name[0]):
+            continue
+        after, at = (_AFTER_OPTION if name[0].startswith("-") else _AFTER_NAME), name.end()
+        while (value := after.match(text, at)) and (n := value.lastindex):  # vLLM takes several keys
+            pieces += [text[end : value.start(n)], _hide(value[n])]
+            end, at = value.end(n), value.end()
+    text = "".join([*pieces, text[end:]])
+    return without_known(_PASSWORD.sub(lambda found: _hide(found[0]), text))
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """Return a command line with its secrets masked: all words up to the next option after a key-like one."""
+    made, is_secret = [], False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-") and len(name.split()) == 1:
+            is_secret = holds_secret(name) and not equals
+            shown = _hide(value) if value and holds_secret(name) else masked(value)
+            made.append(f"{name}{equals}{shown}")
+        else:
+            hides = is_secret and not _PLACE.fullmatch(word)
+            made.append(_hide(word) if hides else masked(word))
+    return made
+
+
+def learn_secrets(words: Sequence[str]) -> None:
+    """Note the secrets of a command line, for `without_known`."""
+    masked_words(words)
+
+
+def masked_command(text: str) -> str:
+    """Return a command line in shell syntax, with its secrets masked."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return masked(text)
+    return text if (shown := masked_words(words)) == words else shlex.join(shown)
+
+
+def masked_value(value: Any) -> Any:
+    """Return the value of an option as it is shown: a text, words, or a dictionary of such."""
+    if isinstance(value, str):
+        prefix, is_command, command = value.partition("command:")
+        return f"command:{masked_command(command)}" if is_command and not prefix else masked(value)
+    if isinstance(value, Mapping):
+        return {
+            key: _hide(str(one)) if holds_secret(str(key)) and one else masked_value(one)
+            for key, one in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        is_words = all(type(one) is str for one in value)
+        made = masked_words(value) if is_words else [*map(masked_value, value)]
+        return tuple(made) if isinstance(value, tuple) else made
+    return value

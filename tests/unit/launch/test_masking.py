@@ -1,0 +1,139 @@
+"""Secrets in command lines and texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import masking
+from launch.command import Command
+from launch.masking import MASK, holds_secret, masked, masked_value, masked_words, without_known
+from launch.mpirun import main as mpirun
+from launch.outside import printable
+from launch.owned_server import OwnedServer
+from mpillm.config.options import parse_run
+from mpillm.files import write_json
+from tests.helpers.support import wait_until
+
+KEY = "sk-Zq81-abcdef"
+
+
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_known", set())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--api-key", "--api_key", "--apiKey", "OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+        *("--token", "--admin-api-key", "--ssl-keyfile-password", "AWS_SECRET_ACCESS_KEY", "Authorization"),
+        *("internal_request_auth_key", "DB_PASSWORD", "--hf-token", "MPILLM_KV_SECRET"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert holds_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--max-tokens", "--tokenizer", "--pad-token", "--skip-tokenizer-init", "--stop_token", "--key"),
+        *("--max_new_token", "tokens", "--ssl-keyfile", "TOKENIZERS_PARALLELISM", "--keys", ""),
+    ],
+)
+def test_names_of_other_things(name: str) -> None:
+    assert not holds_secret(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--api-key {} --port 1",
+        "--api-key={} --port 1",
+        "--api-key a {} --port 1",
+        "--api-key '{}' --port 1",
+        "OPENAI_API_KEY={} vllm",
+        '{{"api_key": "{}", "n": 1}}',
+        "api_key=['{}']",
+        "{{'HF_TOKEN': '{}'}}",
+        "--header 'Authorization: Bearer {}'",
+        "--header Authorization={}",
+        "http://user:{}@host:1/v1",
+    ],
+)
+def test_secrets_in_texts(text: str) -> None:
+    made = masked(text.format(KEY))
+    assert KEY not in made and MASK in made
+    assert masked(made) == made
+
+
+@pytest.mark.parametrize("text", ["--port 1 --max-tokens 5", "Qwen/Qwen3-0.6B", "http://h:1/v1", "a: b", ""])
+def test_other_texts_stay(text: str) -> None:
+    assert masked(text) == text and masked_value(text) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["v", "--api-key", KEY, "b", "--port", "1"], ["v", "--api-key", MASK, MASK, "--port", "1"]),
+        (["v", f"--api-key={KEY}", "m"], ["v", f"--api-key={MASK}", "m"]),
+        (["v", "--api-key", KEY, "{model}"], ["v", "--api-key", MASK, "{model}"]),
+        (["--server_args", f"--api-key {KEY}"], ["--server_args", f"--api-key {MASK}"]),
+        (["--server_args=--api-key " + KEY], [f"--server_args=--api-key {MASK}"]),
+        (["-e", f"HF_TOKEN={KEY}"], ["-e", f"HF_TOKEN={MASK}"]),
+    ],
+)
+def test_secrets_in_command_lines(words: list[str], shown: list[str]) -> None:
+    assert masked_words(words) == shown
+
+
+def test_a_secret_that_is_known_is_masked_in_any_text(tmp_path: Path) -> None:
+    masked_words(["--api-key", KEY])
+    assert without_known(f"wrong key {KEY}!") == printable(f"wrong key {KEY}!") == f"wrong key {MASK}!"
+    write_json(tmp_path / "result.json", {"cause": f"it says {KEY}"})
+    assert KEY not in (tmp_path / "result.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--server", "vllm", "--server_args", f"--api-key {KEY}"],
+        ["--server", f"command:python s.py --port {{port}} --api-key {KEY}"],
+        ["--harness", "aiperf", "--harness_args", f"--api-key {KEY}"],
+        ["--harness", f"command:load {{url}} {{report}} --token={KEY}"],
+    ],
+)
+def test_options_are_written_and_named_without_secrets(words: list[str]) -> None:
+    config = parse_run(["--model_path", "m", *words])
+    name = words[-2].removeprefix("--")
+    assert KEY in str(config.values[name])
+    for shown in (config.to_json()[name], config.named(name), config.difference(config.values | {name: "x"})):
+        assert KEY not in str(shown) and MASK in str(shown)
+
+
+def test_a_command_is_shown_without_secrets() -> None:
+    command = Command(("vllm", "--api-key", KEY), {"HF_TOKEN": KEY})
+    assert KEY not in str(command) and str(command).count(MASK) == 2
+
+
+def test_the_line_of_mpirun_is_shown_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    words: list[Any] = ["--dry_run", "-n", "2", "run", "--server_args", f"--api-key {KEY}"]
+    assert mpirun(words, ["run"]) == 0
+    out, err = capsys.readouterr()
+    assert KEY not in out + err and MASK in out and "fill it in" in err
+
+
+def test_what_a_server_prints_of_its_key_is_overwritten(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    script = "echo \"args: {'api_key': ['$2']}\"; echo started; exec sleep 600"
+    command = Command(("sh", "-c", script, "sh", "--api-key", KEY))
+    server = OwnedServer(command, log)
+    try:
+        wait_until(lambda: b"started\n" in log.read_bytes(), "its line")
+    finally:
+        server.stop(0.1)
+    text = log.read_text()
+    assert KEY not in text and f"['{'*' * len(KEY)}']" in text and text.endswith("started\n")
