@@ -32,6 +32,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,15 @@ class Children:
     def running(self) -> list[Child]:
         """Return the children that have not ended."""
         return [child for child in self._children if child.process.poll() is None]
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the children that have not ended, and of all processes below them."""
+        found: list[int] = []
+        for child in self.running():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(child.process.pid)
+                found += [process.pid, *(below.pid for below in process.children(recursive=True))]
+        return found
 
     def end_orphans(self, grace_s: float) -> None:
         """Kill processes that are ours because what started them has ended, `grace_s` after that was seen.

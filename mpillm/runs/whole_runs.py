@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.children import Children, end_of, tail
+from launch.children import Children, Stopped, end_of, tail
 from launch.command import Command
 from launch.live_lines import LiveLines
 from launch.own_messages import cause_in
+from launch.signals import title
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
@@ -86,14 +87,20 @@ def run_in(
     command = Command(tuple(words))
     stopped = ""
     end = None if deadline_s is None else time.monotonic() + deadline_s
-    with _children(adopts) as children, _progress_of(folder, log) as show:
-        child = children.start("the run", command.argv, command.environment(), log)
-        while children.wait(child, _LOOK_S) is None:
-            show()
-            if watch is not None and (stopped := watch()):
-                break
-            if end is not None and time.monotonic() > end:
-                raise ConfigError(f"the run in {folder} did not end within {deadline_s:g} s")
+    try:
+        with _children(adopts) as children, _progress_of(folder, log) as show:
+            child = children.start("the run", command.argv, command.environment(), log)
+            while children.wait(child, _LOOK_S) is None:
+                show()
+                if watch is not None and (stopped := watch()):
+                    break
+                if end is not None and time.monotonic() > end:
+                    raise ConfigError(f"the run in {folder} did not end within {deadline_s:g} s")
+    except Stopped as signal:
+        if adopts:  # a command; a program's author prints what they like
+            how = title(signal.number)
+            print(f"mpillm: interrupted ({how}) during the run in {folder}", file=sys.stderr, flush=True)
+        raise
     code = child.process.returncode
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -80,6 +80,17 @@ def test_a_search_that_is_interrupted_tells_the_best_rate_and_goes_on(one: Start
     assert "a search with other options began there" in other.err
 
 
+def test_a_comparison_that_is_interrupted_names_its_run(one: Starter, tmp_path: Path) -> None:
+    words = ("ab", "--seed 1", "--seed 2", *DUMMY, "--min_duration", 60, "--log_dir", tmp_path / "ab")
+    command = typed(one, *words)
+    wait_until(lambda: (tmp_path / "ab" / "warm-up" / "console.txt").exists(), "its first run", 120)
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end().must(130)
+    assert re.search(
+        r"^mpillm: interrupted \(Ctrl-C\) during the run in \S*ab/warm-up$", ended.err, re.MULTILINE
+    )
+
+
 @pytest.mark.slow
 def test_a_difference_is_found_and_a_failed_run_is_named(one: Starter, tmp_path: Path) -> None:
     words = (*DUMMY, "--max_batch_size", 80, "--pairs", 3, "--output", tmp_path / "ab.json")

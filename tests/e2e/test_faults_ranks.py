@@ -159,6 +159,7 @@ def test_a_killed_rank_0(both: Starter, phase: str, control: int) -> None:
     assert "rank 0 ended without an exit code" in ended.err
     (failure,) = ended.result["failures"]
     assert failure["rank"] == 0 and "killed or crashed" in failure["cause"], ended
+    assert "mpirun ended with 0" not in failure["cause"], ended
     assert (ended.log_dir / "report.html").exists()
     assert ended.seconds < START_S + 3 + 2 * GRACE_S, repr(ended)
 

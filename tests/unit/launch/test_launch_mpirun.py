@@ -5,6 +5,7 @@ No MPI is started.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -14,6 +15,8 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -516,3 +519,18 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     text = wrapped(map(shlex.quote, line))
     assert max(map(len, text.splitlines()[:-1])) <= 80 and len(text.splitlines()) == 4
     assert shlex.split(text.replace("\\\n", "")) == line
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
+    """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0."""
+    witness: Any = SimpleNamespace(
+        lost_by_open_mpi=lambda at: "",
+        told_person=False,
+        before_rank_0=lambda status: "",
+        where=lambda rank: "",
+    )
+    supervisor: Any = SimpleNamespace(told_at=math.inf, killed=0)
+    cause = mpirun._why(witness, supervisor, None, INSTANCE_LOST, status)
+    assert cause is not None and cause.rank == 0
+    assert cause.text.endswith("killed or crashed (mpirun ended with 9)" if status else "killed or crashed")
