@@ -18,6 +18,7 @@ from mpillm.configurator import Configuration
 from mpillm.configurator.found import COMMAND_LINE, Found, Level
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME, AllFields
+from mpillm.harnesses.client_files import check_no_client_file
 
 if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
     from disagg import DisaggConfig
@@ -78,10 +79,14 @@ class RunConfig(Values, AllFields):
         if not path or (self.dry_run and not Path(path).exists()):
             return self
         import disagg
+        from disagg.text_file import read_text
+        from disagg.yaml_text import read
         from mpillm.config import disagg_values
 
         try:
-            yaml = disagg.load(path)
+            content = read(read_text(path), path)
+            check_no_client_file("--disagg_config", path, content)
+            yaml = disagg.from_mapping(content, path)
             whole = self._over(
                 disagg_values.of_the_run(
                     yaml, path, self.core_type == "trtllm_disagg", is_whole=self.server_role is None

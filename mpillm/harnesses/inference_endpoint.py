@@ -43,6 +43,11 @@ _PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
 
 def _words(load: Load) -> Sequence[str]:
     config(load)  # what it can't do
+    if found := [word for word in load.args if word.partition("=")[0] == "--config"]:
+        raise ValueError(
+            f"takes no second configuration (--harness_args {found[0]}): mpillm writes its configuration"
+            f" ({CONFIG}) from the run's options, such as --concurrency and --max_output_len"
+        )
     return ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
 
 

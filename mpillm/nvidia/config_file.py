@@ -21,6 +21,7 @@ from mpillm import fields, user_config
 from mpillm.configurator import Configuration, Field
 from mpillm.configurator.found import Level, Origin
 from mpillm.fields.general import INTERACTIVE
+from mpillm.harnesses.client_files import check_no_client_file
 from mpillm.nvidia import tree_files
 from mpillm.nvidia.passed_over import PASSED_OVER
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
@@ -327,6 +328,7 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
         ) from None
     except (yaml.YAMLError, RecursionError, *CONSTRUCTOR_ERRORS) as error:
         raise ConfigError(f"{path}: not valid YAML: {cut(error)}") from None
+    check_no_client_file("--config_file", path, data)
     nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
     for number, (node, values) in enumerate(
         zip(nodes, data if isinstance(data, list) else [data], strict=True), 1
