@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.report.doubts import queue, rates, without_limits
+from mpillm.report.numbers import milliseconds
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
@@ -117,6 +118,8 @@ class Facts:
     def limit(self) -> str:
         """Return what limited the test, in words; "" if the instances don't tell."""
         if self._kept_up:
+            if missed := self.missed_limits():
+                return f"the system kept up with the rate, but missed {' and '.join(missed)}"
             return "no limit reached: the system kept up with the rate"
         worst = self.bottleneck()
         if worst is None:
@@ -128,6 +131,18 @@ class Facts:
         if {"ctx", "gen"} <= roles:
             return f"context and generation are both saturated; most of all {worst.name}"
         return f"bottleneck: {worst.name}"
+
+    def missed_limits(self) -> list[str]:
+        """Return LoadGen's latency limits that the test missed, each with the percentile that is over it."""
+        if "latency limits" not in (self.run.result.get("loadgen_unsatisfied") or []):
+            return []
+        missed = []
+        for name, limit in limits_ms(self.run).items():
+            latency = self.run.result.get(f"{name}_ms") or {}
+            high = next((key for key in ("p99", "p90", "p50", "mean") if latency.get(key) is not None), "")
+            if limit and high and latency[high] > limit:
+                missed.append(f"{name.upper()} {high} {milliseconds(latency[high])} of {milliseconds(limit)}")
+        return missed or ["a latency limit"]
 
     @property
     def _as_clients_like(self) -> bool:

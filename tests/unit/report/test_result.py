@@ -212,7 +212,11 @@ def test_the_console_names_instances_as_the_page_does() -> None:
     for busy, more, limit in (
         (0.2, {}, "bottleneck: context 0"),
         (1.6, {"queue_grew": True}, "context and generation are both saturated; most of all context 0"),
-        (1.6, {"queue_grew": False}, "no limit reached: the system kept up with the rate"),
+        (
+            1.6,
+            {"queue_grew": False, "loadgen_unsatisfied": []},
+            "no limit reached: the system kept up with the rate",
+        ),
     ):
         noted = {
             str(rank): {"knows_steps": True, "steps": {"start": [0.0], "end": [s], "busy_s": [s]}}
@@ -250,6 +254,30 @@ def test_who_holds_requests_all_the_time_is_not_no_bottleneck() -> None:
             rows = [{"seconds": s, "instance": 0, "running": 9, "waiting": waiting * (s < 1)} for s in TIMES]
             facts = Facts(RunFiles(Path("run"), result, plan=plan, timeline=rows))
             assert facts.limit() == limit, (scenario, grew, waiting)
+
+
+@pytest.mark.parametrize(
+    ("ttft", "unsatisfied", "missed"),
+    [
+        ({"p99": 6400.0}, "latency limits", "TTFT p99 6.4 s of 3 s"),
+        ({"p99": None, "mean": 6400.0}, "latency limits", "TTFT mean 6.4 s of 3 s"),
+        ({"p99": 900.0}, "latency limits", "a latency limit"),
+        ({"p99": 900.0}, "early stopping", ""),
+    ],
+)
+def test_a_rate_that_was_kept_at_too_high_latencies(
+    ttft: dict[str, float], unsatisfied: str, missed: str
+) -> None:
+    result = SLOW | {
+        "scenario": "Server",
+        "queue_grew": False,
+        "loadgen_unsatisfied": [unsatisfied],
+        "loadgen": {"ttft_latency_ms": 3000.0, "tpot_latency_ms": None},
+        "ttft_ms": ttft,
+    }
+    kept_up = "the system kept up with the rate"
+    expected = f"{kept_up}, but missed {missed}" if missed else f"no limit reached: {kept_up}"
+    assert Facts(RunFiles(Path("run"), result)).limit() == expected
 
 
 def test_a_server_does_not_speak_of_a_test() -> None:
