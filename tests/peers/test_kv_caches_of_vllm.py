@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.support import DONE, Ended, Starter
+from tests.helpers.support import DONE, NOT_READY, Ended, Starter
 from tests.peers.conftest import TIMEOUT_S, Says
 from tests.peers.test_own_disaggregated import DISAGG
 from tests.peers.test_own_disaggregated import nixl as nixl
@@ -124,7 +124,7 @@ def test_a_handshake_that_times_out(
             model,
             prompts(2),
             "--enforce-eager --max-model-len 512 --middleware elsewhere.Elsewhere",
-            code=4,
+            code=NOT_READY,
         )
     say(f"a handshake that times out: {ended.message}")
     assert "HTTP 500" in ended.message and "failures in " in ended.message
