@@ -148,7 +148,8 @@ def test_clean_runs_are_not_doubted(
             2 + 3 * i % 7,
         ]
         words += ["--min_output_len", i % 3, "--trtllm_server_urls", vllm, "--core_options", f"model:{MODEL}"]
-        words += ["--temperature", 0.5 * (i % 2), "--min_duration", 0]
+        # vLLM 0.32 for CPUs ends if it computes a prompt with a seed in two steps, as in Server.
+        words += ["--temperature", 0.5 * (i % 4 == 2), "--min_duration", 0]
         if i % 2:
             (conf := one.folder / "user.conf").write_text(USER_CONF)
             words += ["--scenarios", "Server", "--server_target_qps", 10, "--user_conf", conf]
