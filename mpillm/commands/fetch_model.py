@@ -15,11 +15,11 @@ def main(argv: Sequence[str]) -> int:
     """Fetch the model; the last line on stdout is its folder."""
     parser = argparse.ArgumentParser(
         prog="python -m mpillm fetch-model",
-        description="Fetch a real model and print its folder on the last line.",
+        description="Fetch a real model, or convert a GGUF file, and print its folder on the last line.",
         epilog=f"models: {', '.join(sorted(MODELS))}",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", help="which model")
+    parser.add_argument("name", nargs="?", help="which model, or a GGUF file")
     parser.add_argument(
         "--models_dir",
         "--models-dir",

