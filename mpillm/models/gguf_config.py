@@ -226,7 +226,8 @@ def _rope_scaling(
     kind = metadata.get("rope.scaling.type", "none")
     if factors is not None:
         for factor, low, high, length in _LLAMA3:
-            if kind == "none" and np.allclose(factors, _llama3(config, factor, low, high, length), rtol=1e-3):
+            wanted = _llama3(config, factor, low, high, length)
+            if kind == "none" and factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-3):
                 return {
                     "rope_type": "llama3",
                     "factor": factor,
