@@ -1,4 +1,4 @@
-"""What a row of a data set says: a prompt as text, tokens or a chat, or the lengths of a trace."""
+"""Samples of a data set's rows: prompts as text, tokens or chats, or the lengths of a trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_LENGTH = 1 << 40
 
 
 class Columns(NamedTuple):
-    """Names that the user gives, as --prompt_column and --output_len_column; None: those that are known."""
+    """Names that the user gives, as --prompt_column and --output_len_column; None: the known names."""
 
     prompt: str | None = None
     output_len: str | None = None
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
-    """Return a row's sample; ValueError says what is wrong with it."""
+    """Return a row's sample. Raises ValueError for a wrong row."""
     if isinstance(row, str):
         if columns != KNOWN:
             raise ValueError(
@@ -181,8 +181,8 @@ def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
     lengths = {key: row[key] for key in LENGTHS if row.get(key) not in (None, "")}
     values = {_length(value, key) for key, value in lengths.items()}
     if len(values) > 1:
-        said = " and ".join(f"{key} {value}" for key, value in lengths.items())
-        raise ValueError(f"{said} differ; name one by --output_len_column")
+        values_text = " and ".join(f"{key} {value}" for key, value in lengths.items())
+        raise ValueError(f"{values_text} differ; name one by --output_len_column")
     return next(iter(values), None)
 
 

@@ -1,7 +1,7 @@
 """Rows of a data set's file: lines of JSON, CSV, text, or Parquet and Arrow, packed or not.
 
-A file's first bytes decide what it is, its name only where these do not tell. A file that is not read here
-is refused with a command that converts it.
+A file's first bytes decide its format. Its name decides where the first bytes do not. Any other file is
+refused with a command that converts it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TABLES = {
 
 
 def is_row_file(path: Path) -> bool:
-    """Return whether a file's name says that it has rows; a workload's other files are preprocessed."""
+    """Return whether a file with this name has rows; a workload's other files are preprocessed."""
     name = path.name
     for suffix in PACKED_SUFFIXES:
         name = name.removesuffix(suffix)
@@ -117,8 +117,8 @@ def _rows(file: Path, name: str, stream: Any) -> Iterator[Row]:
         yield from _table_rows(file, kind.name, stream)
 
 
-def _refusal(file: Path, what: str, convert: str) -> str:
-    return f"data set {file} is {what}; make JSONL of it by\n  {convert.format(file=shlex.quote(str(file)))}"
+def _refusal(file: Path, name: str, convert: str) -> str:
+    return f"data set {file} is {name}; make JSONL of it by\n  {convert.format(file=shlex.quote(str(file)))}"
 
 
 class _Bounded(io.RawIOBase):
@@ -168,7 +168,7 @@ def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
 
 
 def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
-    """With pyarrow where it is installed: it is no dependency of mpillm."""
+    """With pyarrow where it is installed: it is not a dependency of mpillm."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -224,7 +224,7 @@ def _csv_rows(file: Path, stream: IO[bytes], delimiter: str) -> Iterator[Row]:
         for row in reader:
             if None in row or None in row.values():
                 raise ConfigError(
-                    f"{file}:{reader.line_num}: its number of fields is not that of the header,"
+                    f"{file}:{reader.line_num}: its number of fields differs from the header's,"
                     f" {len(reader.fieldnames or ())}"
                 )
             yield reader.line_num, row
@@ -239,9 +239,9 @@ def _decoded(raw: bytes) -> str:
         raise ValueError(f"byte {error.start + 1} is not UTF-8") from error
 
 
-def _json(text: str, is_whole: bool) -> Any:
+def _json(text: str, has_line_end: bool) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        cut = "" if is_whole else "; the file ends here: is it truncated?"
+        cut = "" if has_line_end else "; the file ends here: is it truncated?"
         raise ValueError(f"not valid JSON: {error}{cut}") from error

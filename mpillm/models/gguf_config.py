@@ -226,8 +226,8 @@ def _rope_scaling(
     kind = metadata.get("rope.scaling.type", "none")
     if factors is not None:
         for factor, low, high, length in _LLAMA3:
-            wanted = _llama3(config, factor, low, high, length)
-            if kind == "none" and factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-3):
+            known = _llama3(config, factor, low, high, length)
+            if kind == "none" and factors.shape == known.shape and np.allclose(factors, known, rtol=1e-3):
                 return {
                     "rope_type": "llama3",
                     "factor": factor,
@@ -255,5 +255,5 @@ def _llama3(
     d = config["head_dim"]
     waves = 2 * math.pi * config["rope_theta"] ** (np.arange(0, d, 2) / d)
     smooth = np.clip((length / waves - low) / (high - low), 0, 1)
-    made: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
-    return made
+    divisors: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
+    return divisors

@@ -11,7 +11,7 @@ from mpillm.models.gguf_config import Metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # GGUF's types of tokens
 _SPACE = "\u2581"  # SentencePiece's
-_WORDS = (
+_SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,8 +22,8 @@ _CASES = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PATTERNS = {  # which split a text into words, by GGUF's names
-    "llama-bpe": _WORDS.format(digits="{1,3}"),
-    "qwen2": _WORDS.format(digits=""),
+    "llama-bpe": _SPLIT_PATTERN.format(digits="{1,3}"),
+    "qwen2": _SPLIT_PATTERN.format(digits=""),
     "gpt-4o": _CASES,
 }
 _PLAIN = ("gpt-2", "smollm", "default")
@@ -68,9 +68,9 @@ def _byte_level(metadata: Metadata, splitter: str) -> Any:
         first = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
     elif splitter in _PATTERNS:
-        words = pre_tokenizers.Split(Regex(_PATTERNS[splitter]), "isolated")
+        split = pre_tokenizers.Split(Regex(_PATTERNS[splitter]), "isolated")
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_only])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     else:
         tokenizer.pre_tokenizer = byte_level
     if splitter == "qwen2":
@@ -111,14 +111,14 @@ def _sentence_piece(metadata: Metadata) -> Any:
 def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Return the pairs that make a token, in the order of the tokens' scores: SentencePiece has no merges."""
     place = {token: i for i, token in enumerate(tokens) if types[i] not in (_CONTROL, _UNKNOWN, _BYTE)}
-    found = []
+    ranked = []
     for token, i in place.items():
         splits = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [pair for pair in splits if pair[0] in place and pair[1] in place]
-        found += [
+        ranked += [
             (-scores[i], i, pair) for pair in sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]]))
         ]
-    return [pair for _, _, pair in sorted(found, key=lambda one: one[:2])]
+    return [pair for _, _, pair in sorted(ranked, key=lambda one: one[:2])]
 
 
 def _add_special(tokenizer: Any, metadata: Metadata) -> None:
@@ -133,7 +133,7 @@ def _add_special(tokenizer: Any, metadata: Metadata) -> None:
         [AddedToken(token, special=False, normalized=True) for token, kind in pairs if kind == _USER_DEFINED]
     )
     bos = metadata.token("bos")
-    # llama.cpp adds one to SentencePiece's texts unless the file says no.
+    # llama.cpp adds one to SentencePiece's texts unless the file forbids it.
     default = metadata.values.get("tokenizer.ggml.model") == "llama"
     if metadata.values.get("tokenizer.ggml.add_bos_token", default) and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -28,10 +28,10 @@ _OTHERS = (
 def other_weights(folder: Path) -> str:
     """Return the end of a message: which other weights a folder has, and the remedy; empty for none."""
     for pattern, remedy in _OTHERS:
-        if found := sorted(folder.glob(pattern)):
-            if pattern == "*.safetensors" and len(found) > 1:
+        if files := sorted(folder.glob(pattern)):
+            if pattern == "*.safetensors" and len(files) > 1:
                 remedy = _SAFETENSORS
-            names = {"file": shlex.quote(str(found[0])), "folder": shlex.quote(str(folder))}
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            return f"; the folder has {found[0].name[:80]}{more}: {remedy.format(**names)}"
+            names = {"file": shlex.quote(str(files[0])), "folder": shlex.quote(str(folder))}
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            return f"; the folder has {files[0].name[:80]}{more}: {remedy.format(**names)}"
     return ""

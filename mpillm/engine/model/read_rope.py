@@ -33,7 +33,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(raw: Raw, family: Family, source: Path) -> Rope:
-    """Return what `raw`, with the family's defaults, says; ConfigError if it cannot run here.
+    """Read `raw`, which has the family's defaults. Raises ConfigError if it cannot run here.
 
     Where both forms are there, transformers drops one, with its base: only equal ones are read.
     """
@@ -44,13 +44,13 @@ def read_rope(raw: Raw, family: Family, source: Path) -> Rope:
     if new is None and family.rope is not None:
         new = family.rope
     read = _by_kind if family.local_rope else _flat
-    found = read(raw, new or {}, old, source)
-    if raw.get(_NEW) and old and found != read(raw, new or {}, None, source):
+    rope = read(raw, new or {}, old, source)
+    if raw.get(_NEW) and old and rope != read(raw, new or {}, None, source):
         raise ConfigError(
             f"{source}: {_OLD} and {_NEW} mean the same and differ; move the values of {_OLD} into {_NEW},"
             f" and remove {_OLD}"
         )
-    return found
+    return rope
 
 
 def _flat(raw: Raw, new: Raw, old: Raw | None, source: Path) -> Rope:
