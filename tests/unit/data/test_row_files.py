@@ -239,7 +239,7 @@ def test_parquet_with_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("a.jsonl.gz", gzip.compress(PLAIN)[:-9], "truncated or damaged"),
         ("a.zip", b"PK\x03\x04 nothing", "not a zip archive that can be read"),
         ("a.csv", b'prompt,n\n"ab', "a.csv:1: not CSV in UTF-8"),
-        ("a.csv", b"prompt,n\nab\n", "a.csv:2: its number of fields is not that of the header, 2"),
+        ("a.csv", b"prompt,n\nab\n", "a.csv:2: its number of fields differs from the header's, 2"),
         ("a.csv", b"prompt\n\xff\n", "not CSV in UTF-8"),
         ("a.txt", b"ok\n\xff\n", "a.txt:2: byte 1 is not UTF-8"),
         ("a.jsonl", lines({"messages": []}), "messages is .*; must be an array of messages"),
