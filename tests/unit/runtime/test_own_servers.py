@@ -237,7 +237,7 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     assert check_idle(config, RUN) == []
     told = check_yaml(config)
     assert f"{path}: has no effect on mpillm's leader: port" in told
-    theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config, urls, attn_backend"
+    theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config.backend, urls, attn_backend"
     assert f"context_servers: has no effect on a {kind} server that the run starts: {theirs}" in told
     if kind == "trtllm-serve":
         text = context.kind.file_text(context.wanted([1], "run/server_0"))
