@@ -23,7 +23,6 @@ from mpillm.config.disagg_values import (
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig
 from mpillm.servers.kinds import kind_of
 from mpillm.workloads.rounds import why_no_guesses
 
@@ -57,6 +56,8 @@ def check_yaml(config: RunConfig) -> list[str]:
         _check_guesses(config)
         for each in config.sections.values() or [config]:
             if each.speculative_config:
+                from mpillm.engine.speculation.speculative_config import SpeculativeConfig  # few have any
+
                 SpeculativeConfig.read(each.speculative_config)
     if core.needs_model and _finds_nothing(config):
         lines.append(
