@@ -65,6 +65,8 @@ class CoreConfig:
     sends_text: bool = False
     # Of a client of others' servers: for how long they may not be there; None: until --load_deadline
     server_wait_s: float | None = None
+    # and for the first token of one that is up; None: a share of --health_deadline
+    first_token_wait_s: float | None = None
     client: int = 0  # which of that server's clients it is
     n_clients: int = 1  # of that server
     server_restarts: bool = False  # it is started again if it is lost in the test

@@ -53,6 +53,12 @@ def longest_wait_s(config: CoreConfig, load_deadline_s: float) -> float:
     return EARLIER * min(load_deadline_s, config.server_wait_s or load_deadline_s)
 
 
+def longest_first_token_s(config: CoreConfig, limit_s: float) -> float:
+    """Return for how long a client waits for the first token of a server that is up, `limit_s` at most."""
+    wait_s = config.first_token_wait_s
+    return limit_s if wait_s is None else min(limit_s, EARLIER * wait_s)
+
+
 def until_when(deadline_s: float) -> str:
     """Return for how long a client waits for a server that somebody else starts, and what to do."""
     return (

@@ -113,6 +113,7 @@ def _core_config(
         server=me.server,
         names_model=config.server is not None and kind_of(config.server).names_model,
         server_wait_s=None if config.given("load_deadline") else _SERVER_WAIT_S,
+        first_token_wait_s=None if config.given("health_deadline") or config.server else _FIRST_TOKEN_WAIT_S,
         client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
         n_clients=plan.clients_per_server or 1,
         server_restarts=config.on_instance_loss == "restart",
@@ -124,6 +125,7 @@ def _core_config(
 
 
 _SERVER_WAIT_S = 60.0  # as a rule other people's servers run already
+_FIRST_TOKEN_WAIT_S = 30.0
 
 
 def _thread_share(node_ranks: int) -> int:

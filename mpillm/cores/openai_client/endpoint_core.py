@@ -20,13 +20,14 @@ from mpillm.cores.clients import (
     Answers,
     allow_files,
     hear_owner,
+    longest_first_token_s,
     longest_wait_s,
     share_of,
     until_when,
 )
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
-from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
@@ -236,8 +237,9 @@ class EndpointCore(LLMCore):
         """Find the model, and generate a token, on each server."""
         endpoints = [*self._contexts, *self._endpoints]
         limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
+        limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
-            self.awaits = f"{WAITING}{endpoint.url}: a first token"
+            self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {COMPLETIONS})"
             endpoint.model = self._ask(self._find_model(endpoint, limit), limit + 60)
             self._ask(self._choose_dialect(endpoint, limit), limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:

@@ -24,6 +24,7 @@ from mpillm.cores.clients import (
     MOST_AT_ONCE,
     Answers,
     hear_owner,
+    longest_first_token_s,
     longest_wait_s,
     share_of,
     until_when,
@@ -182,7 +183,7 @@ class TritonGrpcCore(LLMCore):
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""
-        limit = EARLIER * self._harness.health_deadline / len(self._urls)
+        limit = longest_first_token_s(self.config, EARLIER * self._harness.health_deadline / len(self._urls))
         for url in self._urls:
             stream = next(one for one in self._clients.open if one.url == url)
             self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
@@ -191,7 +192,9 @@ class TritonGrpcCore(LLMCore):
                 self._watch()
                 self.meanwhile()
                 if time.monotonic() > end:
-                    raise self._failure(f"tritonserver {url} gave no token within {limit:g} s")
+                    raise self._failure(
+                        f"tritonserver {url} gave no token within {limit:g} s (--health_deadline)"
+                    )
                 time.sleep(0.001)
             answer = self._answers.take()
             assert answer is not None

@@ -9,8 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+import disagg
+from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.options import parse_run
 from mpillm.cores.capabilities import FindsServers
 from mpillm.errors import RunError
+from mpillm.runtime.core_configs import core_configs
 from tests.helpers.endpoint_cores import Rows, core_of, refuses, requests, started
 from tests.helpers.scripted_server import Reply, ScriptedServer, head, plain
 
@@ -168,6 +172,26 @@ def test_a_server_whose_first_token_takes_too_long() -> None:
         ScriptedServer(lambda _: Reply([], "hang")) as server,
         pytest.raises(RunError, match=f"^{server.url}{words}"),
         started(server, "--health_deadline=2"),
+    ):
+        pass
+
+
+def test_a_server_that_is_up_has_30_s_for_its_first_token() -> None:
+    """Unless the user says how long, or the run has started it."""
+
+    def wait_s(*words: str) -> float | None:
+        config = parse_run(["--core_type=openai", *words])
+        plan = disagg.plan(disagg_config(config, 2, True), 2, ["a", "a"], 0)
+        return core_configs(config, plan, [plan.instances[0].leader], {})[0].first_token_wait_s
+
+    assert wait_s() == 30
+    assert wait_s("--health_deadline=200") is None
+    assert wait_s("--server=command:x {port}") is None
+    words = r"/v1/completions: no answer to POST /v1/completions within 0\.45 s \(--health_deadline\)$"
+    with (
+        ScriptedServer(lambda _: Reply([], "hang")) as server,
+        pytest.raises(RunError, match=f"^{server.url}{words}"),
+        started(server, first_token_wait_s=0.5),
     ):
         pass
 
