@@ -122,6 +122,8 @@ def main(config: Options) -> int:
     print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
     if busy > _BUSY and not config.null:
         print("The client is near its limit: the server may be faster than this.")
+    if dataset.note and not config.null:
+        print(f"Data set {dataset.name}: {dataset.note}.")
     kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
     json_output.tell(kept)
     if config.result_filename:
@@ -181,7 +183,8 @@ def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> D
             print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
         return dataset
     n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
-    return load_dataset(Synthetic(values["input_len"], length, num_samples=n, seed=config.seed), tokenizer)
+    source = Synthetic(values["input_len"], length, num_samples=n, seed=config.seed)
+    return load_dataset(source, tokenizer)
 
 
 @about("metric_percentiles")

@@ -22,7 +22,7 @@ from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.records import KNOWN, Columns, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
-from mpillm.data.tokenizer import Tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
@@ -341,4 +341,7 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
     offsets = np.zeros(spec.num_samples + 1, np.int64)
     np.cumsum(inputs, out=offsets[1:])
     tokens = random.integers(plain.start, plain.stop, int(offsets[-1]), np.int32)
-    return Dataset("synthetic", tokens, offsets, outputs)
+    note = ""
+    if isinstance(tokenizer, NoTokenizer):
+        note = f"its prompts are random token ids from {plain.start} to {plain.stop - 1}: no tokenizer here"
+    return Dataset("synthetic", tokens, offsets, outputs, note=note)

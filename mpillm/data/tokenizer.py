@@ -1,7 +1,7 @@
 """Text to tokens and back, as `transformers` does it but without its import, which takes seconds.
 
 The library `tokenizers` reads a Hugging Face folder's `tokenizer.json`; a prompt becomes one user message of
-the folder's chat template, if it has one. Bytes are the tokens of the presets, and of a run without a model.
+the folder's chat template, if it has one. Bytes are the tokens of the presets, and of a core without a model.
 For a folder without a tokenizer prompts must be token ids.
 """
 
@@ -161,11 +161,11 @@ class NoTokenizer:
     plain_tokens = range(256)  # as every model has them
 
     def __init__(self, why: str) -> None:
-        self._why = why
+        self.why = why
 
     def refuse(self) -> NoReturn:
         raise ConfigError(
-            f"{self._why}; a text has no tokens without it: copy it from the model, or give token ids"
+            f"{self.why}; a text has no tokens without it: copy it from the model, or give token ids"
             ' ("input_tokens", or --dataset synthetic)',
             about=["model_path"],
         )

@@ -53,6 +53,10 @@ def _words(load: Load) -> Sequence[str]:
 
 def config(load: Load) -> dict[str, Any]:
     """Return its configuration. Raises ValueError for what it can't do."""
+    if load.sends_text:
+        raise ValueError(
+            "takes prompts as token ids: name the folder of the model's tokenizer with --model_path"
+        )
     longest = load.one_length()
     params: dict[str, Any] = {
         "name": load.model,

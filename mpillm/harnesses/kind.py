@@ -22,8 +22,8 @@ _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
 class Sample(NamedTuple):
     """A prompt, and what may follow it."""
 
-    tokens: list[int]
-    text: str
+    tokens: list[int]  # none where only a text is known
+    text: str  # "" where only tokens are known
     longest: int  # tokens of the answer
     ignores_stop: bool  # it has no fewer
 
@@ -58,6 +58,7 @@ class Load:
     count_tokens: Callable[[str], int] = len  # of a text, for clients that keep no numbers
     args: tuple[str, ...] = ()  # as the user types them
     min_duration_ms: int = 0  # that `order` was made for
+    sends_text: bool = False  # only the texts of the samples are known
     all_chunks: bool = False  # each piece of a stream is timed, not only the first and the last
 
     @property
@@ -264,8 +265,12 @@ def report_of(path: Path) -> dict[str, Any]:
 
 
 def body(load: Load, sample: Sample) -> dict[str, Any]:
-    """Return the body of a sample's request, its prompt as tokens, for clients that take whole bodies."""
-    asked: dict[str, Any] = {"model": load.model, "prompt": sample.tokens, "max_tokens": sample.longest}
+    """Return the body of a sample's request, for clients that take whole bodies.
+
+    Its prompt is tokens, or a text if only that is known.
+    """
+    prompt = sample.tokens or sample.text
+    asked: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": sample.longest}
     asked |= sampling(load) | {"stream": True, "stream_options": {"include_usage": True}}
     if load.shortest:
         asked["min_tokens"] = min(load.shortest, sample.longest)

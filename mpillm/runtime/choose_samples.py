@@ -34,8 +34,6 @@ def load_samples(
     """
     core_class = BackendRegistry.get(config.core_type)
     tokenizer = tokenizer_of(config)
-    if core_class.is_client and isinstance(tokenizer, ByteTokenizer) and not config.harness:
-        tokenizer = _of_a_server(config, core_class)
     limits = limits_of(config, [model for model in models if model is not None])
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
@@ -50,16 +48,17 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
-    if not (core_class.takes_text and isinstance(tokenizer, NoTokenizer)):
+    has_texts = not isinstance(chosen, Synthetic)
+    if not (core_class.takes_text and has_texts and isinstance(tokenizer, NoTokenizer)):
         return load_dataset(chosen, tokenizer, limits, columns), tokenizer
     dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
 
 
 def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
-    """Return the tokenizer of a server's model that has no folder here: of bytes for the embedded engine's
-    presets behind Triton; otherwise none."""
-    if config.model_path and not core_class.takes_text:
+    """Return the tokenizer of a server's model that has no folder here: bytes for a preset of the embedded
+    engine, behind Triton or in the run's own `mpillm serve`; otherwise none."""
+    if config.model_path and (config.server == "mpillm" or not core_class.takes_text):
         return ByteTokenizer()
     named = config.named("model_path") if config.model_path else "without --model_path"
     return NoTokenizer(f"--core_type {config.core_type}, {named}: no tokenizer")
@@ -80,6 +79,8 @@ def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dat
 def tokenizer_of(config: RunConfig) -> Tokenizer:
     """Return the tokenizer of the run's model: of bytes for a preset, and for a core without a model.
 
+    A server's model without a folder here has none: bytes are not its tokens.
+
     Raises ConfigError if the user names a folder that is missing. A workload's own folder may be missing: the
     workload's data set has token ids.
     """
@@ -89,6 +90,9 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
         if config.given("model_path"):
             raise
         return NoTokenizer(str(error))
+    core_class = BackendRegistry.get(config.core_type)
+    if folder is None and core_class.is_client:
+        return _of_a_server(config, core_class)
     return load_tokenizer(folder, config.apply_chat_template)
 
 

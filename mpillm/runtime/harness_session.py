@@ -27,7 +27,7 @@ from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
 from mpillm.cores.openai_client.readiness import find_model
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
-from mpillm.data.tokenizer import Tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.harnesses.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
 from mpillm.harnesses.kinds import kind_of
@@ -70,12 +70,10 @@ class HarnessSession(ServeSession):
     ) -> tuple[HarnessSession, list[str]]:
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
-        dataset = prepared.dataset
         lines = [
             f"run directory {path_shown(record().path)}",
             *planned.notes,
-            f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens",
-            *([dataset.note] if dataset.note else []),
+            *prepared.dataset_lines(),
             f"{session.kind.title}: {session.how()}, {_where(session)}",
             f"its command: {session.command}",
         ]
@@ -102,6 +100,8 @@ class HarnessSession(ServeSession):
         self._order = _order(prepared)
         self.n_servers = _servers_of(planned)
         self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
+        self.takes_text = not self.direct  # otherwise the client's texts do not come here
+        self.sends_text = prepared.dataset.sends_text
         for name in ("stop_words", "end_ids"):
             if self.direct and planned.config.given(name):
                 raise ConfigError(
@@ -177,6 +177,7 @@ class HarnessSession(ServeSession):
             lambda text: len(self._prepared.tokenizer.encode_plain(text)) if has_tokenizer else 0,
             config.harness_args,
             self._least_ms,
+            sends_text=self.sends_text,
         )
 
     @property
@@ -331,9 +332,12 @@ class _Samples(Sequence[Sample]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        tokens = self._dataset.sample(index)
-        text = self._tokenizer.decode(tokens, keep_special=True)
-        return Sample(tokens.tolist(), text, self.lengths[index], self.ignoring[index])
+        ids, length, ignores = self._dataset.sample(index), self.lengths[index], self.ignoring[index]
+        if self._dataset.sends_text:
+            return Sample([], self._dataset.texts[index], length, ignores)
+        known = not isinstance(self._tokenizer, NoTokenizer)
+        text = self._tokenizer.decode(ids, keep_special=True) if known else ""
+        return Sample(ids.tolist(), text, length, ignores)
 
 
 def _servers_of(planned: Planned) -> int:

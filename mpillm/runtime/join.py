@@ -65,19 +65,22 @@ class Prepared:
         """Whether the console shows answers: their tokens are a model's."""
         return isinstance(self.tokenizer, FileTokenizer)
 
-    def announcement(self) -> list[str]:
-        """Return lines to print before the run loads, behind the one that names its directory."""
-        planned, config, dataset = self.planned, self.planned.config, self.dataset
-        lines = list(planned.notes)
-        if any(core.enable_kv_cache_reuse for core in planned.cores):
-            lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
+    def dataset_lines(self) -> list[str]:
+        """Return the lines that describe the data set."""
+        dataset = self.dataset
         size = f"{len(dataset.tokens)} tokens"
         if dataset.sends_text:
             size = "sent as text; without --model_path, tokens are counted by the servers (usage)"
-        lines.append(f"data set {dataset.name}: {len(dataset)} samples, {size}")
-        if dataset.note:
-            lines.append(dataset.note)
-        lines += self.settings.notes
+        line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
+        return [line, dataset.note] if dataset.note else [line]
+
+    def announcement(self) -> list[str]:
+        """Return lines to print before the run loads, behind the one that names its directory."""
+        planned, config = self.planned, self.planned.config
+        lines = list(planned.notes)
+        if any(core.enable_kv_cache_reuse for core in planned.cores):
+            lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
+        lines += [*self.dataset_lines(), *self.settings.notes]
         if config.workload is not None:
             lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
             lines += _of_round(config, self.settings)

@@ -49,6 +49,7 @@ class ServeSession(RunSession):
     KEEPS_TIMELINE = False  # a server's would grow for as long as it serves
 
     serves = True
+    takes_text = True  # its endpoint makes tokens of texts
 
     @classmethod
     def open(
@@ -91,7 +92,7 @@ class ServeSession(RunSession):
         config, plan = planned.config, planned.plan
         self._measured_at = self._kept_at = 0.0
         self._kept_samples = 0
-        self.served = _served(planned)
+        self.served = _served(planned, self.takes_text)
         self._half: HalfServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
@@ -210,12 +211,19 @@ class ServeSession(RunSession):
         return super().failed(reports)
 
 
-def _served(planned: Planned) -> Served:
-    """Return what the options and the cores' models say of what is behind the endpoint."""
+def _served(planned: Planned, takes_text: bool) -> Served:
+    """Return what the options and the cores' models say of what is behind the endpoint.
+
+    Raises ConfigError if it `takes_text`, and there is no tokenizer.
+    """
     config, models = planned.config, [model for model in planned.models if model is not None]
     tokenizer = tokenizer_of(config)
-    if isinstance(tokenizer, NoTokenizer):
-        tokenizer.refuse()
+    if isinstance(tokenizer, NoTokenizer) and takes_text:
+        raise ConfigError(
+            f"{tokenizer.why}; the endpoint makes tokens of texts: name the folder of the model's tokenizer"
+            " (tokenizer.json) with --model_path",
+            about=["model_path"],
+        )
     names = tuple(
         name.strip() for name in (config.served_model_name or model_name(config)).split(",") if name.strip()
     )

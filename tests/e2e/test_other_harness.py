@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from mpillm.experiments.commands.compare import main as compare
 from mpillm.report.request_log import read_requests
 from tests.e2e.test_own_servers import server
-from tests.helpers.scripted_server import ScriptedServer
+from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 from tests.helpers.support import DONE, INSTANCE_LOST, TEST_FAILED, USAGE, Command, Starter, wait_until
 
 N, OUTPUT = 40, 16
@@ -133,9 +136,29 @@ def test_what_a_client_that_asks_servers_itself_would_not_hear_of(one: Starter) 
 def test_one_url_and_two_servers(one: Starter) -> None:
     """A client that takes one server goes through the run's endpoint, which spreads its requests."""
     places = ("--urls", "{url}", *PLACES[2:])
-    ended = start(one, 3, *server(), *client(places=places), core="trtllm_endpoint").end(120).must(DONE)
+    words = (*server(), *client(places=places))
+    refused = start(one, 3, *words, core="trtllm_endpoint").end(60).must(USAGE)
+    assert re.search("no tokenizer; .* with --model_path", " ".join(refused.message.split())), "it took bytes"
+    make_tokenizer(one.folder)
+    ended = start(one, 3, *words, "--model_path", one.folder, core="trtllm_endpoint").end(120).must(DONE)
     assert "through the run's own endpoint, for it takes one server, not 2" in ended.out
     assert min(instance["samples"] for instance in ended.result["per_instance"]) > 0
+
+
+def test_texts_without_a_tokenizer_stay_texts(one: Starter) -> None:
+    """The client sends them as they are, where it asks the server itself."""
+
+    def texts(request: Request) -> Reply:
+        asked = request.json
+        if not isinstance(asked["prompt"], str):
+            return plain({"error": {"message": "a text, please"}}, "400 Bad Request")
+        asked["prompt"] = [*asked["prompt"].encode()]
+        return good(replace(request, body=json.dumps(asked).encode()))
+
+    with ScriptedServer(texts) as server:
+        options = ("--url", server.url, "--min_query_count", 8, "--max_output_len", 4)
+        ended = one.start(2, *options, *client(), core="openai").end(60).must(DONE)
+    assert (ended.result["samples"], ended.result["errors"]) == (8, 0) and "sent as text" in ended.out
 
 
 @pytest.mark.parametrize(

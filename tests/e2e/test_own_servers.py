@@ -16,6 +16,7 @@ import pytest
 from mpillm.roles.server import MOST_RESTARTS
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.e2e.test_serve import answer, post, serve, tokens_of
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.owned import guards
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import (
@@ -295,7 +296,8 @@ def test_a_server_that_is_lost_again_and_again(one: Starter) -> None:
 
 def test_a_lost_server_behind_serve(one: Starter) -> None:
     """Its open streams go on where they were, at the other server, and later requests go there."""
-    pace = server("--token_s", 0.02)
+    make_tokenizer(one.folder)
+    pace = (*server("--token_s", 0.02), "--model_path", one.folder)
     command, host, port = serve(one, 3, *pace, "--core_type", "trtllm_endpoint", "--grace", 1.5)
     body = {"prompt": [5, 6, 7], "max_tokens": 200, "return_token_ids": True, "stream": True}
     open_ = [post(host, port, "/v1/completions", **body).getresponse() for _ in range(4)]

@@ -177,6 +177,22 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
 
 
 @SLOW_WITH_MPICH
+def model(starter: Starter) -> Path:
+    """Return a folder with a tokenizer."""
+    folder = starter.folder / "model"
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("preset", [(), ("--model_path", "tiny-llama")])
+def test_another_server_without_a_tokenizer(one: Starter, preset: tuple[str, ...]) -> None:
+    """Its texts became bytes, which it took for its own tokens."""
+    words = [one.python, "-m", "mpillm", "mpirun", "-n", 2, "serve", "--url", "127.0.0.1:9", "--port", 0]
+    ended = one.command([*words, *preset]).end(60)
+    assert ended.code == ExitCode.USAGE, ended
+    assert re.search("no tokenizer; .* name the folder .* with --model_path", " ".join(ended.message.split()))
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -> None:
     """Clients do not wait for the end; a request that the server refuses fails alone.
@@ -201,7 +217,7 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
 
     body = {"max_tokens": 4, "return_token_ids": True}
     with ScriptedServer(answered) as server:
-        core = ("--core_type", "trtllm_endpoint", "--trtllm_server_urls", server.address)
+        core = ("--url", server.address, "--model_path", model(both))
         command, host, port = serve(both, n, *core)
         stream = post(host, port, "/v1/completions", **body, prompt=[4], stream=True).getresponse()
         read = b""
@@ -235,7 +251,7 @@ def test_another_server_that_is_gone_is_named(both: Starter, n: int) -> None:
         return Reply([], "stop") if request.json["prompt"] == [9] else good(request)
 
     with ScriptedServer(answered) as server:
-        core = ("--core_type", "trtllm_endpoint", "--trtllm_server_urls", server.address)
+        core = ("--url", server.address, "--model_path", model(both))
         command, host, port = serve(both, n, *core, "--core_options", "retry_s:0.5")
         waits = post(host, port, "/v1/completions", max_tokens=4, prompt=[9])
         ended = command.end(TIMEOUT_S).must(ExitCode.TEST_FAILED)

@@ -68,6 +68,14 @@ def test_when_requests_are_sent(load: Load, name: str, all_at_once: str, some: s
     assert rate in words(name, replace(load, rate=4.5))
 
 
+def test_a_text_without_tokens(load: Load) -> None:
+    """A client sends it as it is, or refuses it."""
+    load = replace(load, samples=[Sample([], "abc", 8, False)], lengths=[8], order=[0], sends_text=True)
+    assert kind.body(load, load.samples[0])["prompt"] == "abc"
+    with pytest.raises(ValueError, match=r"takes prompts as token ids: .* with --model_path"):
+        words("inference-endpoint", load)
+
+
 def test_mlcommons_client(load: Load) -> None:
     made = config(load)
     assert made["type"] == "offline" and made["settings"]["load_pattern"] == {"type": "max_throughput"}

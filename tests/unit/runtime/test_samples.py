@@ -95,14 +95,20 @@ def test_texts_without_a_tokenizer_go_to_servers_as_texts(tmp_path: Path) -> Non
         for more in ("--save_outputs", "--test_mode=AccuracyOnly"):
             with pytest.raises(ConfigError, match=r"needs the tokens of answers: .*--model_path"):
                 load(tmp_path, *words, more)
-        assert not load(tmp_path, *words, "--dataset", "prompts", "--harness", "vllm-bench").sends_text
+        assert load(tmp_path, *words, "--harness", "command:x {url} {report}").sends_text
         lines.write_text('{"prompt": "Où"}\n{"input_tokens": [1]}\n')
         with pytest.raises(ConfigError, match="a text has no tokens without it"):
             load(tmp_path, *words)
         lines.write_text('{"prompt": "Où"}\n')
     lines.write_text('{"input_tokens": [1, 400]}\n')
     assert not load(tmp_path, "--core_type", "openai", "--dataset_path", lines).sends_text
-    assert not load(tmp_path, "--core_type", "openai", "--dataset", "synthetic").sends_text
+    drawn = load(tmp_path, "--core_type", "openai", "--dataset", "synthetic")
+    assert not drawn.sends_text and "random token ids from 0 to 255: no tokenizer here" in drawn.note
+    own = ("--server", "mpillm", "--model_path", "tiny-llama")
+    lines.write_text('{"prompt": "Hi"}\n')
+    assert not load(
+        tmp_path, *own, "--dataset_path", lines, "--save_outputs"
+    ).sends_text  # bytes are its tokens
 
 
 def test_a_client_of_tokens_needs_a_tokenizer_for_texts(tmp_path: Path) -> None:
