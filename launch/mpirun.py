@@ -21,7 +21,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from launch import run_folders
 from launch.command import wrapped
 from launch.environment import (
     EXIT_FILE,
@@ -264,8 +264,8 @@ def main(
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
     # directory is.
     with (
-        tempfile.TemporaryDirectory(prefix=".mpillm-") as session,
-        tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder,
+        run_folders.temporary() as session,
+        run_folders.temporary(Path.cwd() if several_hosts else None) as folder,
     ):
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(environment, exit_file, tty=sys.stdout.isatty(), session=session)

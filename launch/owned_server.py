@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from launch import run_folders
 from launch.children import tail
 from launch.command import Command
 from launch.environment import environment_of_this_node
@@ -170,6 +171,7 @@ class OwnedServer:
         except subprocess.TimeoutExpired:  # something hangs in the kernel
             self._guard.kill()
         self._kill_left()
+        run_folders.sweep()
         with contextlib.suppress(OSError):  # a full disk, say
             _mask_log(self.log)
         if self._guard.poll() != 0:  # it was killed, and has not tidied up

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.shared_files import SHM, mapped
-from launch.siblings import visible_pids
+from launch.siblings import start_ticks, visible_pids
 
 _SHM = SHM
 _NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
@@ -48,7 +48,7 @@ def apart() -> dict[str, str]:
     """Make this rank's own folder; return the variables by which Open MPI, as it starts, takes it."""
     if not _record(set()):
         return {}
-    folder = _own_folder(os.getpid(), _started(os.getpid()))
+    folder = _own_folder(os.getpid(), start_ticks(os.getpid()))
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
@@ -64,7 +64,7 @@ def note() -> None:
 
 def _record(own: set[Segment]) -> bool:
     """Write this rank's record, until Python ends; return whether it is there."""
-    here, started = visible_pids(), _started(os.getpid())
+    here, started = visible_pids(), start_ticks(os.getpid())
     if not here or not started:
         return False
     folder = _folder()
@@ -84,7 +84,7 @@ def forget() -> None:
     """Delete this rank's record: MPI has removed its segments. If it has not, the next start does."""
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
-            _own_folder(os.getpid(), _started(os.getpid())).rmdir()
+            _own_folder(os.getpid(), start_ticks(os.getpid())).rmdir()
         (_folder() / f"{os.getpid()}").unlink(missing_ok=True)
 
 
@@ -99,7 +99,7 @@ def sweep() -> None:
         with contextlib.suppress(OSError, ValueError):
             where, started, *lines = path.read_text(encoding="utf-8").splitlines()
             segments = {Segment(name, int(number)) for number, name in (line.split(" ", 1) for line in lines)}
-            if where != here or _started(int(path.name)) == started:  # another container's may be alive
+            if where != here or start_ticks(int(path.name)) == started:  # another container's may be alive
                 living |= segments
             else:
                 ended[path] = started, segments
@@ -167,13 +167,3 @@ def _is_own_folder(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def _started(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks; "" if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]

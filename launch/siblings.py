@@ -51,6 +51,16 @@ def visible_pids() -> str:
         return ""
 
 
+def start_ticks(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks; "" if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 def ranks_here() -> int | None:
     """Return how many ranks of this job are on this host; None if the launcher does not tell.
 

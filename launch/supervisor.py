@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from launch import segments
+from launch import run_folders, segments
 from launch.live_lines import LiveLines
 from launch.prctl import adopt_orphans, die_with_parent
 from launch.shared_files import mapped
@@ -133,6 +133,7 @@ class Supervisor:
                 for segment in self._segments:
                     segment.unlink(missing_ok=True)
                 segments.sweep()
+                run_folders.sweep()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

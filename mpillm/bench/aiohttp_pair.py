@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from launch.event_loop import new_loop
+from launch.event_loop import run_alone
 
 _AT_ONCE = 4096  # connections
 _END_S = 10.0
@@ -72,9 +72,7 @@ def main(qps: int, n: int, n_input: int, n_output: int) -> None:
     command = [sys.executable, "-m", "mpillm.bench.aiohttp_pair"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
-        latencies = new_loop().run_until_complete(
-            _ask(int(server.stdout.readline()), qps, n, n_input, n_output)
-        )
+        latencies = run_alone(_ask(int(server.stdout.readline()), qps, n, n_input, n_output))
         server.stdin.close()
         server.wait(_END_S)
     print(*(1000 * np.percentile(latencies, [50, 99])))
@@ -84,4 +82,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(*map(int, sys.argv[1:]))
     else:
-        new_loop().run_until_complete(_serve())
+        run_alone(_serve())

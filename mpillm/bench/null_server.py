@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, cast
 
-from launch.event_loop import new_loop
+from launch.event_loop import run_alone
 
 MODEL = "null"
 _LENGTH = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)
@@ -134,4 +134,4 @@ async def _serve(host: str, gap_s: float) -> None:
 
 
 if __name__ == "__main__":
-    new_loop().run_until_complete(_serve("127.0.0.1", float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0))
+    run_alone(_serve("127.0.0.1", float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -206,6 +207,9 @@ class FileTokenizer:
                 f"{file} needs the tokenizers library: pip install 'mpillm[tokenizer]'"
             ) from error
         library = f"tokenizers {tokenizers.__version__}"
+        os.putenv(
+            "RUST_BACKTRACE", "0"
+        )  # a panic is one error here; `os.environ`, for child processes, stays
         with panics_named(f"{file} is not a tokenizer that {library} can read"):
             _check_merges(file.read_bytes())
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))

@@ -102,6 +102,10 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._upgraded:
+            # The port has no other protocol (RFC 9110, 7.8): only the request is read and answered.
+            self._message_tail = b""
+            self.close()
         request = self._current_request
         if not self._messages or request is None or request.content.is_eof():
             return

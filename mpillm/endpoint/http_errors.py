@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from launch.outside import one_line
@@ -21,6 +21,8 @@ def error_response(error: ApiError) -> web.Response:
 
 async def on_expect(request: web.Request) -> web.Response | None:
     """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
+    if request.version < HttpVersion11:  # such a client knows no 100
+        return None
     if request.headers["Expect"].lower() != "100-continue":
         return error_response(ApiError(417, "Expect: only 100-continue is supported"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

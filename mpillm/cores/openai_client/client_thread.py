@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from launch.event_loop import new_loop
+from launch.event_loop import close_loop, new_loop
 
 T = TypeVar("T")
 
@@ -106,4 +106,4 @@ class ClientThread:
         if self._thread.is_alive():
             _log.warning("thread %s has not ended within %g s", self._thread.name, _END_S)
         else:
-            self.loop.close()
+            close_loop(self.loop)

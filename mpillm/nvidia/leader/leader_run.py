@@ -11,7 +11,7 @@ import time
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from disagg.world_plan import check_pairs
-from launch.event_loop import new_loop
+from launch.event_loop import run_alone
 from launch.logs import log_to
 from launch.signals import Echoes, stop_signals
 from mpillm.config.disagg_values import router_arguments
@@ -45,12 +45,10 @@ def lead(config: RunConfig) -> int:
     )
     bound = bind(yaml.hostname, yaml.port)
     log_to(sys.stdout, "%(asctime)s %(message)s", "%H:%M:%S", logging.WARNING)
-    loop = new_loop()
     try:
-        return loop.run_until_complete(_Lead(config, contexts, generations).run(bound))
+        return run_alone(_Lead(config, contexts, generations).run(bound))
     finally:
         bound.close()
-        loop.close()
 
 
 def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:

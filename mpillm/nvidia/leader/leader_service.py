@@ -22,6 +22,7 @@ from aiohttp import web
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE, mapping, parse
+from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram, escaped, head
 from mpillm.endpoint.protocol import stream_of
 from mpillm.endpoint.shapes import DONE, error_event
@@ -118,8 +119,8 @@ class LeaderService:
         app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
         app.add_routes(
             [
-                web.post("/v1/completions", self._answer),
-                web.post("/v1/chat/completions", self._answer),
+                web.post("/v1/completions", self._answer, expect_handler=on_expect),
+                web.post("/v1/chat/completions", self._answer, expect_handler=on_expect),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),

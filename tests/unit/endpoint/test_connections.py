@@ -13,7 +13,7 @@ import pytest
 
 from launch.logs import log_to
 from mpillm.endpoint import connections, http_thread
-from tests.helpers.http_api import api, run
+from tests.helpers.http_api import HOUR_MS, api, run
 
 BODY = b'{"prompt": "hi", "max_tokens": 2}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n" % len(BODY)
@@ -181,3 +181,62 @@ def test_what_is_no_http_is_neither_logged_nor_echoed_as_it_came(
     run(test)
     assert len(log.getvalue()) < 20_000
     assert log.getvalue().replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one packet", "body apart"])
+def test_bytes_after_an_upgrade_are_dropped(apart: bool) -> None:
+    """The request is answered; whatever the client sends after it, as to a websocket, is not kept."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(BODY)
+
+    async def test() -> None:
+        async with api(core={"ttft_ms": HOUR_MS}) as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head if apart else head + BODY)
+            if apart:
+                await asyncio.sleep(0.05)
+                writer.write(BODY)
+            await a.until(lambda: len(a.world.open) == 1)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in range(64):
+                writer.write(b"x" * (1 << 20))
+                await writer.drain()
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 32 << 10  # KiB
+            writer.close()
+            await a.idle()
+
+    run(test)
+
+
+def test_an_upgrade_is_answered_and_closed() -> None:
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n" + upgrade + b"\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            await a.idle()
+
+    run(test)
+
+
+def test_a_client_of_http_1_0_gets_no_100() -> None:
+    """It knows none (RFC 9110, 10.1.1), and would read it as the answer."""
+
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            for expect in (b"100-continue", b"more"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: %s\r\n\r\n" % expect
+                writer.write(head)
+                await asyncio.sleep(0.05)
+                writer.write(BODY)
+                assert (await reader.read()).startswith(b"HTTP/1.0 200 ")
+                writer.close()
+            await a.idle()
+
+    run(test)

@@ -495,3 +495,30 @@ def test_the_key_is_asked_for_before_a_body_is_read() -> None:
                 assert response.status == 200
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("version", "expect", "begins"),
+    [
+        ("1.1", "100-continue", "HTTP/1.1 100 "),
+        ("1.1", "more", "HTTP/1.1 417 "),
+        ("1.0", "100-continue", "HTTP/1.0 200 "),
+    ],
+)
+def test_a_held_back_body(version: str, expect: str, begins: str) -> None:
+    """As `serve` does; the error has OpenAI's form."""
+
+    async def test() -> None:
+        async with led() as a:
+            data = json.dumps(BODY).encode()
+            reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+            head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nExpect: {expect}\r\n"
+            writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode())
+            await asyncio.sleep(0.05)
+            writer.write(data)
+            got = (await reader.read()).decode()
+            assert got.startswith(begins)
+            assert "417" not in begins or json.loads(got.partition("\r\n\r\n")[2])["error"]["message"]
+            writer.close()
+
+    asyncio.run(test())

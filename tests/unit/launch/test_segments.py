@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import segments
+from launch.siblings import start_ticks
 from tests.helpers.support import ROOT
 
 RANK = """
@@ -137,8 +138,8 @@ def test_a_folder_that_others_can_write_to_is_not_read(shm: Path, start: Start) 
 def test_runs_of_one_name_are_kept_apart(shm: Path, start: Start) -> None:
     """Open MPI would open the same file; a killed rank's folder goes, a living one's stays."""
     first, second = start("apart"), start("apart")
-    own = segments._own_folder(first.pid, segments._started(first.pid))
-    other = segments._own_folder(second.pid, segments._started(second.pid))
+    own = segments._own_folder(first.pid, start_ticks(first.pid))
+    other = segments._own_folder(second.pid, start_ticks(second.pid))
     assert [*own.iterdir()] == [own / OPEN_MPI[0]] and [*other.iterdir()] == [other / OPEN_MPI[0]]
     assert own.stat().st_mode & 0o777 == 0o700
     end(first)
@@ -154,7 +155,7 @@ def test_runs_of_one_name_are_kept_apart(shm: Path, start: Start) -> None:
 def test_what_a_living_rank_has_in_the_folder_of_a_dead_one_stays(shm: Path, start: Start) -> None:
     """Ranks that another one has started have its folder."""
     first = start("apart")
-    (segment,) = segments._own_folder(first.pid, segments._started(first.pid)).iterdir()
+    (segment,) = segments._own_folder(first.pid, start_ticks(first.pid)).iterdir()
     child = start(str(segment.relative_to(shm)))
     end(first)
     segments.sweep()
