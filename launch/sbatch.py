@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -45,6 +46,9 @@ STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 _POLL_S = 2.0
 _PIECE = 1 << 20  # bytes of output in one go
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
+_SLOW_END_S = 60.0  # an epilog is done by then, and Slurm has killed what ignores SIGTERM (its KillWait)
+_MAX_END_S = 600.0
+_COMPLETING = "COMPLETING"
 _ENDED = (
     "COMPLETED",
     "FAILED",
@@ -327,8 +331,11 @@ def _ask(*command: str, text: str = "") -> str:
 
 
 def _follow(number: str) -> int:
-    """Print the job's changes of state and its output until it has ended; return its exit code."""
-    before, shown = "", 0
+    """Print the job's changes of state and its output until it has ended; return its exit code.
+
+    Slurm keeps a job COMPLETING as long as a node does not confirm its end: see `_SlowEnd`.
+    """
+    before, shown, end = "", 0, _SlowEnd()
     try:
         while True:
             job = _read_job(_ask("scontrol", "show", "job", "--oneliner", number))
@@ -338,12 +345,43 @@ def _follow(number: str) -> int:
                 print(f"job {number}: {state}{where}", file=sys.stderr, flush=True)
                 before = state
             shown = _show(Path(job.get("StdOut", "")), shown)
-            if state.startswith(_ENDED):
+            if state.startswith(_ENDED) or end.is_overdue(number, job):
                 return _exit_code(job)
             time.sleep(_POLL_S)
     except (KeyboardInterrupt, SystemExit):  # a stop signal, which the command line makes the latter
         print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
         raise
+
+
+class _SlowEnd:
+    """The time that a job has been COMPLETING: its command has ended, a node has not confirmed that."""
+
+    def __init__(self) -> None:
+        self._since = math.inf
+        self._is_reported = False
+
+    def is_overdue(self, number: str, job: Mapping[str, str]) -> bool:
+        """Report the nodes that Slurm waits for after a minute; return whether the wait is too long."""
+        now = time.monotonic()
+        if not job["JobState"].startswith(_COMPLETING):
+            self._since, self._is_reported = math.inf, False
+            return False
+        self._since = min(self._since, now)
+        nodes, lasted = job.get("NodeList", "its nodes"), now - self._since
+        head = f"job {number}: {_COMPLETING} for {lasted:.0f} s: Slurm waits for {nodes} to confirm the end"
+        if lasted >= _MAX_END_S:
+            print(f"{head}; no longer followed, exit code {_exit_code(job)}", file=sys.stderr, flush=True)
+            return True
+        if lasted >= _SLOW_END_S and not self._is_reported:
+            self._is_reported = True
+            print(
+                f"{head}; its command has ended, an epilog may run, or slurmd does not answer: look at"
+                f" scontrol show node {nodes}; restart slurmd there, or: scontrol update nodename={nodes}"
+                f" state=down reason=slurmd; followed for {_MAX_END_S - lasted:.0f} s more",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
 
 
 def _read_job(said: str) -> dict[str, str]:
@@ -360,7 +398,10 @@ def _exit_code(job: Mapping[str, str]) -> int:
     for text, more in ((code, 0), (of_signal, 128)):
         if text.isdecimal() and len(text) < 4 and int(text):
             return more + int(text)
-    return 0 if job["JobState"] == "COMPLETED" else 1
+    is_done = job["JobState"] == "COMPLETED" or (
+        job["JobState"] == _COMPLETING and job.get("Reason", "None") == "None"
+    )
+    return 0 if is_done else 1
 
 
 def _show(output: Path, shown: int) -> int:

@@ -233,14 +233,64 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, numbe
         told = [process.stderr.readline(), process.stderr.readline()]
         assert told == ["submitted job 7\n", "job 7: RUNNING on n1\n"]
         process.send_signal(number)
-        assert process.stderr.read() == "job 7 goes on; end it with: scancel 7\n"
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        assert process.stderr.read() == (
+            f"job 7 goes on; end it with: scancel 7\nmpillm: interrupted ({name})\n"
+        )
     assert process.returncode == 128 + number
+
+
+SLOW_END = """\
+#!/bin/sh
+case "$0" in
+  *sbatch) echo 7; exit ;;
+esac
+echo x >> "$COUNT"
+case $(wc -l < "$COUNT") in
+  1) echo "JobState=RUNNING NodeList=h[1-2] StdOut=/dev/null ExitCode=0:0" ;;
+  2) echo "JobState=COMPLETING NodeList=h[1-2] StdOut=/dev/null ExitCode=5:0" ;;
+  [3-9]) echo "JobState=COMPLETING NodeList=h2 StdOut=/dev/null ExitCode=5:0" ;;
+  *) echo "JobState=$LAST NodeList=h2 StdOut=/dev/null ExitCode=5:0" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("last", ["COMPLETING", "FAILED"])
+def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str
+) -> None:
+    """A node without its slurmd confirms nothing, and `--wait` followed the job for ever."""
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text(SLOW_END)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
+    monkeypatch.setenv("LAST", last)
+    clock = iter(range(0, 10_000, 20))  # seconds: one look in 20
+    monkeypatch.setattr("launch.sbatch.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("launch.sbatch.time.sleep", lambda seconds: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--nodes", "1", "--wait", "--", "true"]) == 5
+    submitted, running, completing, warning, end = capsys.readouterr().err.splitlines()
+    assert (submitted, running) == ("submitted job 7", "job 7: RUNNING on h[1-2]")
+    assert completing == "job 7: COMPLETING"
+    assert warning.startswith("job 7: COMPLETING for 60 s: Slurm waits for h2 to confirm the end; ")
+    assert "scontrol show node h2;" in warning and warning.endswith("; followed for 540 s more")
+    if last == "FAILED":
+        assert end == "job 7: FAILED"
+    else:
+        assert end == (
+            "job 7: COMPLETING for 600 s: Slurm waits for h2 to confirm the end; no longer followed, exit code 5"
+        )
 
 
 @pytest.mark.parametrize(
     ("said", "code"),
     [
         ("JobState=COMPLETED ExitCode=0:0", 0),
+        ("JobState=COMPLETING Reason=None ExitCode=0:0", 0),
+        ("JobState=COMPLETING Reason=NonZeroExitCode ExitCode=5:0", 5),
+        ("JobState=COMPLETING Reason=TimeLimit ExitCode=0:0", 1),
         ("JobState=FAILED ExitCode=3:0", 3),
         ("JobState=FAILED ExitCode=0:9", 137),
         ("JobState=CANCELLED ExitCode=0:0", 1),
