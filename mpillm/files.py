@@ -151,11 +151,11 @@ def as_written(path: Path, else_it_is: str = "damaged, or not written by a run")
 
 @contextlib.contextmanager
 def naming(path: Path | None) -> Iterator[None]:
-    """Add the file's name to an OSError: a write to an open file does not say it."""
+    """Add the name of the file to an OSError that names none: one of a write to an open file."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def write_json(path: Path, value: Any, *, waits: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, waits: bool = True) -> None:
-    """Write `text`, with secrets masked, whole or not at all. Raises OSError if the disk is full.
+    """Write `text`, with secrets masked, whole or not at all. Raises OSError, which names the file.
 
     `waits`: until it is on the disk; otherwise it outlives this process, but not the machine.
 
@@ -181,7 +181,10 @@ def write_text(path: Path, text: str, *, waits: bool = True) -> None:
     """
     temporary = path.with_name(path.name + ".part")
     try:
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=opened) as file:
+        with (
+            naming(path),
+            open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=opened) as file,
+        ):
             file.write(without_known(text))
             file.flush()
             if waits:

@@ -22,6 +22,7 @@ from launch.signals import stop_signals
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.files import naming
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 from mpillm.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted, base_name
@@ -237,7 +238,8 @@ class ServerRole(Role):
         except ValueError as error:  # a model repository that this node lacks, say
             raise ConfigError(f"{plan.name}: {error}") from None
         if text := plan.kind.file_text(self._wanted):
-            base.with_suffix(".yaml").write_text(text, encoding="utf-8")
+            with naming(settings := base.with_suffix(".yaml")):
+                settings.write_text(text, encoding="utf-8")
         program = find_program(command.argv[0], plan.kind.install or "name it by its path", typed=True)
         if not plan.kind.binds_held_port:
             for port in self._ports:

@@ -37,7 +37,7 @@ from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.run_config import RunConfig
-from mpillm.errors import ExitCode, Failure, Interrupted, RunError, exit_code
+from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, Interrupted, RunError, exit_code
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
@@ -81,6 +81,8 @@ def failures_of(
         if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
             return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)
         return (Failure(f"{error.filename}: {error.strerror}", rank),)
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:  # no mistake of ours
+        return (Failure(f"a file cannot be written: {error.strerror}", rank),)
     return (Failure(f"{type(error).__name__}: {error}", rank, text),)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_a_disk_that_is_full_at_the_start(one: Starter, small_disk: Any) -> None
     assert "No space left on device" in ended.message
     assert str(ended.log_dir) in ended.message
     assert ended.seconds < START_S
+
+
+@pytest.mark.parametrize("kilobytes", [24, 76])
+def test_a_disk_that_the_records_of_a_run_fill(one: Starter, small_disk: Any, kilobytes: int) -> None:
+    """A write that fails names its file, and prints no lines of the program."""
+    ended = one.run(2, *GRACE, "--min_query_count", 24, log_dir=small_disk(kilobytes) / "run")
+    assert ended.code in (NOT_READY, TEST_FAILED), ended
+    assert re.search(rf"{re.escape(str(ended.log_dir))}.*: No space left on device", ended.message), ended
+    assert 'File "' not in ended.out + ended.err and "Errno" not in ended.out + ended.err
 
 
 def test_a_disk_that_the_answers_fill(both: Starter, small_disk: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -148,3 +149,16 @@ def test_what_is_written_whole_follows_no_link_and_waits_for_no_pipe(tmp_path: P
         write_text(tmp_path / "result.json", "{}")
     write_text(tmp_path / "page.html", "again")
     assert (tmp_path / "page.html").read_text() == "again"
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names no file where a write fails, so a run on a full disk ended in a traceback."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        write_text(tmp_path / "result.json", "{}")
+    assert raised.value.filename == str(tmp_path / "result.json")
+    assert not [*tmp_path.iterdir()]

@@ -323,6 +323,11 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
             Failure(f"MPI: {MPI.Exception(MPI.ERR_OTHER)}", 3, code=ExitCode.INSTANCE_LOST),
         ),
         (OSError(28, "No space left on device", "/f"), 3, Failure("/f: No space left on device", 3)),
+        (
+            OSError(28, "No space left on device"),
+            3,
+            Failure("a file cannot be written: No space left on device", 3),
+        ),
     ],
 )
 def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure) -> None:
