@@ -19,7 +19,7 @@ from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.outside import safe_stream
-from launch.signals import stop_signals
+from launch.signals import stop_signals, title
 from mpillm.core_names import WINGS, brought, lacks
 from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
@@ -199,7 +199,7 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
             refuse_copies(name)
         if name not in ("run-llm-server", "mpirun"):
             drop_launch_type(name)
-    with _stoppable():
+    with _stoppable(reports=not on_ranks):
         command = importlib.import_module(module)
         gc.enable()  # see __main__
         try:
@@ -212,10 +212,11 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def _stoppable(reports: bool) -> Iterator[None]:
     """Let a stop signal end a command as an exception does, so that it cleans up. A second one kills.
 
-    Commands that end otherwise (ranks, servers) install handlers of their own.
+    Commands that end otherwise (ranks, servers) install handlers of their own. `reports`: whether a line
+    names the signal; the launcher reports it for its ranks.
     """
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
@@ -230,9 +231,11 @@ def _stoppable() -> Iterator[None]:
     previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
-    except Exception:
+    except (Exception, SystemExit):
         if not stopped:
             raise
+        if reports:
+            print(f"mpillm: interrupted ({title(stopped[0])})", file=sys.stderr, flush=True)
         # C code may have put an error of its own in its place: NumPy's import says that NumPy is broken.
         raise SystemExit(128 + stopped[0]) from None
     finally:

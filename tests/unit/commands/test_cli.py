@@ -35,9 +35,14 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str
 
 
 @pytest.mark.parametrize("number", stop_signals({}))
-def test_a_stopped_command_leaves_nothing(
-    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, number: signal.Signals
+def test_a_stopped_command_leaves_nothing_and_names_the_signal(
+    command: Callable[[Callable[[Sequence[str]], int]], None],
+    tmp_path: Path,
+    number: signal.Signals,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A signal between two runs of `ab` printed nothing."""
+
     def main(_: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(dir=tmp_path):
             os.kill(os.getpid(), number)
@@ -49,6 +54,8 @@ def test_a_stopped_command_leaves_nothing(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["it"])
     assert stopped.value.code == 128 + number and not list(tmp_path.iterdir())
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert capsys.readouterr().err == f"mpillm: interrupted ({name})\n"
     # One signal only is ours: the second kills. A program that calls `main` has its own back where it was not
     # used.
     assert signal.getsignal(number) == signal.SIG_DFL
