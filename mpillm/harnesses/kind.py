@@ -178,6 +178,8 @@ class HarnessKind:
     # The texts of its answers by sample, from its files in a folder, of so many requests. Raises ConfigError.
     # None: it keeps none.
     answers: Callable[[Path, int], dict[int, str]] | None = None
+    # The words of --harness_args that go to its command line; others are for `words`.
+    passed_on: Callable[[Load], Sequence[str]] = lambda load: load.args
     environment: Mapping[str, str] = field(default_factory=dict)
     many_urls: bool = False  # it spreads its requests over several servers
     needs_tokenizer: bool = False
@@ -193,7 +195,7 @@ class HarnessKind:
         """Return the command line. Raises ValueError for what this kind can't do, naming the option."""
         if self.needs_tokenizer and not load.tokenizer:
             raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
-        return (*self.words(load), *load.args)
+        return (*self.words(load), *self.passed_on(load))
 
     def report(self, load: Load) -> Measured:
         """Return what it reports. Raises ConfigError: why that can't be read."""

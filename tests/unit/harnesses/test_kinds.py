@@ -287,6 +287,64 @@ def test_report_of_guidellm(load: Load) -> None:
     assert found.requests[1].error == "no" and found.requests[1].sample == 0
 
 
+def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: Load) -> None:
+    """Its warm-up is part of the profile that mpillm writes."""
+    load = replace(load, args=("--warmup=2", "--label", "a=b"))
+    command = kind_of("guidellm").command(load)
+    assert '{"kind": "throughput", "max_concurrency": 3, "warmup": {"mode": "requests", "value": 2}}' in command
+    assert '{"kind": "max_requests", "count": 5}' in command
+    assert "--warmup=2" not in command and command[-2:] == ("--label", "a=b")
+    kind_of("guidellm").write(load)
+    prompts = [json.loads(line)["prompt"] for line in (load.folder / "guidellm-prompts.jsonl").open()]
+    assert prompts == [SAMPLES[index].text for index in (1, 0, *load.order)], "no sample is left for it alone"
+    rows = [
+        {"request_start_time": at, "request_end_time": at + 1, "output_tokens": 4, "info": {"error": None}}
+        for at in (1.0, 2.0, 3.0, 4.0, 5.0)
+    ]
+    window = {"successful": {"mean": 1.0, "total_sum": 9.5, "percentiles": {}}}
+    metrics = dict.fromkeys(
+        (
+            "output_token_count",
+            "time_to_first_token_ms",
+            "inter_token_latency_ms",
+            "request_latency",
+        ),
+        window,
+    )
+    totals = {"successful": 2, "errored": 0, "incomplete": 0, "total": 2}
+    benchmark = {
+        "duration": 2.0,
+        "metrics": {"request_totals": totals, **metrics},
+        "requests": {"successful": rows},
+    }
+    (load.folder / "guidellm.json").write_text(json.dumps({"benchmarks": [benchmark]}))
+    report = kind_of("guidellm").read(load)
+    assert (report.completed, report.failed, report.tokens) == (3, 0, 12)
+    assert [one.issued for one in report.requests] == [3.0, 4.0, 5.0]
+    assert [one.sample for one in report.requests] == [*load.order]
+
+
+def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: Load) -> None:
+    load = replace(load, order=[0, 0], args=("--warmup", "2"))
+    kind_of("guidellm").write(load)
+    prompts = [json.loads(line)["prompt"] for line in (load.folder / "guidellm-prompts.jsonl").open()]
+    assert prompts == [SAMPLES[index].text for index in (1, 1, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("--warmup", "0.1"), r"--harness_args --warmup 0\.1: expected a number of requests, up to 1,000,000"),
+        (("--warmup=-1",), "--harness_args --warmup -1: expected a number of requests"),
+        (("--warmup",), "--harness_args: argument --warmup: expected one argument"),
+        (("--profile", "kind=sweep"), r"takes no second profile .*--harness_args '--warmup N'"),
+    ],
+)
+def test_words_that_guidellm_cannot_get(load: Load, args: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        kind_of("guidellm").command(replace(load, args=args))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_without_a_report(load: Load, name: str) -> None:
     with pytest.raises(Exception, match="it has left no report"):
