@@ -291,7 +291,9 @@ def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: Load) -> None:
     """Its warm-up is part of the profile that mpillm writes."""
     load = replace(load, args=("--warmup=2", "--label", "a=b"))
     command = kind_of("guidellm").command(load)
-    assert '{"kind": "throughput", "max_concurrency": 3, "warmup": {"mode": "requests", "value": 2}}' in command
+    assert (
+        '{"kind": "throughput", "max_concurrency": 3, "warmup": {"mode": "requests", "value": 2}}' in command
+    )
     assert '{"kind": "max_requests", "count": 5}' in command
     assert "--warmup=2" not in command and command[-2:] == ("--label", "a=b")
     kind_of("guidellm").write(load)
@@ -334,7 +336,7 @@ def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: Lo
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (("--warmup", "0.1"), r"--harness_args --warmup 0\.1: expected a number of requests, up to 1,000,000"),
+        (("--warmup", "0.1"), r"--warmup 0\.1: expected a number of requests, up to 1,000,000"),
         (("--warmup=-1",), "--harness_args --warmup -1: expected a number of requests"),
         (("--warmup",), "--harness_args: argument --warmup: expected one argument"),
         (("--profile", "kind=sweep"), r"takes no second profile .*--harness_args '--warmup N'"),
