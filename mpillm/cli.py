@@ -61,9 +61,9 @@ def usage() -> str:
     width, columns = max(map(len, COMMANDS)), terminal_columns()
     lines = ["MLPerf Inference LLM benchmarks on a cluster, from one mpirun."]
     groups = [*_GROUPS.items(), ("more", [name for name in COMMANDS if name not in _GROUPED])]
-    for title, names in groups:
+    for heading, names in groups:
         if names:
-            lines += ["", f"{title}:"]
+            lines += ["", f"{heading}:"]
         for name in names:
             first, *more = textwrap.wrap(COMMANDS[name], max(30, columns - width - 4), break_on_hyphens=False)
             lines += [f"  {name:<{width}}  {first}", *(" " * (width + 4) + line for line in more)]
