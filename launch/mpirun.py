@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -58,6 +59,8 @@ from launch.witness import Cause, Witness, killed
 
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
+
+_FILES, _FILES_OF_A_RANK = 32, 8  # open in an mpirun: Open MPI's starts 8 ranks with 64, not with 52
 
 _MPI_STARTS_S = 5.0  # usually less, once all ranks are there
 
@@ -237,6 +240,7 @@ def main(
     environment = os.environ | secrets
     mpi = detect()
     several_hosts = spans_hosts(arguments.options, os.environ)
+    n_here = min(arguments.ranks, slots()) if several_hosts else arguments.ranks
     survive = arguments.command[0] not in _END_WITH_MPIRUN
     calls = several_hosts and survive
     roll_call = _call_the_roll(arguments.ranks) if calls and not arguments.dry_run else None
@@ -298,13 +302,13 @@ def main(
             print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
         if told is None and interrupted is None and not started and not supervisor.killed:
-            why = f"it has no daemon on {witness.host}" if witness.host else "what it printed says why"
+            why = f"it has no daemon on {witness.host}" if witness.host else _without_ranks(n_here)
             say(f"mpirun ended with {status} before rank 0 had started: {why}")
             told = NOT_READY
         directory = told_directory(exit_file)
         code, cause = exit_code(told, status, interrupted, survive), None
         if told is None and survive and directory is None and INSTANCE_LOST < code < 128:
-            say(f"mpirun ended with {status} before the ranks had joined: what it printed says why")
+            say(f"mpirun ended with {status} before the ranks had joined: {_without_ranks(n_here)}")
             told = code = NOT_READY
         if survive and interrupted is None and (started or supervisor.killed):
             if cause := _why(witness, supervisor, told, code, status):
@@ -321,6 +325,20 @@ def main(
     if text:
         say(text)
     return code
+
+
+def _without_ranks(n_ranks: int) -> str:
+    """Return the likely cause where an mpirun did not start `n_ranks` ranks on this host.
+
+    Open MPI's may print "Unknown error", or nothing, where it can open no more pipes.
+    """
+    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + n_ranks * _FILES_OF_A_RANK
+    if limit == resource.RLIM_INFINITY or limit >= need:
+        return f"what it printed says why; if it printed nothing: python -m mpillm mpirun -n {n_ranks} doctor"
+    return (
+        f"a process here may open {limit} files, and mpirun needs up to {need} for {n_ranks} ranks:"
+        f" ulimit -n {need}, or more; if that is no cure, what it printed says why"
+    )
 
 
 def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, status: int) -> Cause | None:

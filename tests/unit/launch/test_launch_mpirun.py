@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -463,6 +464,30 @@ def test_an_mpirun_that_fails_before_rank_0(
     assert mpirun.main(["-n", "2", "run"]) == 3
     said = capsys.readouterr().err
     assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said
+
+
+@pytest.mark.parametrize(
+    ("limit", "cause"),
+    [
+        (64, "a process here may open 64 files, and mpirun needs up to 96 for 8 ranks: ulimit -n 96, or more;"),
+        (1024, "what it printed says why; if it printed nothing: python -m mpillm mpirun -n 8 doctor"),
+        (resource.RLIM_INFINITY, "what it printed says why; if it printed nothing:"),
+    ],
+)
+def test_an_mpirun_that_prints_nothing_is_explained_by_the_limit_of_open_files(
+    limit: int,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Open MPI's prints "Unknown error" where it can open no more pipes."""
+    fails = script(tmp_path / "mpirun", "exit 186")
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert mpirun.main(["-n", "8", "run"]) == 3
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"mpirun ended with 186 before rank 0 had started: {cause}" in message
 
 
 @pytest.mark.parametrize(("joined", "code"), [(False, 3), (True, 14)])
