@@ -39,6 +39,7 @@ from mpillm.comms.messages import (
     Release,
     Stop,
 )
+from mpillm.comms.own_network import own_network_lost
 from mpillm.comms.watch import beat_interval_s
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
 from mpillm.phases import PHASES, Phase
@@ -265,6 +266,8 @@ class Rank0Control:
             # Before all ranks have their lifelines, MPI alone may know who it is.
             self._lost_elsewhere = self._transport.known_losses() or self._lost_before_join()
         if gone := self.losses(self.gone()):
+            if cut := self._own_network_lost():
+                return (cut,)
             said = {failure.rank: failure for failure in failures}
             return tuple(said.get(failure.rank, failure) for failure in gone)
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
@@ -308,6 +311,12 @@ class Rank0Control:
             )
             for r in ranks
         )
+
+    def _own_network_lost(self) -> Failure | None:
+        expected = [rank for rank in range(len(self.ranks)) if self._is_expected(rank)]
+        lost = own_network_lost(self.hosts(), expected, () if self.dead() else self.silent())
+        silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
+        return Failure(f"{lost}; {silence}", 0, code=ExitCode.INSTANCE_LOST) if lost else None
 
     def _if_stopped(self, rank: int) -> str:
         how = how_it_is_stopped(self.ranks[rank].pid) if self._sees(self.ranks[rank]) else ""

@@ -53,6 +53,39 @@ def test_no_host_but_the_first_needs_the_data_set_or_the_run_directory(
     }
 
 
+@pytest.mark.parametrize("host", ["h1", "h2"])
+def test_a_log_folder_that_is_read_only_on_one_host(on_hosts: OnHosts, host: str) -> None:
+    """The message names rank, host and folder."""
+    folder = on_hosts.starter.folder / "home"
+    folder.mkdir()
+    on_hosts.hosts.run(host, "mount", "-t", "tmpfs", "-o", "ro", "none", str(folder))
+    try:
+        words = ["run", "--core_type", "dummy", "--min_query_count", 20]
+        ended = on_hosts.start("h1:1,h2:1,h3:1", *words, log_dir=folder / "run").end(WITHIN_S)
+    finally:
+        on_hosts.hosts.run(host, "umount", str(folder))
+    assert ended.code != DONE and "Read-only file system" in ended.message and str(folder) in ended.message
+    if host == "h2":
+        assert re.search(rf"rank 1 \(executor, instance 0\), {host}, pid \d+: {folder}", ended.message), ended
+
+
+def test_a_cut_cable_of_rank_0s_own_host_is_named(on_hosts: OnHosts) -> None:
+    """All ranks of other hosts are lost at the same moment: the network of rank 0's host is."""
+    words = ["run", "--core_type", "dummy", *ENDLESS, "--heartbeat_timeout", 8]
+    command = on_hosts.start("h1:2,h2:2,h3:2", *words)
+    command.wait_phase("test")
+    on_hosts.hosts.plug("h1", in_=False)
+    try:
+        ended = command.end(WITHIN_S, tidy=False)
+    finally:
+        on_hosts.hosts.plug("h1", in_=True)
+    (failure,) = ended.must(INSTANCE_LOST).result["failures"]
+    silent = "all other hosts are silent: host h2 (ranks 2-3) and host h3 (ranks 4-5);"
+    assert failure["rank"] == 0, ended
+    assert failure["cause"].startswith(f"host h1 has lost its network: {silent}"), ended
+    assert "host h1 has lost its network" in ended.err, ended
+
+
 def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hosts: OnHosts) -> None:
     """The rank is stopped once it has joined MPI, or before; both ways it is named."""
     command = on_hosts.start("h1:2,h2:2,h3:1", "doctor", "--json", log_dir=on_hosts.starter.folder)
