@@ -10,8 +10,10 @@ backend or in MPI. What a lost rank means for the exit code is decided in `comms
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -77,6 +79,9 @@ def failures_of(
     _log.error("%s", text)
     if isinstance(error, MPI.Exception):
         return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # whichever file is next
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (Failure(f"{error.strerror}: this process may open {limit}; raise ulimit -n", rank),)
     if isinstance(error, OSError) and error.filename:
         if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
             return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import time
 from types import SimpleNamespace
@@ -332,6 +333,17 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
 )
 def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure) -> None:
     assert failures_of(error, rank, "load", None) == (expected,)
+
+
+@pytest.mark.parametrize("filename", [(), ("leader.py",)])
+def test_too_few_open_files_name_the_limit(
+    monkeypatch: pytest.MonkeyPatch, filename: tuple[str, ...]
+) -> None:
+    """The file that is not opened is not to blame, and neither is the program."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (36, 64))
+    error = OSError(24, "Too many open files", *filename)
+    expected = Failure("Too many open files: this process may open 36; raise ulimit -n", 3)
+    assert failures_of(error, 3, "load", None) == (expected,)
 
 
 def test_a_file_that_may_not_be_read_is_a_wrong_option_until_all_have_joined() -> None:
