@@ -20,19 +20,11 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.prctl import adopt_orphans, die_with_parent
-from launch.signals import Echoes, stop_signals
+from launch.signals import Echoes, Stopped, stop_signals
 from launch.supervisor import STOP_GRACE_S, end_processes
 
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16
-
-
-class Stopped(SystemExit):
-    """Ctrl-C, or another signal that asks this process to stop. Uncaught, it is exit code 128 + signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,8 @@ class Children:
         self._signals += 1
         if self._signals == 1:
             self._ask = number if self._pass_on else self._ask
-            self._stopped = Stopped(number)
+            reports_itself = self._pass_on and any(child.log is None for child in self._children)
+            self._stopped = Stopped(number, is_reported=reports_itself)
             raise self._stopped
 
     def _stop_late(self) -> None:

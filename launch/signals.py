@@ -13,6 +13,21 @@ from launch.launcher import HYDRA, find_launcher
 _ECHO_S = 0.5
 
 
+class Stopped(SystemExit):
+    """Ctrl-C, or another signal that asks this process to stop. Uncaught, it is exit code 128 + signal."""
+
+    def __init__(self, number: int, is_reported: bool = False) -> None:
+        """`is_reported`: a child with the same output gets the signal, and names it there."""
+        super().__init__(128 + number)
+        self.number = number
+        self.is_reported = is_reported
+        self.during = ""  # the work that was interrupted
+
+    def message(self) -> str:
+        """Return the line that names the signal, and the work."""
+        return f"interrupted ({title(self.number)})" + (f" during {self.during}" if self.during else "")
+
+
 class Echoes:
     """A filter of repeated signals of a batch system.
 

@@ -19,7 +19,7 @@ from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.outside import safe_stream
-from launch.signals import stop_signals, title
+from launch.signals import Stopped, stop_signals
 from mpillm.core_names import WINGS, brought, lacks
 from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
@@ -221,24 +221,31 @@ def _stoppable(reports: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    stopped: list[int] = []
+    stopped: list[Stopped] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        stopped.append(number)
-        raise SystemExit(128 + number)  # as in a shell
+        stopped.append(Stopped(number, is_reported=not reports))
+        raise stopped[0]
 
     previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
-    except (Exception, SystemExit):
+    except Stopped as cause:
+        _report(cause)
+        raise
+    except Exception:
         if not stopped:
             raise
-        if reports:
-            print(f"mpillm: interrupted ({title(stopped[0])})", file=sys.stderr, flush=True)
         # C code may have put an error of its own in its place: NumPy's import says that NumPy is broken.
-        raise SystemExit(128 + stopped[0]) from None
+        _report(stopped[0])
+        raise stopped[0] from None
     finally:
         for number, handler in previous.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
+
+
+def _report(stopped: Stopped) -> None:
+    if not stopped.is_reported:
+        print(f"mpillm: {stopped.message()}", file=sys.stderr, flush=True)

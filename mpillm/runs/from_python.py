@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
-from launch.children import Stopped
+from launch.signals import Stopped
 from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import BY_NAME
 from mpillm.report.page.page import write_page

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.children import Children, Stopped, end_of, tail
+from launch.children import Children, end_of, tail
 from launch.command import Command
 from launch.live_lines import LiveLines
 from launch.own_messages import cause_in
-from launch.signals import title
+from launch.signals import Stopped
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
@@ -97,9 +97,7 @@ def run_in(
                 if end is not None and time.monotonic() > end:
                     raise ConfigError(f"the run in {folder} did not end within {deadline_s:g} s")
     except Stopped as signal:
-        if adopts:  # a command; a program's author prints what they like
-            how = title(signal.number)
-            print(f"mpillm: interrupted ({how}) during the run in {folder}", file=sys.stderr, flush=True)
+        signal.during = f"the run in {folder}"
         raise
     code = child.process.returncode
     try:

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from launch.children import Children
 from launch.signals import stop_signals
 from mpillm import cli
 from mpillm.core_names import WINGS
@@ -60,6 +61,24 @@ def test_a_stopped_command_leaves_nothing_and_names_the_signal(
     # used.
     assert signal.getsignal(number) == signal.SIG_DFL
     signal.signal(number, before)
+
+
+def test_a_signal_to_a_command_that_waits_for_a_child_is_named(
+    command: Callable[[Callable[[Sequence[str]], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands that start servers or tools ended without a word."""
+
+    def main(_: Sequence[str]) -> int:
+        with Children() as children:
+            os.kill(os.getpid(), signal.SIGTERM)
+            children.ended()
+        return 0
+
+    command(main)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["it"])
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "mpillm: interrupted (SIGTERM)\n"
 
 
 def test_a_signal_whose_exception_c_code_replaces(

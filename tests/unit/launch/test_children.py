@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from disagg.errors import ConfigError
-from launch.children import Children, Stopped
+from launch.children import Children
+from launch.signals import Stopped
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 # A child that starts another one and understands no SIGTERM.
@@ -91,12 +92,22 @@ def test_a_signal_that_python_drops_stops_the_next_wait(tmp_path: Path) -> None:
 
 
 def test_the_signal_that_came_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(Stopped), Children(pass_on=True) as children:
+    with pytest.raises(Stopped) as stopped, Children(pass_on=True) as children:
         child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
         wait_for(tmp_path / "log")
         os.kill(os.getpid(), signal.SIGINT)
         children.wait(child, 20)
     assert child.process.poll() == -signal.SIGINT
+    assert stopped.value.message() == "interrupted (Ctrl-C)" and not stopped.value.is_reported
+
+
+@pytest.mark.parametrize("pass_on", [True, False])
+def test_a_child_that_gets_the_signal_and_has_our_output_names_it(pass_on: bool) -> None:
+    with pytest.raises(Stopped) as stopped, Children(pass_on=pass_on) as children:
+        child = children.start("sleep", ["sleep", "60"], os.environ)
+        os.kill(os.getpid(), signal.SIGINT)
+        children.wait(child, 20)
+    assert stopped.value.is_reported == pass_on
 
 
 def test_a_second_signal_cuts_the_grace_time_short(tmp_path: Path) -> None:
