@@ -43,10 +43,13 @@ def idle_gpus(
 def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     """Return lines that say what each rank of the instances holds, and whether it fits this machine.
 
-    That is looked at if the ranks would be here; only the embedded engine's needs are known.
+    That is looked at if the ranks would be here; only the embedded engine's needs are known. Of the model of
+    other cores a line names the folder that a run would miss.
     """
-    if config.core_type != DEFAULT or not config.model_path:
+    if not config.model_path:
         return []
+    if config.core_type != DEFAULT:
+        return _missing_folder(config, config.model_path)
     from mpillm.engine.model.model_info import model_info  # takes time to import, and few plans name a model
 
     core_class = BackendRegistry.get(DEFAULT)
@@ -72,7 +75,21 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
         except ConfigError as error:
             refused = refused or str(error)
     lines = [f"memory: {_instances(some)} {what}" for what, some in said.items()]
-    return [*lines, *idle, *([f"here a run would be refused: {refused}"] if refused else [])]
+    return [*lines, *idle, *([_REFUSED.format(refused)] if refused else [])]
+
+
+_REFUSED = "here a run would be refused: {}"
+
+
+def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
+    """Return a line if a run would refuse the user's --model_path: `choose_samples.tokenizer_of`."""
+    from mpillm.engine.model.read_config import model_folder  # few plans name a model
+
+    try:
+        model_folder(model_path)
+    except ConfigError as error:
+        return [_REFUSED.format(error)] if config.given("model_path") else []
+    return []
 
 
 def share_lines(cores: Sequence[CoreConfig]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,22 @@ def test_what_does_not_fit_here_is_said(
     assert "memory" not in said(
         capsys, "--world_size", 2, "--model_path", "tiny-llama", "--core_type", "dummy"
     )
+
+
+@pytest.mark.parametrize(
+    "core",
+    [("--url", "a:1"), ("--server", "vllm"), ("--core_type", "triton_grpc"), ("--core_type", "dummy")],
+    ids=lambda core: core[1],
+)
+def test_a_missing_folder_of_a_client_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, core: tuple[str, ...]
+) -> None:
+    """As a run does. A workload's own folder may be missing."""
+    shown = said(capsys, "--world_size", 2, *core, "--model_path", "Org/Model")
+    assert "here a run would be refused: --model_path Org/Model: no such folder; " in shown
+    assert "hf download Org/Model" in shown
+    for other in (("--model_path", tmp_path), ("--benchmarks", "llama2-70b", "--tensor_parallelism", 1)):
+        assert "refused" not in said(capsys, "--world_size", 2, *core, *other)
 
 
 def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
