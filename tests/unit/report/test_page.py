@@ -211,6 +211,17 @@ def test_the_page_says_what_ran_how_to_repeat_it_and_what_next(run: Path) -> Non
         assert part in said, part
 
 
+def test_the_page_names_tokens_that_were_counted_from_text(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    assert "counted from their text" not in words(write_page(run))
+    counted = "Tokens of 7 answers are counted from their text: the server gives no token ids"
+    first, *rest = result["per_instance"]
+    for others, end in ((0, "."), (3, "; its usage gives 3 of them another number of tokens.")):
+        one = {**first, "retokenized": 7, "other_answer_length": others}
+        write(run / "result.json", result | {"per_instance": [one, *rest]})
+        assert f"{counted}{end}" in words(write_page(run))
+
+
 def test_the_page_loads_nothing(run: Path) -> None:
     text = write_page(run).read_text()
     assert loads_nothing(text)
