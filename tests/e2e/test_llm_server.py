@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.make_folder import make_folder
 from tests.helpers.serving_place import make_serving_place
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, free_ports, wait_until
@@ -250,3 +251,34 @@ def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
     workers.signal_group(signal.SIGINT)
     ended = workers.end(30, tidy=False).must(128 + signal.SIGINT)
     assert "mpillm mpirun: interrupted (Ctrl-C)" in ended.err and "Traceback" not in ended.err
+
+
+def test_servers_that_never_start_are_named(place: Path, one: Starter) -> None:
+    """The embedded engine's servers are refused, both or the workers only: the test names them, and ends."""
+    port = free_ports(3)[0]
+    make_tokenizer(place / "model")  # without weights
+    options = ["--core_type=trtllm_disagg", "--trtllm_disagg_config_path=disagg.yaml"]
+    ports = [f"--server_port={port}", f"--worker_start_port={port + 1}", "--model_path=model"]
+    mpirun = [one.python, "-m", "mpillm", "mpirun", "-n"]
+    one.command([*mpirun, 2, "generate-disagg-config", *options, *ports]).end().must(DONE)
+    words = ["run-llm-server", *options, "--core_type=torch", "--log_dir=logs"]
+    record, leads = place / "disagg.yaml.servers/leader.json", {"MLPERF_DISAGG_LAUNCH_TYPE": "leader"}
+    one.command([*mpirun, 1, *words, "--model_path=nowhere"], env=leads).end(60).must(USAGE)
+    works = {"MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
+    one.command([*mpirun, 2, *words], env=works).end(60)
+    for both in (True, False):
+        leader = None
+        if not both:
+            leader = one.command([*mpirun, 1, *words], env=leads)
+            wait_until(lambda: record.exists() and "starting" in record.read_text(), "the leader's record")
+        ended = one.mpillm("run-harness", *options, "--dataset=synthetic", "--log_dir=run").must(NOT_READY)
+        message = " ".join((ended.out + ended.err).split())
+        assert f"localhost:{port}: Connection refused" in message
+        why = r"failed [\d,]+ s ago: worker \d \(\w+ instance \d at http://localhost:\d+\) ended with exit"
+        assert re.search(rf"run-llm-server \(worker-\d\) on \S+ {why} code 2", message), message
+        assert "| mpillm: failed before anything was loaded" in message
+        assert ("run-llm-server (leader)" in message) is both and ("--model_path nowhere" in message) is both
+        if leader:
+            leader.signal_group(signal.SIGINT)
+            leader.end(30, tidy=False)
+            assert not record.exists()

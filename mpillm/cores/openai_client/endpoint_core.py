@@ -31,7 +31,14 @@ from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.handover import handover_of
-from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
+from mpillm.cores.openai_client.readiness import (
+    UNKNOWN_STARTS,
+    ServerStarts,
+    choose_dialect,
+    find_model,
+    framework_of,
+    until_ready,
+)
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
@@ -85,6 +92,7 @@ class EndpointCore(LLMCore):
     takes_text = True
 
     config_class: ClassVar[Callable[[], HarnessValues]]
+    starts: ServerStarts = UNKNOWN_STARTS  # of the servers, if they are not the run's own
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
@@ -154,10 +162,11 @@ class EndpointCore(LLMCore):
         began = time.monotonic()
 
         def tell(waiting: str) -> None:
-            self.awaits = f"{waiting}\n{until_when(deadline)}"
+            self.awaits = f"{waiting}\n{until_when(self.starts.wait_s(deadline))}"
 
         for endpoint in self._endpoints:  # one deadline for all: this rank's phase has one, too
-            self._ask(until_ready(endpoint, deadline, tell, began, "--load_deadline"), deadline + 60)
+            ready = until_ready(endpoint, deadline, tell, began, "--load_deadline", self.starts)
+            self._ask(ready, self._harness.load_deadline + 60)
         self.awaits = ""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
@@ -266,6 +275,10 @@ class EndpointCore(LLMCore):
         contexts = zip(self._contexts, self.config.context_servers, strict=True)
         return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
 
+    def _cause(self, error: EndpointError) -> str:
+        cause = hear_owner(self, str(error), self._index_of(error))
+        return "\n".join(filter(None, (cause, self.starts.failures())))
+
     def _choose_dialect(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.sends_text, self._harness.streaming
         known = self._tokenizer is not None
@@ -276,8 +289,7 @@ class EndpointCore(LLMCore):
         try:
             return self._thread.run(work, limit_s, self.meanwhile)
         except EndpointError as error:
-            cause = hear_owner(self, str(error), self._index_of(error))
-            raise RunError(Failure(cause, self.config.rank)) from None
+            raise RunError(Failure(self._cause(error), self.config.rank)) from None
         except TimeoutError as error:  # long after its own deadline: the thread is stuck
             urls = ", ".join(self._urls)
             raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
@@ -382,8 +394,7 @@ class EndpointCore(LLMCore):
 
     def poll_responses(self) -> Batch | None:
         if self._failed is not None:
-            cause = hear_owner(self, str(self._failed), self._index_of(self._failed))
-            raise RunError(Failure(cause, self.config.rank))
+            raise RunError(Failure(self._cause(self._failed), self.config.rank))
         if self._thread is not None and self._thread.error is not None:
             raise RuntimeError("the HTTP client failed") from self._thread.error
         if self._answers:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.errors import nearest
 from mpillm.comms.messages import WAITING
@@ -34,26 +34,51 @@ _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # as every model has them
 
 
+class ServerStarts(Protocol):
+    """Knowledge of how servers of others start, while they do not answer."""
+
+    def failures(self) -> str:
+        """Return which servers have failed to start, and why; "" if none is known."""
+
+    def wait_s(self, default_s: float) -> float:
+        """Return for how long a client waits for them."""
+
+
+class _UnknownStarts:
+    def failures(self) -> str:
+        return ""
+
+    def wait_s(self, default_s: float) -> float:
+        return default_s
+
+
+UNKNOWN_STARTS = _UnknownStarts()
+
+
 async def until_ready(
     endpoint: Endpoint,
     deadline_s: float,
     tell: Callable[[str], None] = lambda text: None,
     began: float | None = None,
     longer: str = "",
+    starts: ServerStarts = UNKNOWN_STARTS,
 ) -> None:
     """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` the obstacle, again and again.
 
     A server that refuses is up: the wait ends after seconds. One with an error of its own may be loading: it
-    has half of the time, or 27 s. `longer`: the option that gives the server more time.
+    has half of the time, or 27 s. `longer`: the option that gives the server more time. `starts`: who starts
+    it; after a failure nothing is waited for.
 
     Raises EndpointError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
     """
+    default_s = deadline_s
     start = time.monotonic() if began is None else began
     logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
     option = f" ({longer})" if longer else ""
     last, answering_since = "", math.inf
     tell(f"{WAITING}{endpoint.url}")
     while True:
+        deadline_s = starts.wait_s(default_s)
         left = start + deadline_s - time.monotonic()
         if left <= 0:
             why = last or "it was not asked"
@@ -78,6 +103,8 @@ async def until_ready(
         if now - answering_since >= patience_s:
             lasted = f" was not ready within {patience_s:g} s{option}" if patience_s > _REFUSES_S else ""
             raise EndpointError(f"{endpoint.url}{lasted}: {last}")
+        if starts.failures():
+            raise EndpointError(f"{endpoint.url}: {last}")
         waiting = f"{WAITING}{endpoint.url}: {last}"
         tell(waiting)
         if now - logged > _LOG_S:

@@ -29,6 +29,7 @@ from mpillm.files import as_writable
 from mpillm.nvidia.stages.ancestors import end_with_launcher
 from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from mpillm.nvidia.stages.stage_options import parse_stage
+from mpillm.nvidia.stages.start_records import StartRecord, recorded
 
 _ALSO = (
     "dry_run",
@@ -72,22 +73,30 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )
-    with config.autoapply():
-        servers: list[Server] = found_at(kind)(config, [word for word in argv if word != "--dry_run"])
-    os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
-    if config.dry_run:
-        for path, text in files_of(servers).items():
-            print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")
-        for server in servers:
-            print(server.command)
-        return ExitCode.DONE
-    return run_servers(servers, config.log_dir, config.load_deadline, config.stall_timeout)
+    with recorded(config) as record:
+        with config.autoapply():
+            servers: list[Server] = found_at(kind)(config, [word for word in argv if word != "--dry_run"])
+        os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
+        if config.dry_run:
+            for path, text in files_of(servers).items():
+                print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")
+            for server in servers:
+                print(server.command)
+            return ExitCode.DONE
+        return run_servers(servers, config.log_dir, config.load_deadline, config.stall_timeout, record)
 
 
 def run_servers(
-    servers: Sequence[Server], log_dir: str | None, load_deadline_s: float, stall_timeout_s: float
+    servers: Sequence[Server],
+    log_dir: str | None,
+    load_deadline_s: float,
+    stall_timeout_s: float,
+    record: StartRecord | None = None,
 ) -> int:
-    """Start servers, say when they are ready, and wait until one ends. Returns the exit code, as `main`."""
+    """Start servers, say when they are ready, and wait until one ends. Returns the exit code, as `main`.
+
+    `record`: removed when they are ready, and written again if one fails.
+    """
     check_ports(servers)
     folder = Path(log_dir) if log_dir else SERVERS / time.strftime("%Y%m%d-%H%M%S")
     with as_writable(folder):
@@ -98,6 +107,8 @@ def run_servers(
             for server in servers:
                 print(f"  {server.name}: log {running.start(server)}", flush=True)
             seconds = running.wait_ready(load_deadline_s)
+            if record:
+                record.end()
             for server in servers:
                 if server.table:
                     print(f"  {server.name}:\n    " + "\n    ".join(server.table()), flush=True)
@@ -106,5 +117,7 @@ def run_servers(
             print(f"  {running.watch(stall_timeout_s)} has ended")
     except ServerFailed as error:
         print(f"mpillm: {error}", file=sys.stderr)
+        if record:
+            record.fail(str(error))
         return ExitCode.INSTANCE_LOST if error.was_ready else ExitCode.NOT_READY
     return ExitCode.DONE

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import StatedLimits
+from mpillm.cores.clients import EARLIER
 from mpillm.cores.openai_client.endpoint_core import EndpointCore
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
+from mpillm.nvidia.stages.start_records import RecordedStarts
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
 
 
 class TrtllmEndpointCore(EndpointCore):
@@ -24,6 +32,12 @@ class TrtllmDisaggCore(EndpointCore):
     servers = "mpillm.nvidia.trtllm.servers:disaggregated_servers"
     disagg_yaml = "mpillm.nvidia.trtllm.served:disagg_yaml"
     config_class = TrtllmDisaggEndpointConfig
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        path = TrtllmDisaggEndpointConfig().disagg_config_path
+        if path is not None and config.server is None:
+            self.starts = RecordedStarts(Path(path), EARLIER * self._harness.load_deadline)
 
     @classmethod
     @about("core_type", "disagg_config")
