@@ -13,6 +13,7 @@ from .errors import ConfigError
 CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 _MOST_VALUES = 1_000_000
 _MOST_SAID = 300
+_MAX_DEPTH = 100  # brackets within brackets
 
 
 def read(text: str, source: str) -> Mapping[Any, Any]:
@@ -59,6 +60,11 @@ def strict_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+            if self.flow_level >= _MAX_DEPTH:  # PyYAML looks at every open bracket for each token
+                raise RecursionError
+            super().fetch_flow_collection_start(token)
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key, _ in node.value:

@@ -152,7 +152,11 @@ CHECKS = (driver, idle, peers, peer_memory)
 
 def parse_devices(text: str) -> tuple[Device, ...]:
     """Read the answer to `--query-gpu`: a line per GPU. Raises ValueError if it is none."""
-    return tuple(_device(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row)
+    try:
+        rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+    except csv.Error as error:  # a field of more than 128 KiB
+        raise ValueError(f"unexpected line: {error}") from error
+    return tuple(map(_device, rows))
 
 
 def _device(row: list[str]) -> Device:

@@ -32,6 +32,7 @@ SEED = int(text) if (text := os.environ.get("MPILLM_FUZZ_SEED")) else None
 _ROUND = 200  # examples
 _FOUND = Path(os.environ.get("MPILLM_FUZZ_FOUND", "build/fuzz")).absolute()
 _CPU_S = 10.0  # of one example; other work on the machine does not count
+_LONG = 200_000  # bytes of a repeated piece, on which quadratic work takes minutes
 _MEMORY = 256 << 20  # bytes that one example may take
 _ADDRESSES = 2 << 30  # bytes beyond which an allocation fails, before the machine has no more
 _MOST_MESSAGE = 20_000  # characters of a refusal
@@ -178,11 +179,28 @@ def fuzz(
 
 # --- what is drawn ---
 
+REPEATED = (
+    *"\"\\'- 0,.:/=%#&@[{<(\n_a\t",
+    '\\"',
+    "a ",
+    "a=",
+    "a\n",
+    "- ",
+    "[]",
+    "{}",
+    '"",',
+    "\r\n",
+    "0,",
+    "\\u",
+)
+LONG_TEXT = st.sampled_from([piece * (_LONG // len(piece)) for piece in REPEATED])
+"""What takes long where time grows faster than the input."""
 _CHARACTERS = st.text(max_size=12) | st.text(
     "\0\x1b[2J\r\n\"'\\<&>{}:,/.%\x85\u2028\U0001f600 aé0-", max_size=12
 )
 ODD_TEXT = st.one_of(
     _CHARACTERS,
+    LONG_TEXT,
     st.just("\ud800"),  # half of a character
     st.sampled_from(
         ["", "NaN", "1e999", "-1", "null", "../../etc/passwd", "/", "<script>", "A" * 5000, "${x}", "%s"]
@@ -262,6 +280,7 @@ _WORDS = [
 _PIECE = (
     st.sampled_from(_WORDS)
     | st.binary(max_size=9)
+    | LONG_TEXT.map(str.encode)
     | st.integers(0, 300).map(lambda n: n.to_bytes(8, "little"))
 )
 

@@ -14,6 +14,7 @@ from mpillm.files import LFS_POINTER, lfs_hint, n_values, read_object
 from mpillm.models.other_weights import other_weights
 
 INDEX = "model.safetensors.index.json"
+_MAX_NAME = 255  # bytes of a name on Linux's file systems
 SINGLE = "model.safetensors"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _MAX_SHARDS = 10_000
@@ -75,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
         # A stranger's index must not choose among this machine's files. Links are whose folder it is.
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(f"{index}: weight_map names {str(name)[:200]!r}, which is not in its folder")
-        if not name.isprintable():
+        if not name.isprintable() or max(map(len, name.encode().split(b"/"))) > _MAX_NAME:
             raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is no file's name")
     return sorted({folder / name for name in weight_map.values()})
 

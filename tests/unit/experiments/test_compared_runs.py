@@ -12,6 +12,7 @@ import pytest
 from mpillm.cli import main
 from mpillm.experiments.compare_page import headline
 from mpillm.report.request_log import RECORD
+from tests.helpers.growth import grows_faster
 from tests.helpers.pages import (
     EVIL,
     check_made_of,
@@ -284,3 +285,20 @@ def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:
             if main(["compare", str(a), str(b), "--log_dir", "page"]) == 0:
                 check_made_of((tmp_path / "page" / "compare.html").read_text(), honest)
         write(b / name, value)
+
+
+def test_pages_of_long_names_take_linear_time(tmp_path: Path) -> None:
+    """Names of dashes made `compare` and `report` search each from all of its characters."""
+    a, b = run(tmp_path / "a", 0.1, n=40), run(tmp_path / "b", 0.2, n=40)
+    config = json.loads((b / "config.json").read_text())
+    result = json.loads((b / "result.json").read_text())
+
+    def pages(n: int) -> None:
+        name = piece * (n // len(piece))
+        write(b / "config.json", config | {"system_name": {"value": name, "source": name}})
+        write(b / "result.json", result | {"model": name, "doubts": [name]})
+        assert main(["compare", str(a), str(b), "--log_dir", str(tmp_path / "page")]) == 0
+        assert main(["report", str(b)]) == 0
+
+    for piece in ("-", "/-", "a-", "_ ", "&"):
+        assert grows_faster(pages, (2_000, 30_000)) == "", piece
