@@ -374,13 +374,14 @@ class _SlowEnd:
             return True
         if lasted >= _SLOW_END_S and not self._is_reported:
             self._is_reported = True
-            print(
-                f"{head}; its command has ended, an epilog may run, or slurmd does not answer: look at"
-                f" scontrol show node {nodes}; restart slurmd there, or: scontrol update nodename={nodes}"
-                f" state=down reason=slurmd; followed for {_MAX_END_S - lasted:.0f} s more",
-                file=sys.stderr,
-                flush=True,
+            lines = (
+                head,
+                "its command has ended: an epilog may run, or slurmd does not answer",
+                f"look at: scontrol show node {nodes}",
+                f"if slurmd is dead: restart it, or scontrol update nodename={nodes} state=down reason=slurmd",
+                f"followed for {_MAX_END_S - lasted:.0f} s more",
             )
+            print("\n  ".join(lines), file=sys.stderr, flush=True)
         return False
 
 

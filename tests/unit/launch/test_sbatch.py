@@ -271,11 +271,12 @@ def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
     monkeypatch.setattr("launch.sbatch.time.sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
     assert main(["--nodes", "1", "--wait", "--", "true"]) == 5
-    submitted, running, completing, warning, end = capsys.readouterr().err.splitlines()
+    submitted, running, completing, *warning, end = capsys.readouterr().err.splitlines()
     assert (submitted, running) == ("submitted job 7", "job 7: RUNNING on h[1-2]")
     assert completing == "job 7: COMPLETING"
-    assert warning.startswith("job 7: COMPLETING for 60 s: Slurm waits for h2 to confirm the end; ")
-    assert "scontrol show node h2;" in warning and warning.endswith("; followed for 540 s more")
+    assert warning[0] == "job 7: COMPLETING for 60 s: Slurm waits for h2 to confirm the end"
+    assert warning[2] == "  look at: scontrol show node h2" and warning[4] == "  followed for 540 s more"
+    assert warning[3].endswith("scontrol update nodename=h2 state=down reason=slurmd")
     if last == "FAILED":
         assert end == "job 7: FAILED"
     else:
