@@ -378,7 +378,7 @@ class _SlowEnd:
                 head,
                 "its command has ended: an epilog may run, or slurmd does not answer",
                 f"look at: scontrol show node {nodes}",
-                f"if slurmd is dead: restart it, or scontrol update nodename={nodes} state=down reason=slurmd",
+                f"or, without slurmd: scontrol update nodename={nodes} state=down reason=slurmd",
                 f"followed for {_MAX_END_S - lasted:.0f} s more",
             )
             print("\n  ".join(lines), file=sys.stderr, flush=True)
