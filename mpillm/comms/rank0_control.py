@@ -47,6 +47,7 @@ from mpillm.phases import PHASES, Phase
 _QUIET_BEATS, _QUIET_S = 3, 3.0  # without so many beats, and for so long, a rank seems stopped
 _LAUNCHER_LOOKS_S = 1.0  # four times as often
 _SETTLE_S = 0.5  # after the first failure: time for others with the same cause to arrive
+_LOOK_S = 0.5  # between looks at the processes of this host: each one reads a file per rank
 
 
 @dataclass
@@ -126,6 +127,7 @@ class Rank0Control:
         self._lost_elsewhere: frozenset[int] = frozenset()  # as MPI and launcher know, asked in the end only
         self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
         self._stopped_processes = StoppedProcesses()
+        self._next_look = 0.0  # at them
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
         FAILED.handle(self._transport, self._on_failed)
@@ -209,6 +211,9 @@ class Rank0Control:
 
     def _report_stopped(self) -> None:
         """Report each rank of this host that somebody has stopped."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_S
         here = {self.ranks[rank].pid: rank for rank in self._here() if rank and self._is_expected(rank)}
         for pid, how in self._stopped_processes.look(here):
             end = f"the run ends after {self._limits.heartbeat:g} s without a heartbeat (--heartbeat_timeout)"

@@ -39,10 +39,12 @@ def test_a_configuration_has_a_limit(reader: str, large: str, tmp_path: Path) ->
     path = tmp_path / name
     if large == "a file without end":
         path.symlink_to("/dev/zero")
+        wrong = "neither a file nor a folder"
     else:
         path.write_text(f"executors: {'x' * 20_000_000}\n")
+        wrong = "more than 1048576 bytes"
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"{name}: more than 1048576 bytes"):
+    with pytest.raises(ConfigError, match=f"{name}: {wrong}"):
         read(path)
     assert time.monotonic() - began < PATIENCE_S
 
@@ -97,5 +99,5 @@ def test_json_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read_json(path)
     path.unlink()
     path.symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=r"a\.json: more than 1000 bytes of JSON"):
+    with pytest.raises(ConfigError, match=r"a\.json: neither a file nor a folder"):
         read_json(path)

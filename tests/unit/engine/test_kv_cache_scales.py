@@ -24,6 +24,7 @@ from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
@@ -64,6 +65,7 @@ def test_generate_engines_calibrates(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", f"qformat:{qformat},kv_cache_dtype:fp8,calib_size:3")
     save_preset("tiny-llama", Path("llama"))
+    make_tokenizer(Path("llama"))  # calibration prompts are texts
     assert main(["generate-engines", "--model_path=llama"]) == 0
     checkpoint, engine = (
         Path(f"build/checkpoints/llama-{qformat}-kv_fp8-hf"),
