@@ -334,7 +334,9 @@ def _without_ranks(n_ranks: int) -> str:
     """
     limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + n_ranks * _FILES_OF_A_RANK
     if limit == resource.RLIM_INFINITY or limit >= need:
-        return f"what it printed says why; if it printed nothing: python -m mpillm mpirun -n {n_ranks} doctor"
+        return (
+            f"what it printed says why; if it printed nothing: `python -m mpillm mpirun -n {n_ranks} doctor`"
+        )
     return (
         f"a process here may open {limit} files, and mpirun needs up to {need} for {n_ranks} ranks:"
         f" ulimit -n {need}, or more; if that is no cure, what it printed says why"

@@ -123,7 +123,7 @@ def main(config: Options) -> int:
     if busy > _BUSY and not config.null:
         print("The client is near its limit: the server may be faster than this.")
     if dataset.note and not config.null:
-        print(f"Data set {dataset.name}: {dataset.note}.")
+        print(f"data set {dataset.name}:\n  {dataset.note}")
     kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
     json_output.tell(kept)
     if config.result_filename:

@@ -129,6 +129,10 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "TensorRT-LLM must be there: tests/e2e/test_trtllm.py"
     ),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
+    r".*mpirun -n 2 (python -m mpillm )?run --url .*": Elsewhere(
+        "a server must be there: tests/e2e/test_servers_table.py"
+    ),
+    r"python -m mpillm mpirun -n (N|{}) doctor": Elsewhere("a form: N is the user's"),
     r".* bench endpoint --url .*": Elsewhere(
         "a server must be there: tests/unit/bench/test_bench_endpoint.py"
     ),
@@ -335,6 +339,7 @@ OTHERS = {
     *("container_image", "container_mounts", "container_workdir", "nodelist", "submit", "wait", "log_root"),
     *("job_name", "account", "partition", "output", "script"),
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
+    *("kv_transfer_config", "disable_log_stats"),  # vLLM's
     *("mem_fraction_static", "disable_cuda_graph"),  # SGLang's
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_serve import serve
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.scripted_server import ScriptedServer
 from tests.helpers.support import Starter
 from tests.helpers.traced_options import OF_A_CLIENT, PROMPTS, SERVER, SERVING, lies, read_by
@@ -31,10 +32,17 @@ def test_what_a_core_is_said_to_use_is_read(
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_what_a_client_of_http_servers_is_said_to_use_is_read(one: Starter, command: str) -> None:
+def test_what_a_client_of_http_servers_is_said_to_use_is_read(
+    one: Starter, tmp_path: Path, command: str
+) -> None:
     """Of our own `serve`."""
+    make_tokenizer(tmp_path / "model")
     _, host, port = serve(one, 2, "--core_type", "dummy")
-    of_core = ("--core_type=trtllm_endpoint", f"--trtllm_server_urls={host}:{port}")
+    of_core = (
+        "--core_type=trtllm_endpoint",
+        f"--trtllm_server_urls={host}:{port}",
+        f"--model_path={tmp_path / 'model'}",
+    )
     read = read_by(one, command, of_core, OF_A_CLIENT)
     assert lies("trtllm_endpoint", command, read) == {}
 
@@ -43,12 +51,18 @@ def test_what_a_client_of_http_servers_is_said_to_use_is_read(one: Starter, comm
 def test_what_a_client_of_disaggregated_servers_is_said_to_use_is_read(
     one: Starter, tmp_path: Path, command: str
 ) -> None:
+    make_tokenizer(tmp_path / "model")
     yaml = tmp_path / "disagg.yaml"
     with ScriptedServer() as server:
         host, _, port = server.address.partition(":")
         yaml.write_text(
             f"{{hostname: {host}, port: {port}, context_servers: {{}}, generation_servers: {{}}}}"
         )
-        of_core = ("--core_type=trtllm_disagg", f"--disagg_config={yaml}", "--core_options=model:scripted")
+        of_core = (
+            "--core_type=trtllm_disagg",
+            f"--disagg_config={yaml}",
+            "--core_options=model:scripted",
+            f"--model_path={tmp_path / 'model'}",
+        )
         read = read_by(one, command, of_core, OF_A_CLIENT)
     assert lies("trtllm_disagg", command, read) == {}

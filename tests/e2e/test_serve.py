@@ -299,6 +299,7 @@ def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 3,
         "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     command.process.send_signal(signal.SIGINT)
     ended = command.end(TIMEOUT_S).must(DONE)

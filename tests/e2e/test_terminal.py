@@ -157,7 +157,7 @@ def test_runs_that_another_command_starts(one: Starter) -> None:
     lines = screen(command.end().must(130).out, 200)
     assert "no rate has been VALID so far" in lines, lines
     assert any(line.startswith("to go on: ") for line in lines), lines
-    assert not any("01-short" in line for line in lines), lines
+    assert not any(re.match(r" +01-short", line) for line in lines), lines
 
 
 def test_a_server_that_is_not_there(one: Starter) -> None:

@@ -117,7 +117,7 @@ def read_repository(folder: Path, option: str) -> Repository:
     for file in files:
         if placeholder := _open_placeholder(texts[file.parent.name]):
             raise ConfigError(
-                f"{option}: {file}:{placeholder} has no value; fill it with python -m mpillm fill-template"
+                f"{option}: {file}:{placeholder} has no value; fill it with `python -m mpillm fill-template`"
             )
     is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
     return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)

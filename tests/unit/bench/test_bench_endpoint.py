@@ -135,7 +135,7 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "Failed requests: +0 ",
         "Maximum request concurrency: +3 ",
         "Total generated tokens: +48 ",
-        "Data set synthetic: .* random token ids from 0 to 255: no tokenizer here",
+        "data set synthetic:\\n.* random token ids from 0 to 255: no tokenizer here",
     ):
         assert re.search(line, out), out
     result: dict[str, Any] = json.loads(file.read_text())

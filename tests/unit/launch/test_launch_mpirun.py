@@ -473,7 +473,7 @@ def test_an_mpirun_that_fails_before_rank_0(
             64,
             "a process here may open 64 files, and mpirun needs up to 96 for 8 ranks: ulimit -n 96, or more;",
         ),
-        (1024, "what it printed says why; if it printed nothing: python -m mpillm mpirun -n 8 doctor"),
+        (1024, "what it printed says why; if it printed nothing: `python -m mpillm mpirun -n 8 doctor`"),
         (resource.RLIM_INFINITY, "what it printed says why; if it printed nothing:"),
     ],
 )
