@@ -96,10 +96,10 @@ READ: list[tuple[str, str, bytes, Columns, list[list[int]], list[int] | None, st
     ("CSV or TSV with a header", "a.csv", b'prompt,max_tokens\n"ab",3\nc,4\n', Columns(), BOTH, [3, 4], ""),
     ("CSV or TSV with a header", "a.tsv", b"question\tbudget\nab\t9\n", GIVEN, BOTH[:1], [9], ""),
     ("plain text, `.txt`", "a.txt", b"ab\n\nc", Columns(), BOTH, None, ""),
-    ("gzip, bzip2 or xz of these", "a.jsonl.gz", gzip.compress(PLAIN), Columns(), BOTH, None, ""),
+    ("gzip, bzip2 or xz of these", "a.jsonl.gz", gzip.compress(PLAIN, mtime=0), Columns(), BOTH, None, ""),
     ("gzip, bzip2 or xz of these", "a.csv.bz2", bz2.compress(b"prompt\nab\nc\n"), Columns(), BOTH, None, ""),
     ("gzip, bzip2 or xz of these", "a.txt.xz", lzma.compress(b"ab\nc\n"), Columns(), BOTH, None, ""),
-    ("gzip, bzip2 or xz of these", "download", gzip.compress(PLAIN), Columns(), BOTH, None, ""),
+    ("gzip, bzip2 or xz of these", "download", gzip.compress(PLAIN, mtime=0), Columns(), BOTH, None, ""),
     ("zip archive with one file", "a.zip", zipped(a=PLAIN), Columns(), BOTH, None, ""),
 ]
 REFUSED: list[tuple[str, str, bytes, str]] = [
@@ -236,7 +236,7 @@ def test_parquet_with_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl.gz", gzip.compress(PLAIN)[:-9], "truncated or damaged"),
+        ("a.jsonl.gz", gzip.compress(PLAIN, mtime=0)[:-9], "truncated or damaged"),
         ("a.zip", b"PK\x03\x04 nothing", "not a zip archive that can be read"),
         ("a.csv", b'prompt,n\n"ab', "a.csv:1: not CSV in UTF-8"),
         ("a.csv", b"prompt,n\nab\n", "a.csv:2: its number of fields differs from the header's, 2"),
