@@ -30,6 +30,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, folder: Path, first: int, n: int) ->
     return found
 
 
+@pytest.mark.long
 def test_rounds_with_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever begins in the middle has the same examples, and no two rounds are alike."""
     made = rounds(monkeypatch, tmp_path, 1, 3)

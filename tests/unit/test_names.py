@@ -72,6 +72,7 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     assert not missed
 
 
+@pytest.mark.long
 def test_names_in_the_architecture_are_there() -> None:
     """Files that are named without their folder, classes, and functions, as `Class.function` or alone."""
     files = {file.name for folder in CODE for file in (ROOT / folder).rglob("*")}

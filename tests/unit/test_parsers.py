@@ -128,6 +128,7 @@ PARSERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.read.__name__)
 def test_a_parser_takes_linear_time(parser: Parser, tmp_path: Path) -> None:
     slow = []

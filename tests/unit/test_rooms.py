@@ -116,6 +116,7 @@ def test_rooms_name_only_rooms_below_them() -> None:
     assert [arrow for name in sorted(files()) if name not in TABLES for arrow in up(name, named(name))] == []
 
 
+@pytest.mark.long
 def test_the_core_knows_each_wing_by_one_name_only() -> None:
     """Whatever stands in a string counts; the laboratory may measure the wing, too."""
     of_the_wing = re.compile(rf"({'|'.join(map(re.escape, WINGS))})([.:].*)?")
@@ -148,6 +149,7 @@ def test_a_name_in_a_string_is_an_arrow() -> None:
     ]
 
 
+@pytest.mark.long
 def test_files_do_not_import_each_other_in_a_circle() -> None:
     assert circles({name: {*imported(name)} - {name, VERSION} for name in files()}) == []
 

@@ -44,6 +44,7 @@ def source() -> str:
     return "\0".join(text.replace("`", "") for _, text in strings())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("message", messages())
 def test_the_message_is_in_the_program(message: str, source: str) -> None:
     parts = constant_parts(message)

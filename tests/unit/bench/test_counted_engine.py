@@ -30,6 +30,7 @@ def engine(family: str, folder: Path) -> CountedEngine:
     return CountedEngine(core, check_model(core))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "mlp"), [("Qwen3ForCausalLM", 3 * 96), ("Qwen3MoeForCausalLM", 3 * 3 * 48 + 8)]
 )
@@ -45,6 +46,7 @@ def test_operations(family: str, mlp: int, tmp_path: Path) -> None:
     assert counted.products() > 0
 
 
+@pytest.mark.long
 def test_says_nothing_of_layers_that_it_does_not_know(tmp_path: Path) -> None:
     counted = engine("DeepseekV3ForCausalLM", tmp_path)
     counted.answer([[5, 6, 7, 8]], 2)

@@ -23,6 +23,7 @@ from tests.helpers.gpu_steps_on_cpu import gpu_worker
 RATE = Rate(1e12, 0.9e12, 690.0, 1500.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guesses", [0, 2])
 def test_a_line_for_each_batch_piece_and_guess(
     guesses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

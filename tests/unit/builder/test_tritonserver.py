@@ -65,4 +65,4 @@ def test_placeholders_that_were_not_filled(text: str, where: str, tmp_path: Path
         return
     with pytest.raises(ConfigError) as caught:
         read_repository(tmp_path, "--triton_model_repo")
-    assert f"{file}:{where} has no value; fill it with python -m mpillm fill-template" in str(caught.value)
+    assert f"{file}:{where} has no value; fill it with `python -m mpillm fill-template`" in str(caught.value)

@@ -262,6 +262,7 @@ def shown(command: str) -> set[str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", SHARED)
 def test_what_a_command_reads_is_in_its_help(command: str) -> None:
     read = fields_read(command)

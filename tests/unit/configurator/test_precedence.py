@@ -29,6 +29,7 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(scenes())
 def test_precedence(scene: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUN
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stated", "policy", "turns"),
     [

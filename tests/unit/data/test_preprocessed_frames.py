@@ -257,6 +257,7 @@ STATES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", STATES)
 def test_states_without_checks(state: str, tmp_path: Path) -> None:
     file = tmp_path / "evil.pkl"

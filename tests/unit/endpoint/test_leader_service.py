@@ -402,6 +402,7 @@ def without_end(first: bytes, piece: bytes, pause_s: float = 0.0) -> Reply:
     return Reply(pieces())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["context", "generation"])
 @pytest.mark.parametrize("way", [*ENDLESS, "a drop at a time", "a head, a drop at a time"])
 def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

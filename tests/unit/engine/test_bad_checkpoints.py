@@ -51,6 +51,7 @@ def copied(model: Path, tensors: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_is_missing_or_has_another_shape(
     models: dict[str, Path], family: str, tmp_path: Path

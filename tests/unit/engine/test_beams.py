@@ -96,6 +96,7 @@ def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -
     assert len(lengths) > 1 or early or penalty > 1, "a large penalty prefers long answers"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("n_tokens", [None, 280])
 def test_as_on_a_gpu(n_tokens: int | None, folder: Path, oracle: Oracle) -> None:

@@ -37,6 +37,7 @@ def head_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -91,6 +91,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_fed_on_the_device_are_transformers(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
@@ -110,6 +111,7 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
     return expected_tokens(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"kv_cache_tokens": 160, "max_seq_len": None}, {"max_batch_size": 3}], ids=str
 )

@@ -56,6 +56,7 @@ def test_scales_of_a_checkpoint_by_any_name_and_shape(tmp_path: Path) -> None:
         assert found.tolist() == [[keys[layer % 3][heads], [0.5] * len(keys[0][heads])] for layer in layers]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("qformat", ["full_prec", "fp8"])
 def test_generate_engines_calibrates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Tokens, qformat: str

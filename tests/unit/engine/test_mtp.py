@@ -43,6 +43,7 @@ def plain(made: tuple[Path, NaiveMtp], asked: Tokens) -> Tokens:
     return answer(make_core(made[0]), make_batch(asked, max_output=N_OUTPUT))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -66,6 +66,7 @@ def answers(
 SCARCE = {"kv_cache_tokens": 256, "max_seq_len": None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_batch_size": 3, "max_num_tokens": 9}, SCARCE | {"max_num_tokens": 24}],
@@ -92,6 +93,7 @@ def test_greedy_tokens_are_the_plain_ones(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_batch_size": 3, "max_num_tokens": 9}, SCARCE | {"max_num_tokens": 24}],
@@ -150,6 +152,7 @@ def test_a_draft_model(
     assert all(set(step.tokens) == {UNREAD} for step in unread)
 
 
+@pytest.mark.long
 def test_sampled_tokens_are_the_plain_ones(
     folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +180,7 @@ def test_steps_run_ahead_while_nobody_guesses(
         assert not (n and (is_guess or after_guess))
 
 
+@pytest.mark.long
 def test_a_request_is_cancelled_beside_guesses(
     folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +240,7 @@ def test_memory_is_kept_for_a_draft_model() -> None:
         check_model(dataclasses.replace(target, gpu_bytes=19 << 30))
 
 
+@pytest.mark.long
 def test_a_follower_notes_guesses_as_decode(
     folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def _read_disagg(folder: Path, text: bytes) -> None:
         disagg.plan(config, config.n_workers + 1)
 
 
+@pytest.mark.long
 @fuzz(changed(YAML).map(yaml_text) | damaged(TEXTS, WORDS), refused_by=ConfigError)
 def test_disaggregation_yaml(folder: Path, text: bytes) -> None:
     _read_disagg(folder, text)

@@ -97,6 +97,7 @@ SHARE_GPT = json_bytes(
 )
 
 
+@pytest.mark.long
 @fuzz(
     st.lists(changed(LINES).map(json_bytes), min_size=1, max_size=3).map(b"\n".join)
     | damaged([JSONL, b"\xef\xbb\xbf" + JSONL, SHARE_GPT]),

@@ -62,6 +62,7 @@ DAMAGED = st.deferred(
 )
 
 
+@pytest.mark.long
 @fuzz(DAMAGED, refused_by=ConfigError, examples=100)
 def test_submission(folder: Path, drawn: tuple[str, str, bytes]) -> None:
     kind, name, data = drawn

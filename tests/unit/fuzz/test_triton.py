@@ -66,6 +66,7 @@ FILLED = st.lists(
 ).map(lambda pairs: ",".join(f"{name}:{value}" for name, value in pairs))
 
 
+@pytest.mark.long
 @fuzz(damaged(PBTXT, WORDS), FILLED, refused_by=(ConfigError, OSError), examples=100)
 def test_config_pbtxt(folder: Path, text: bytes, filled: str) -> None:
     """As the command of its server and `fill-template` read it."""

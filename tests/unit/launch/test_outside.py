@@ -151,6 +151,7 @@ def test_a_record_has_a_limit(log: io.StringIO) -> None:
     assert len(log.getvalue()) < 20_000 and "(10000012 characters)" in log.getvalue()
 
 
+@pytest.mark.long
 def test_a_stranger_fills_no_disk(log: io.StringIO) -> None:
     """So many records come from one place in the code; others are there, and it says how many are not."""
     at = 1e9

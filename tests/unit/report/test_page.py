@@ -489,6 +489,7 @@ def test_a_server_lacks_nothing_that_servers_write(run: Path) -> None:
     assert [line["label"] for line in charts[0]["lines"]] == ["answered"]
 
 
+@pytest.mark.long
 def test_a_million_requests_make_no_larger_page(run: Path) -> None:
     telemetry = json.loads((run / "telemetry.json").read_text())
     long = {name: 100 * values for name, values in telemetry["ranks"]["2"]["steps"].items()}
