@@ -14,6 +14,7 @@ from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make
 # --- the end of an answer ---
 
 
+@pytest.mark.long
 def test_end_tokens_and_lengths(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     ends = (expected[3][5], expected[6][2])
     core = make_core(folder, end_ids=ends)

@@ -103,6 +103,7 @@ def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
     torch.testing.assert_close(turned.imag, sin[0, :, :half], atol=2e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> None:
     """Llama 3.1's rope scaling holds for a context of more than 8192 tokens."""
     save_preset("tiny-llama", tmp_path)
