@@ -101,16 +101,18 @@ def read_rows(file: Path) -> Iterator[Row]:
         raise ConfigError(f"data set {file} cannot be read: {error}") from error
 
 
-def _rows(file: Path, name: str, stream: Any) -> Iterator[Row]:
+def _rows(file: Path, name: str, stream: Any, *, is_unpacked: bool = False) -> Iterator[Row]:
     start = stream.peek(1)
     kind = next((kind for kind in _KINDS if start.startswith(kind.magic)), None)
+    if is_unpacked and kind and (kind.name in _OPENERS or kind.name == _ZIP):  # may go on without end
+        raise ConfigError(f"data set {file}: {kind.name} in a packed file; unpack it first")
     if kind is None:
         yield from _text_rows(file, name, stream, start)
     elif kind.convert:
         raise ConfigError(_refusal(file, kind.name, kind.convert))
     elif kind.name in _OPENERS:
         with _unpacked(file, _OPENERS[kind.name](stream)) as inner:
-            yield from _rows(file, name.rpartition(".")[0] or name, inner)
+            yield from _rows(file, name.rpartition(".")[0] or name, inner, is_unpacked=True)
     elif kind.name == _ZIP:
         yield from _zip_rows(file, stream)
     else:
@@ -162,7 +164,9 @@ def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
                     _refusal(file, f"a zip archive of {names}", "unzip -p {file} MEMBER > prompts.jsonl")
                 )
             with _unpacked(file, archive.open(members[0])) as inner:
-                yield from _rows(file, members[0].filename, inner)
+                yield from _rows(file, members[0].filename, inner, is_unpacked=True)
+    except ConfigError:  # a ValueError, of a row
+        raise
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"data set {file}: not a zip archive that can be read: {error}") from None
 

@@ -35,7 +35,7 @@ def zipped(**files: bytes) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            archive.writestr(f"{name}.jsonl", data)
+            archive.writestr(zipfile.ZipInfo(f"{name}.jsonl"), data)  # of no date
     return made.getvalue()
 
 
@@ -237,6 +237,8 @@ def test_parquet_with_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("name", "data", "message"),
     [
         ("a.jsonl.gz", gzip.compress(PLAIN, mtime=0)[:-9], "truncated or damaged"),
+        ("a.gz.gz", gzip.compress(gzip.compress(PLAIN, mtime=0), mtime=0), "gzip in a packed file"),
+        ("a.zip", zipped(a=b"x\n"), r"^(?!.*not a zip).*a\.zip:1: not valid JSON"),
         ("a.zip", b"PK\x03\x04 nothing", "not a zip archive that can be read"),
         ("a.csv", b'prompt,n\n"ab', "a.csv:1: not CSV in UTF-8"),
         ("a.csv", b"prompt,n\nab\n", "a.csv:2: its number of fields differs from the header's, 2"),
