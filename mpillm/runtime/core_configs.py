@@ -124,7 +124,7 @@ def _core_config(
     )
 
 
-_SERVER_WAIT_S = 60.0  # as a rule other people's servers run already
+_SERVER_WAIT_S = 60.0  # other people's servers usually run already
 _FIRST_TOKEN_WAIT_S = 30.0
 
 
