@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import textwrap
 from types import TracebackType
 from typing import TextIO
@@ -67,6 +69,21 @@ class _Place:
         self.left_out = 0  # and not told of
 
 
+class _Stream(logging.StreamHandler[TextIO]):
+    """Says once, in a line, that the log can't be written; logging prints a stack for each record."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said and self.stream is not sys.stderr:
+            self._said = True
+            with contextlib.suppress(OSError):  # stderr may be on the same disk, and nothing is left to tell
+                print(f"{self.stream.name} can't be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
 def log_to(
     stream: TextIO, form: str, times: str | None = None, level: int = logging.INFO, *, force: bool = False
 ) -> None:
@@ -74,7 +91,7 @@ def log_to(
 
     `form`, `times`: as for `logging.Formatter`. `force`: also if it goes somewhere already.
     """
-    handler = logging.StreamHandler(stream)
+    handler = _Stream(stream)
     handler.setFormatter(_Form(form, times))
     handler.addFilter(_Sparing())
     logging.basicConfig(level=level, handlers=[handler], force=force)

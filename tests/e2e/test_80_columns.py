@@ -49,7 +49,7 @@ def typed(one: Starter, *words: object, pipe: bool = False) -> Command:
 )
 @pytest.mark.parametrize("pipe", [False, True])
 def test_commands_without_a_run(one: Starter, words: Sequence[object], pipe: bool) -> None:
-    fits(typed(one, *words, pipe=pipe).end(120))
+    fits(typed(one, *words, pipe=pipe).end(120), prose=not pipe)
 
 
 @pytest.mark.parametrize("pipe", [False, True])
@@ -66,7 +66,7 @@ def test_a_run_and_what_reads_it(one: Starter, pipe: bool) -> None:
     result["doubts"] = ["the system did not keep up: " + "words " * 30]
     path.write_text(json.dumps(result))
     for words in (("runs", "."), ("compare", "a", "a", "a", "--log_dir", "c"), ("rerun", "a", "--dry_run")):
-        fits(typed(one, *words, pipe=pipe).end(120))
+        fits(typed(one, *words, pipe=pipe).end(120), prose=not pipe)
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,17 @@ def test_a_stranger_fills_no_disk(log: io.StringIO) -> None:
     assert log.getvalue().endswith(
         "LOG WARNING bad request (before it 99950 of these were left out)\nLOG WARNING bad request\n"
     )
+
+
+def test_a_log_on_a_full_disk_is_named_once() -> None:
+    """Logging itself prints a stack of calls for each record."""
+    code = (
+        "import logging; from launch.logs import log_to\n"
+        "log_to(open('/dev/full', 'w'), '%(message)s')\n"
+        "for i in range(3): logging.error('record %i', i)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stderr.splitlines()[0] == "/dev/full can't be written: No space left on device"
+    assert "Call stack" not in ended.stderr and ended.stderr.count("/dev/full") == 1, ended.stderr
