@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from benchmarks.on_ranks import RankOptions
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
-from mpillm.config.core_config import CoreConfig
-from mpillm.fields import Field, positive
-from mpillm.fields.model import ModelFields
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpi4py import MPI

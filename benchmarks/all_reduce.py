@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.on_ranks import RankOptions
 from disagg.errors import ConfigError
-from mpillm.configurator.parsers import boolean
-from mpillm.fields import Field, integers, positive
+from mpillm.options.fields import Field, integers, positive
+from mpillm.options.parsers import boolean
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpillm.bench.commands.bench import find
 from mpillm.errors import ExitCode
+from mpillm.experiments.commands.bench import find
 
 BENCHES = {
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
@@ -34,7 +34,7 @@ def module_of(name: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark that is named, with the options after its name."""
-    from mpillm.config.values import collect
+    from mpillm.options.values import collect
 
     named = find("benchmarks", BENCHES, module_of, argv)
     if named is None:

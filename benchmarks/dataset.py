@@ -19,9 +19,9 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.config.values import Values
-from mpillm.fields import Field, positive
-from mpillm.fields.data import DataFields
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.data import DataFields
+from mpillm.options.values import Values
 
 _DEADLINE_S = 600.0
 

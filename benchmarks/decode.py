@@ -10,25 +10,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from mpillm.bench.bench_engine import Options as OfEngine
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.values import Values
-from mpillm.configurator import option
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.weights.entries import layer_bytes
-from mpillm.fields import integers, not_negative, positive
-from mpillm.fields.model import ModelFields
-from mpillm.nvidia.table.roofline import Roofline
+from mpillm.experiments.bench.bench_engine import Options as OfEngine
+from mpillm.experiments.bench.roofline import Roofline
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.field import option
+from mpillm.options.fields import integers, not_negative, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
 
 if TYPE_CHECKING:
     from benchmarks.decode_parts import Rates
     from benchmarks.decode_steps import Decoded
     from mpillm.engine.worker import Worker
-    from mpillm.nvidia.table.roofline import Energy, Part
+    from mpillm.experiments.bench.roofline import Energy, Part
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.

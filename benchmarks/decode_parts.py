@@ -11,7 +11,7 @@ import torch
 from benchmarks.power_readings import PowerReader
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.graphs import capture
-from mpillm.nvidia.table.roofline import Energy, Part, Work
+from mpillm.experiments.bench.roofline import Energy, Part, Work
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from benchmarks.power_readings import PowerReader, Reading
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
 from mpillm.engine.cache.near_blocks import n_unseen
 from mpillm.engine.engine import Engine
@@ -24,6 +23,7 @@ from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Span, Step
 from mpillm.engine.worker import Worker
+from mpillm.options.core_config import CoreConfig
 
 WARM_UP = 4  # steps
 _PAUSE_S = 50e-6

@@ -13,7 +13,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.children import Children
-from mpillm.runs.whole_runs import served_in
+from mpillm.runtime.whole_runs import served_in
 
 _DEADLINE_S = 600.0
 

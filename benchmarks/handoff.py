@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.on_ranks import RankOptions
-from mpillm.fields import Field, integers, positive
-from mpillm.fields.model import ModelFields
+from mpillm.options.fields import Field, integers, positive
+from mpillm.options.fields.model import ModelFields
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,10 +8,10 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from benchmarks.endpoints import load_test, served
-from mpillm.config.values import Values
-from mpillm.fields import Field, positive
-from mpillm.fields.model import ModelFields
-from mpillm.runs.whole_runs import run_once
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
+from mpillm.runtime.whole_runs import run_once
 
 
 class Options(Values):

@@ -18,11 +18,11 @@ import psutil
 from benchmarks.endpoints import load_test, served
 from benchmarks.other_clients import Load, request_rates
 from disagg.errors import ConfigError, nearest
-from mpillm.bench.bench_endpoint import null_server
-from mpillm.config.values import Values
-from mpillm.fields import Field, positive
-from mpillm.fields.model import ModelFields
-from mpillm.runs.whole_runs import run_once, served_in
+from mpillm.experiments.bench.bench_endpoint import null_server
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
+from mpillm.runtime.whole_runs import run_once, served_in
 
 # Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
 _STREAMS = 100
@@ -213,7 +213,7 @@ def _front(config: Options) -> dict[_Row, float]:
 def _fronts(*pace: str) -> Iterator[dict[str, tuple[str, Callable[[], float]]]]:
     """Yield where a server is, with nothing before it and behind others, and the CPU time of these so far."""
     with (
-        null_server("mpillm.bench.null_server", *pace) as url,
+        null_server("mpillm.experiments.bench.null_server", *pace) as url,
         null_server("benchmarks.aiohttp_proxy", url) as proxy,
         tempfile.TemporaryDirectory(prefix="mpillm-bench-") as folder,
         served_in(

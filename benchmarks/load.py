@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.values import Values
 from mpillm.engine.model.model_info import check_model, model_info
-from mpillm.fields import Field, integers, positive
-from mpillm.fields.model import ModelFields
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.fields import Field, integers, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
 
 
 class Options(Values):

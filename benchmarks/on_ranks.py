@@ -16,13 +16,13 @@ from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError
 from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
-from mpillm.config.values import Values, collect
-from mpillm.configurator.command_line import Parser
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import share_out
 from mpillm.errors import ExitCode
-from mpillm.fields import DEADLINES, Field, seconds
-from mpillm.fields.model import ModelFields
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import DEADLINES, Field, seconds
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values, collect
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,11 +18,11 @@ from disagg.errors import ConfigError
 from launch.command import find_program
 from launch.environment import clean_environment
 from launch.held_port import HeldPort
-from mpillm.config.values import Values
 from mpillm.experiments.intervals import paired_test
-from mpillm.fields import Field, positive
-from mpillm.runs.whole_runs import served_in
-from mpillm.servers.kinds import kind_of
+from mpillm.options.fields import Field, positive
+from mpillm.options.values import Values
+from mpillm.programs.servers.kinds import kind_of
+from mpillm.runtime.whole_runs import served_in
 
 _ALPHA = 0.05
 _END_S = 30.0

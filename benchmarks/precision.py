@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from benchmarks.agreement import agreeing, answer
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.values import Values
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import check_model
-from mpillm.fields import Field, positive
-from mpillm.fields.model import ModelFields
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
 
 Tokens = list[list[int]]
 

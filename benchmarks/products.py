@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
-from mpillm.config.values import Values
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.kernels.cpu_products import cpu_products
 from mpillm.engine.model.linear import uncompiled
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.errors import ExitCode
-from mpillm.fields import Field, integers, positive
-from mpillm.fields.model import ModelFields
+from mpillm.options.fields import Field, integers, positive
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.values import Values
 
 
 class Options(Values):

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.config.values import Values
-from mpillm.fields import Field, positive, seconds
-from mpillm.fields.results import OutputFields
-from mpillm.fields.topology import TopologyFields
-from mpillm.runs.whole_runs import run_in
+from mpillm.options.fields import Field, positive, seconds
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.fields.topology import TopologyFields
+from mpillm.options.values import Values
+from mpillm.runtime.whole_runs import run_in
 
 _SETTLED = 0.1  # of the test: by then every rank has had all kinds of work
 _MOST_LOOKS = 600  # whose pairs are compared

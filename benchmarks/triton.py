@@ -32,12 +32,12 @@ from benchmarks.busy import Busy, cores, median, thread_times
 from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
 from launch.children import Child, Children
-from mpillm.config.values import Values
-from mpillm.fields import Field, positive
-from mpillm.fields.servers import ServerFields
-from mpillm.nvidia.stages.servers import Servers, check_ports
-from mpillm.nvidia.triton.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
-from mpillm.runs.whole_runs import run_once
+from mpillm.options.fields import Field, positive
+from mpillm.options.fields.servers import ServerFields
+from mpillm.options.values import Values
+from mpillm.runtime.whole_runs import run_once
+from mpillm.stages.servers import Servers, check_ports
+from mpillm.triton.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 
 _DEADLINE_S = 300.0
 _PLAIN = "one tritonclient object"

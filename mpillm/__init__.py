@@ -12,7 +12,7 @@ from mpillm.version import __version__ as __version__
 
 MYPY = False  # which mypy takes for true: it would check all rooms as one circle
 if TYPE_CHECKING and not MYPY:  # for editors
-    from mpillm.runs.from_python import Endpoint, Run, RunFailed, load, run, serve
+    from mpillm.runtime.from_python import Endpoint, Run, RunFailed, load, run, serve
 
 __all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"]
 
@@ -20,7 +20,7 @@ __all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"
 def __getattr__(name: str) -> Any:
     """Import what programs use when they use it: ranks import this package, too, and shall start at once."""
     if name in __all__:
-        return getattr(importlib.import_module("mpillm.runs.from_python"), name)
+        return getattr(importlib.import_module("mpillm.runtime.from_python"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

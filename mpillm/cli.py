@@ -20,7 +20,7 @@ from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_co
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.outside import safe_stream
 from launch.signals import Stopped, stop_signals
-from mpillm.core_names import WINGS, brought, lacks
+from mpillm.core_names import PLUGIN_PACKAGES, brought, lacks
 from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 from mpillm.version import __version__
@@ -48,7 +48,7 @@ _GROUPS = {
     "find": (),
     "prepare": ("fetch-model", "completion"),
 }
-for _wing in WINGS:
+for _wing in PLUGIN_PACKAGES:
     for _group, _names in importlib.import_module(_wing).GROUPS.items():
         _GROUPS[_group] = (*_GROUPS.get(_group, ()), *_names)
 _GROUPED = {name for names in _GROUPS.values() for name in names}
@@ -206,7 +206,7 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
             return int(command.main(list(words)))
         finally:
             if "--json" in words:
-                from mpillm.configurator import json_output
+                from mpillm.options import json_output
 
                 json_output.end()
 

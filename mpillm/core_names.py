@@ -13,7 +13,14 @@ from disagg.errors import nearest
 ENTRY_POINTS = "mpillm.cores"
 """The group of entry points by which an installed package adds cores: ``name = "package.module:Class"``."""
 
-WINGS = ("mpillm.experiments", "mpillm.bench", "mpillm.nvidia", "mpillm.submission")
+PLUGIN_PACKAGES = (
+    "mpillm.experiments",
+    "mpillm.nvidia",
+    "mpillm.stages",
+    "mpillm.submission",
+    "mpillm.triton",
+    "mpillm.trtllm",
+)
 """Packages that bring cores, commands and more by name. Nothing but this line knows them."""
 
 DEFAULT = "torch"
@@ -33,12 +40,12 @@ def brought_by(wing: str, what: str) -> dict[str, str]:
 
 def brought(what: str) -> dict[str, str]:
     """Return what all wings have under a name."""
-    return {name: value for wing in WINGS for name, value in brought_by(wing, what).items()}
+    return {name: value for wing in PLUGIN_PACKAGES for name, value in brought_by(wing, what).items()}
 
 
 def package_of(what: str, name: str, core: str) -> str:
     """Return the wing that has `name` under `what`; `core`, a package of the core, if none has."""
-    return next((wing for wing in WINGS if name in brought_by(wing, what)), core)
+    return next((wing for wing in PLUGIN_PACKAGES if name in brought_by(wing, what)), core)
 
 
 def module_of(command: str) -> str:
@@ -70,6 +77,12 @@ BROUGHT_BY = {
 }
 """The extra that brings each package which a plain installation lacks."""
 
+
+SERVER_ROLES = {
+    "leader": "mpillm.endpoint.leader.leader_run:lead",
+    **dict.fromkeys(("context", "generation"), "mpillm.endpoint.disagg.half_server:HalfServer"),
+}
+"""What `serve --server_role` makes of a process: a leader's main, a run's `endpoint.half.HalfServer`."""
 
 NEEDED = ("mlperf_loadgen", "mpi4py", "numpy", "psutil", "yaml")
 """The packages that every installation has."""

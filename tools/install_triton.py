@@ -20,7 +20,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.command import Command
-from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers
+from mpillm.stages.servers import Server, ServerFailed, Servers
 
 _READY_S = 120.0  # it takes 2 s on two cores
 _CONFIG = """

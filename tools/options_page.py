@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.fields import FIELDS
+from mpillm.options.fields import FIELDS
 
 
 def options_page() -> str:
@@ -10,7 +10,7 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`,"
+        "Made by `make docs` from `mpillm/options/fields/`. Underscores and hyphens are alike: `--log_dir`,"
         " `--log-dir`; upper and lower case",
         "are alike in words to choose from. The commands of one test take the same options: each uses those"
         " of its stages.",

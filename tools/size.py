@@ -19,12 +19,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TABLE = Path("docs/size.txt")
 PACKAGES = ("disagg", "launch", "mpillm")
-WINGS = (
-    "mpillm/bench",
-    "mpillm/experiments",
-    "mpillm/nvidia",
-    "mpillm/submission",
-    "mpillm/llmlib",
+PLUGIN_PACKAGES = tuple(
+    f"mpillm/{name}"
+    for name in ("experiments", "llmlib", "nvidia", "stages", "submission", "triton", "trtllm")
 )  # what the rest does not import: see `mpillm.core_names`
 
 _NO_CODE = {
@@ -100,7 +97,7 @@ def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
     """Return a line for each room of either time, one for the core, and one for all with the wings."""
     both = {room: (before.get(room, Size()), now.get(room, Size())) for room in sorted({*before, *now})}
     for title, rooms_of in (
-        ("core", [name for name in both if not name.startswith(WINGS)]),
+        ("core", [name for name in both if not name.startswith(PLUGIN_PACKAGES)]),
         ("all", [*both]),
     ):
         both[title] = (

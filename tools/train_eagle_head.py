@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
-from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.options.core_config import CoreConfig
 
 _STEPS = 3  # guesses in a row that it is trained for
 _HELD_OUT = 40  # prompts that it never sees: in held_out.jsonl beside it

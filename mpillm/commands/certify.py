@@ -8,14 +8,14 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.places import RUNS
 from mpillm.commands import mpirun
-from mpillm.config.values import Values, collect
-from mpillm.configurator import json_output
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields import BY_NAME
-from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
-from mpillm.fields.results import OutputFields
 from mpillm.files import as_writable, as_written, write_json
+from mpillm.options import json_output
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import BY_NAME
+from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.values import Values, collect
 from mpillm.report.certificate import certificate, certificate_table
 from mpillm.report.repeat import repeated
 from mpillm.report.run_directory import CERTIFICATE

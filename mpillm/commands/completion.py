@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from launch.launcher import RANK_COMMANDS
-from mpillm.configurator.command_line import Parser, underscored
 from mpillm.errors import ExitCode, needs_extra
+from mpillm.options.command_line import Parser, underscored
 
 SHELLS = ("bash", "zsh", "fish")
 _START_OTHERS = ("mpirun", "sbatch")

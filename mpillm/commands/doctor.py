@@ -18,14 +18,14 @@ from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.places import RUNS
 from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
-from mpillm.config.values import Values, collect
-from mpillm.configurator import option
-from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import boolean
 from mpillm.doctor.findings import Line, Status, World, report_lines, worst
 from mpillm.errors import ExitCode
-from mpillm.fields import seconds
-from mpillm.fields.results import OutputFields
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields import seconds
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.parsers import boolean
+from mpillm.options.values import Values, collect
 from mpillm.version import __version__
 
 _START_SHARE = 0.5  # of the deadline, for MPI_Init

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
+from mpillm.data.fetch import DEFAULT_MODELS_DIR, MODELS, fetch_model
 from mpillm.errors import ExitCode
-from mpillm.models.fetch import DEFAULT_MODELS_DIR, MODELS, fetch_model
 
 
 def main(argv: Sequence[str]) -> int:

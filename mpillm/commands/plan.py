@@ -7,21 +7,22 @@ from collections.abc import Sequence
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.config.disagg_yaml import PORTS, context_servers, disagg_config
-from mpillm.config.idle import check_idle
-from mpillm.config.layers import stack
-from mpillm.config.options import parse
-from mpillm.config.together import check_options
-from mpillm.config.way_of_a_value import told, way_of
-from mpillm.configurator import Field, json_output
-from mpillm.configurator.columns import prose
-from mpillm.configurator.command_line import Parser
+from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
-from mpillm.fields import MODEL_AND_LIMITS, command_fields
-from mpillm.fields.effects import PLAN
+from mpillm.options import json_output
+from mpillm.options.columns import prose
+from mpillm.options.command_line import Parser
+from mpillm.options.disagg_yaml import PORTS, context_servers, disagg_config
+from mpillm.options.field import Field
+from mpillm.options.fields import MODEL_AND_LIMITS, command_fields
+from mpillm.options.fields.effects import PLAN
+from mpillm.options.idle import check_idle
+from mpillm.options.layers import stack
+from mpillm.options.options import parse
+from mpillm.options.together import check_options
+from mpillm.options.way_of_a_value import told, way_of
 from mpillm.runtime.core_configs import core_configs
-from mpillm.runtime.number_of_ranks import ranks_of
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 

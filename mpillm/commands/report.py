@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launch.places import RUNS
-from mpillm.config.values import Values, collect
-from mpillm.configurator import json_output
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields.results import OutputFields
+from mpillm.options import json_output
+from mpillm.options.command_line import Parser
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.values import Values, collect
 from mpillm.report.page.page import write_page
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_files import RunFiles

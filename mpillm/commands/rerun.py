@@ -11,13 +11,13 @@ from launch.command import wrapped
 from launch.masking import MASK
 from launch.places import RUNS
 from mpillm.commands import mpirun
-from mpillm.config.values import Values, collect
-from mpillm.configurator.columns import beside
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields.general import GeneralFields
-from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
-from mpillm.fields.results import OutputFields
+from mpillm.options.columns import beside
+from mpillm.options.command_line import Parser
+from mpillm.options.fields.general import GeneralFields
+from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.values import Values, collect
 from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path

@@ -15,11 +15,11 @@ from launch.launcher import find_launcher
 from launch.signals import Echoes, stop_signals, title
 from mpillm.comms import kept_connections
 from mpillm.comms.start import node_name, start_run
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
 from mpillm.core_names import lacks
 from mpillm.errors import ExitCode, Interrupted
-from mpillm.fields import DEADLINES
+from mpillm.options.fields import DEADLINES
+from mpillm.options.options import parse_run
+from mpillm.options.run_config import RunConfig
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.config.values import Values, collect
-from mpillm.configurator import json_output, option
-from mpillm.configurator.columns import table
-from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import boolean, positive
 from mpillm.errors import ExitCode
 from mpillm.files import write_text
+from mpillm.options import json_output
+from mpillm.options.columns import table
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.parsers import boolean, positive
+from mpillm.options.values import Values, collect
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import path_shown
 from mpillm.report.run_list import LATEST, find_runs, find_series

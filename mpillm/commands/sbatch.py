@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch import sbatch
-from mpillm.config.options import RUN_FIELDS, parse_run, parse_serve
-from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.core_names import found_at, module_of
-from mpillm.fields import FIELDS
+from mpillm.options.command_line import Parser, add_fields
+from mpillm.options.fields import FIELDS
+from mpillm.options.options import RUN_FIELDS, parse_run, parse_serve
 
 _PARSE: dict[str, Callable[[Sequence[str]], Any]] = {"run": parse_run, "serve": parse_serve}
 _OWN_PARSE = ("run-harness", "find-max-qps")  # their modules have one

@@ -12,12 +12,12 @@ from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
-from mpillm.config.options import parse_serve
-from mpillm.core_names import brought, found_at
+from mpillm.core_names import SERVER_ROLES, found_at
+from mpillm.options.options import parse_serve
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
-    from mpillm.config.run_config import RunConfig
+    from mpillm.options.run_config import RunConfig
     from mpillm.runtime.run_session import RunSession
     from mpillm.runtime.share import Share
 
@@ -48,7 +48,7 @@ def _lead(config: RunConfig) -> int | None:
     try:
         from mpillm.runtime.yaml_effects import check_leaders_yaml
 
-        lead: Callable[[RunConfig], int] = found_at(brought("SERVER_ROLES")["leader"])
+        lead: Callable[[RunConfig], int] = found_at(SERVER_ROLES["leader"])
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
     for line in check_leaders_yaml(config):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
-from mpillm.config.core_config import CoreConfig
 from mpillm.devices import Gpu, visible_gpus
+from mpillm.options.core_config import CoreConfig
 
 __all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits", "StatedLimits", "short_requests"]
 

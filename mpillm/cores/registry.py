@@ -13,7 +13,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.errors import missing_package
 
 if TYPE_CHECKING:
-    from mpillm.config.run_config import RunConfig
+    from mpillm.options.run_config import RunConfig
 
 
 class BackendRegistry:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.config.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
 from mpillm.core_names import brought
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
@@ -31,6 +30,7 @@ from mpillm.engine.context_piece import context_piece
 from mpillm.engine.load_torch import load_torch
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
+from mpillm.options.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
 from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:

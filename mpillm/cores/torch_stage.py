@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.configurator.parsers import flag_dict
 from mpillm.errors import ExitCode
+from mpillm.options.parsers import flag_dict
 
 
 def main(argv: Sequence[str]) -> int:

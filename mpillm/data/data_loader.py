@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm import fields
-from mpillm.configurator import autoconfigure, bind
 from mpillm.data.preprocessed.converted import load_npy
+from mpillm.options import fields
+from mpillm.options.mitten import autoconfigure, bind
 
 
 @dataclass(frozen=True)

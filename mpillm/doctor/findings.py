@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import disagg
-from mpillm.configurator.columns import beside
+from mpillm.options.columns import beside
 
 
 class Status(str, enum.Enum):

@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from mpillm.config.run_config import RunConfig
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.connections import note_begun, note_whole
 from mpillm.endpoint.http_errors import error_response
+from mpillm.options.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
 _GONE = 499  # the client has closed the connection, as nginx counts it

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.fp8 import LARGEST
 from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model.model_info import check_model
@@ -16,6 +15,7 @@ from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.step import Span
 from mpillm.engine.weights.entries import kv_scale_names
+from mpillm.options.core_config import CoreConfig
 
 # Headroom for keys and values larger than those seen, which would be clipped. A larger scale costs a float no
 # precision.

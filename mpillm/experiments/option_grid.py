@@ -14,8 +14,8 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
-from mpillm.configurator.columns import beside
-from mpillm.fields import BY_NAME
+from mpillm.options.columns import beside
+from mpillm.options.fields import BY_NAME
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import RunFiles
 

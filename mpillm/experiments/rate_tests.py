@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.config.run_config import RunConfig
 from mpillm.errors import StageError
 from mpillm.experiments.rate_search import Tried
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.experiments.table import figure
+from mpillm.options.run_config import RunConfig
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.doubts import late_answers, refused
 from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
-from mpillm.runs.whole_runs import EndedRun, run_in
+from mpillm.runtime.whole_runs import EndedRun, run_in
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
 _LOOK_S = 0.5

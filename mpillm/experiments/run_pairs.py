@@ -10,7 +10,7 @@ from disagg.errors import ConfigError
 from mpillm.experiments.intervals import Paired, paired_test
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.logs import latencies_ms
-from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.whole_runs import run_in
 
 ALPHA = 0.01
 """The chance of calling a difference real where there is none."""

@@ -8,17 +8,19 @@ from typing import Any, TypeVar
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.config.run_config import RunConfig
-from mpillm.config.values import Values, complete
-from mpillm.configurator import Configuration, json_output, option
-from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.errors import StageError
-from mpillm.fields import positive
-from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
-from mpillm.fields.results import OutputFields
 from mpillm.files import write_json
-from mpillm.runs.whole_runs import EndedRun
-from mpillm.runtime.number_of_ranks import ranks_of
+from mpillm.options import json_output
+from mpillm.options.command_line import Parser, add_fields
+from mpillm.options.field import option
+from mpillm.options.fields import positive
+from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.mitten import Configuration
+from mpillm.options.run_config import RunConfig
+from mpillm.options.values import Values, complete
+from mpillm.runtime.whole_runs import EndedRun
 
 GROUP = "runs"
 

@@ -20,9 +20,8 @@ from disagg.errors import ConfigError
 from launch.children import Child, end_of
 from launch.own_messages import why_ended
 from launch.supervisor import is_guard
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
 from mpillm.core_names import DEFAULT
+from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 from mpillm.doctor.findings import Status
@@ -30,8 +29,9 @@ from mpillm.doctor.steps import Judge, Step, must_be_named, result_of
 from mpillm.errors import ExitCode
 from mpillm.experiments.table import figure
 from mpillm.files import read_object
-from mpillm.runtime.number_of_ranks import ranks_of
-from mpillm.servers.kinds import kind_of
+from mpillm.options.options import parse_run
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.servers.kinds import kind_of
 
 GOOD = "All cases that can be tried here have come out as they should."
 _N, _OUTPUT = 16, 16

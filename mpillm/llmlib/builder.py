@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mpillm.nvidia.stages.checkpoint import QuantizerConfig as QuantizerConfig
-from mpillm.nvidia.trtllm.engines import TRTLLMBuilderOp as TRTLLMBuilderOp
-from mpillm.nvidia.trtllm.engines import TRTLLMLibraryLoader as TRTLLMLibraryLoader
-from mpillm.nvidia.trtllm.engines import TRTLLMQuantizerOp as TRTLLMQuantizerOp
+from mpillm.stages.checkpoint import QuantizerConfig as QuantizerConfig
+from mpillm.trtllm.engines import TRTLLMBuilderOp as TRTLLMBuilderOp
+from mpillm.trtllm.engines import TRTLLMLibraryLoader as TRTLLMLibraryLoader
+from mpillm.trtllm.engines import TRTLLMQuantizerOp as TRTLLMQuantizerOp
 
 
 class HFQuantizerOp(TRTLLMQuantizerOp):

@@ -6,15 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mpillm import fields
-from mpillm.configurator import autoconfigure, bind, current
-from mpillm.models.model_files import GenerationConfig as GenerationConfig
 from mpillm.nvidia import backends
 from mpillm.nvidia.backends import TrtllmHarnessConfig as TrtllmHarnessConfig
 from mpillm.nvidia.configs import TritonHarnessConfig as TritonHarnessConfig
 from mpillm.nvidia.configs import TrtllmEndpointConfig as TrtllmEndpointConfig
 from mpillm.nvidia.configs import TrtllmExecutorConfig as TrtllmExecutorConfig
 from mpillm.nvidia.configs import TrtllmHlApiConfig as TrtllmHlApiConfig
+from mpillm.options import fields
+from mpillm.options.generation_config import GenerationConfig as GenerationConfig
+from mpillm.options.mitten import autoconfigure, bind, current
 
 C = TypeVar("C", bound=backends.HarnessConfig)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from disagg.errors import nearest
-from mpillm.configurator import Field
-from mpillm.fields import BY_NAME
+from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME
 
 
 def __getattr__(name: str) -> Field:

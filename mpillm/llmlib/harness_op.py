@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from disagg.errors import ConfigError
-from mpillm import fields
 from mpillm.commands.run import start
-from mpillm.configurator import option_texts
 from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib.cores.base import LLMCore
 from mpillm.llmlib.dataset import LLMDataLoader
 from mpillm.llmlib.rank_core import RankCore
 from mpillm.llmlib.words import command_line
+from mpillm.options import fields
+from mpillm.options.mitten import option_texts
 from mpillm.workloads import Workload
 
 

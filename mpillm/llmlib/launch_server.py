@@ -46,33 +46,33 @@ class _CommandOp:
 class GenerateTritonConfigOp(_CommandOp):
     """Writes Triton model repositories."""
 
-    command = "mpillm.nvidia.commands.generate_triton_config"
+    command = "mpillm.triton.commands.generate_triton_config"
     fixed: ClassVar[Mapping[str, Any]] = {"harness_type": "triton"}
 
 
 class GenerateTrtllmDisaggConfigOp(_CommandOp):
     """Writes the disaggregation YAML of `trtllm-serve`'s workers."""
 
-    command = "mpillm.nvidia.commands.generate_disagg_config"
+    command = "mpillm.stages.commands.generate_disagg_config"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}
 
 
 class RunTritonServerOp(_CommandOp):
     """Runs a `tritonserver` for each model repository."""
 
-    command = "mpillm.nvidia.commands.run_llm_server"
+    command = "mpillm.stages.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"harness_type": "triton"}
 
 
 class RunTrtllmServeOp(_CommandOp):
     """Runs a `trtllm-serve` for each URL."""
 
-    command = "mpillm.nvidia.commands.run_llm_server"
+    command = "mpillm.stages.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_endpoint"}
 
 
 class RunTrtllmServeDisaggOp(_CommandOp):
     """Runs the workers and the leader of a disaggregation YAML."""
 
-    command = "mpillm.nvidia.commands.run_llm_server"
+    command = "mpillm.stages.commands.run_llm_server"
     fixed: ClassVar[Mapping[str, Any]] = {"core_type": "trtllm_disagg"}

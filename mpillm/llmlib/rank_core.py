@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
-from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore
 from mpillm.cores.clients import Answers
 from mpillm.llmlib.cores.base import LLMRequest
 from mpillm.llmlib.factory import LLMServerFactory, n_cores
 from mpillm.llmlib.server import LLMServer
+from mpillm.options.core_config import CoreConfig
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms

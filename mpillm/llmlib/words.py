@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.configurator import Field, current, option_texts
-from mpillm.fields import BY_NAME, FIELDS
+from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, FIELDS
+from mpillm.options.mitten import current, option_texts
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:

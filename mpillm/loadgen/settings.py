@@ -13,9 +13,9 @@ import mlperf_loadgen as lg
 
 from disagg.errors import ConfigError, about, nearest
 from disagg.text_file import read_text
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.latency_limits import NO_LIMIT_MS
 from mpillm.loadgen.forecast import Forecast, forecast
+from mpillm.options.latency_limits import NO_LIMIT_MS
+from mpillm.options.run_config import RunConfig
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
 from mpillm.workloads.rounds import Round, round_named, round_of, why_not

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import ConfigError, about
-from mpillm import fields
-from mpillm.config.flags import check_limits, limits_of_engine, overlaid
-from mpillm.configurator import autoconfigure, bind
-from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
+from mpillm.options import fields
+from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
+from mpillm.options.flags import check_limits, limits_of_engine, overlaid
+from mpillm.options.mitten import autoconfigure, bind
 
 if TYPE_CHECKING:  # its records take time to make, at the start of every rank
-    from mpillm.models.model_files import GenerationConfig
+    from mpillm.options.generation_config import GenerationConfig
 
 
 @autoconfigure
@@ -54,7 +54,7 @@ class HarnessConfig:
 
     def __post_init__(self) -> None:
         if self.gen_config is None and self.gen_config_path:
-            from mpillm.models.model_files import GenerationConfig
+            from mpillm.options.generation_config import GenerationConfig
 
             self.gen_config = GenerationConfig.from_file(self.gen_config_path)
 

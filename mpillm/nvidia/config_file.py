@@ -17,13 +17,15 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from disagg.text_file import read_text
 from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
-from mpillm import fields, user_config
-from mpillm.configurator import Configuration, Field
-from mpillm.configurator.found import Level, Origin
-from mpillm.fields.general import INTERACTIVE
-from mpillm.harnesses.client_files import check_no_client_file
+from mpillm import user_config
 from mpillm.nvidia import tree_files
 from mpillm.nvidia.passed_over import PASSED_OVER
+from mpillm.options import fields
+from mpillm.options.field import Field
+from mpillm.options.fields.general import INTERACTIVE
+from mpillm.options.found import Level, Origin
+from mpillm.options.mitten import Configuration
+from mpillm.programs.load_clients.client_files import check_no_client_file
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
 from mpillm.workloads import accuracy_of, plain_form
 

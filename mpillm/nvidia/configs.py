@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import disagg
 from disagg.errors import ConfigError, about
-from mpillm import fields
-from mpillm.configurator import autoconfigure, bind
-from mpillm.fields.runtime_flags import BUILD_OPTIONS
 from mpillm.nvidia.backends import TrtllmHarnessConfig
+from mpillm.options import fields
+from mpillm.options.fields.runtime_flags import BUILD_OPTIONS
+from mpillm.options.mitten import autoconfigure, bind
 
 if TYPE_CHECKING:  # its records take time to make, at the start of every rank
-    from mpillm.models.model_files import EngineConfig
+    from mpillm.data.model_files import EngineConfig
 
 ENGINE_MODEL = "tensorrt_llm"
 """The name that the other models, and the public clients, know the engine's model by."""
@@ -34,7 +34,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
         if self.engine_config is None:
             if self.engine_dir is None:
                 raise ConfigError("--engine_dir is missing: the folder of the engine")
-            from mpillm.models.model_files import EngineConfig
+            from mpillm.data.model_files import EngineConfig
 
             self.engine_config = EngineConfig.from_engine_dir(self.engine_dir)
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpillm.fields.runtime_flags import RUNTIME_OPTIONS
+from mpillm.options.fields.runtime_flags import RUNTIME_OPTIONS
 
 # The parameters of the `tensorrt_llm` model in TensorRT-LLM 1.x's template, under their names as flags, and
 # the flags that set a field of Triton's.

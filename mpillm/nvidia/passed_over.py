@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
+from mpillm.options.field import Field
 
 _HARNESS = "how NVIDIA's harness feeds its engine"
 PASSED_OVER: dict[str, Field] = {

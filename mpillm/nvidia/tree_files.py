@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
-from mpillm import fields, user_config
-from mpillm.configurator import Field
-from mpillm.fields.general import INTERACTIVE, SCENARIOS
+from mpillm import user_config
 from mpillm.nvidia.passed_over import PASSED_OVER
+from mpillm.options import fields
+from mpillm.options.field import Field
+from mpillm.options.fields.general import INTERACTIVE, SCENARIOS
 from mpillm.workloads import WORKLOADS
 
 _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")

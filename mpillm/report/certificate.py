@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpillm.configurator.columns import table
 from mpillm.loadgen.logs import latencies_ms
+from mpillm.options.columns import table
 from mpillm.report.run_files import RunFiles
 
 _PERCENTILES = ("p50", "p90", "p99")

@@ -17,8 +17,8 @@ from launch.environment import TTY, mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
 from launch.own_messages import FAILED, MESSAGE
-from mpillm.configurator.columns import WIDTH, beside
 from mpillm.errors import Failure
+from mpillm.options.columns import WIDTH, beside
 from mpillm.report.numbers import duration
 from mpillm.report.timeline import Computed
 

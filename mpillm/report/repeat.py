@@ -8,11 +8,11 @@ from typing import Any
 
 from disagg import CONTROL_RANKS
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.parsers import Secret
-from mpillm.fields import BY_NAME
 from mpillm.files import as_written, read_json, read_object
+from mpillm.options.fields import BY_NAME
+from mpillm.options.options import parse_run
+from mpillm.options.parsers import Secret
+from mpillm.options.run_config import RunConfig
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment, differences
 from mpillm.report.run_files import RunFiles
 

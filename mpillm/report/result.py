@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.histogram import Histogram
+from mpillm.options.run_config import RunConfig
 from mpillm.report.doubts import queue, rates, refused, unchecked, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by

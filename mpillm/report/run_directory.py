@@ -16,10 +16,10 @@ from disagg.errors import ConfigError, about
 from launch.ownership import other_owner, trusted_owners
 from launch.places import RUNS
 from mpillm.comms.messages import JoinReport
-from mpillm.config.run_config import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
+from mpillm.options.run_config import RunConfig
 from mpillm.phases import Phase
 from mpillm.report.run_environment import ENVIRONMENT
 

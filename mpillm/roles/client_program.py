@@ -15,8 +15,8 @@ from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.owned_server import OwnedServer
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.harnesses.kind import HarnessKind, Load, Measured
 from mpillm.phases import Phase
+from mpillm.programs.load_clients.kind import HarnessKind, Load, Measured
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)

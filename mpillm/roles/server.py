@@ -24,8 +24,8 @@ from mpillm.devices import as_visible
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import naming
 from mpillm.phases import Phase
+from mpillm.programs.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted, base_name
 from mpillm.roles.role import Role
-from mpillm.servers.kind import PORT_TAKEN, Part, ServerKind, Wanted, base_name
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.2  # between health checks

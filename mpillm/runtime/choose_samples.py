@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.found import Found
 from mpillm.core_names import found_at
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
@@ -20,7 +18,9 @@ from mpillm.data.row_files import is_row_file
 from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.model.read_config import model_folder
-from mpillm.fields import BY_NAME
+from mpillm.options.fields import BY_NAME
+from mpillm.options.found import Found
+from mpillm.options.run_config import RunConfig
 
 
 def load_samples(

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_values import CORE, ROUTER, written
-from mpillm.config.flags import check_limits
-from mpillm.config.run_config import RunConfig
 from mpillm.devices import OwnGpu
-from mpillm.servers.kinds import kind_of
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.disagg_values import CORE, ROUTER, written
+from mpillm.options.flags import check_limits
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.servers.kinds import kind_of
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
 CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}

@@ -38,8 +38,8 @@ from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_leave
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
-from mpillm.config.run_config import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, Interrupted, RunError, exit_code
+from mpillm.options.run_config import RunConfig
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 

@@ -18,9 +18,6 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import run_name
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.found import Found
 from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
@@ -29,9 +26,12 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.harnesses.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
-from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.issue_order import issue_order
+from mpillm.options.found import Found
+from mpillm.options.options import run_name
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.load_clients.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
+from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console
 from mpillm.report.doubts import doubts, of_another_harness, server_checks

@@ -15,19 +15,19 @@ import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.messages import JoinReport
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_yaml import context_servers, disagg_config
-from mpillm.config.idle import check_idle
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import HandsOver
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
-from mpillm.fields.effects import RUN, SERVE
-from mpillm.fields.topology import PROMPTS_ALONE
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.disagg_yaml import context_servers, disagg_config
+from mpillm.options.fields.effects import RUN, SERVE
+from mpillm.options.fields.topology import PROMPTS_ALONE
+from mpillm.options.idle import check_idle
+from mpillm.options.run_config import RunConfig
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import check_flags, check_handoff, core_configs, what_runs
 from mpillm.runtime.plan_memory import idle_gpus, share_lines

@@ -12,16 +12,16 @@ from disagg import WorldPlan
 from disagg.errors import ConfigError
 from disagg.plan_table import ranges
 from launch.command import wrapped
-from mpillm.config.disagg_yaml import HALVES
-from mpillm.config.idle import SIZES_OF_HALVES, of_engine
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.columns import INDENT, WIDTH
-from mpillm.configurator.found import Level
 from mpillm.devices import Gpu
-from mpillm.fields import BY_NAME, FIELDS
+from mpillm.options.columns import INDENT, WIDTH
+from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.fields import BY_NAME, FIELDS
+from mpillm.options.found import Level
+from mpillm.options.idle import SIZES_OF_HALVES, of_engine
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.servers.kind import Part, ServerKind
+from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MOST_RESTARTS, ServerPlan
-from mpillm.servers.kind import Part, ServerKind
-from mpillm.servers.kinds import kind_of
 
 _MOST_SHOWN = 4  # servers of a role
 

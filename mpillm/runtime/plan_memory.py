@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from disagg import WorldPlan
 from disagg.errors import ConfigError
 from disagg.plan_table import ranges
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.run_config import RunConfig
 from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, assign
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:

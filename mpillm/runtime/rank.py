@@ -29,12 +29,12 @@ from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Set
 from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.capabilities import WorksInAnyThread
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, visible_gpus
 from mpillm.errors import Failure, Interrupted, RunError
-from mpillm.fields.deadlines import DEADLINES, FIELD_OF
+from mpillm.options.fields.deadlines import DEADLINES, FIELD_OF
+from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role

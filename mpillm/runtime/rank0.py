@@ -17,8 +17,8 @@ from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
 from mpillm.comms.messages import Event, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
-from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, last_read, log_name

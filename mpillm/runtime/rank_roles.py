@@ -13,20 +13,18 @@ from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
-from mpillm.config.disagg_values import (
-    router_arguments,
-)
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import HandsOver, OutlivesServer, WorksInAnyThread
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
+from mpillm.options.disagg_values import router_arguments
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.servers.kind import server_log
 from mpillm.roles.follower import Follower
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Importer, Role
 from mpillm.runtime.core_configs import core_configs
-from mpillm.servers.kind import server_log
 
 if TYPE_CHECKING:
     from mpillm.comms.loop import EventLoop

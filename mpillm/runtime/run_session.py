@@ -15,11 +15,11 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.options import run_name
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.columns import INDENT, beside
 from mpillm.cores.base import LLMCore
 from mpillm.files import write_json
+from mpillm.options.columns import INDENT, beside
+from mpillm.options.options import run_name
+from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, test_result

@@ -12,10 +12,7 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.disagg_yaml import HALVES
-from mpillm.config.options import model_name, plain_name
-from mpillm.config.run_config import RunConfig
-from mpillm.core_names import brought, found_at
+from mpillm.core_names import SERVER_ROLES, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import NoTokenizer
@@ -23,6 +20,9 @@ from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import Served
 from mpillm.errors import ExitCode
+from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.options import model_name, plain_name
+from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
 from mpillm.report.result import served_rows
 from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown
@@ -104,7 +104,7 @@ class ServeSession(RunSession):
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
         half = None
         if config.half:
-            self._half = found_at(brought("SERVER_ROLES")[config.half])(config, planned.models[0], self.url)
+            self._half = found_at(SERVER_ROLES[config.half])(config, planned.models[0], self.url)
             half = self._half.routes
         service = Service(
             self.served,

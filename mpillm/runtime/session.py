@@ -13,12 +13,12 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.audit import prepare_audit
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
+from mpillm.options.run_config import RunConfig
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console, Progress, progress_lines
 from mpillm.report.doubts import doubts, refused, server_checks

@@ -16,11 +16,11 @@ from disagg.instances import served_instances
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.start import node_name
-from mpillm.config.part import Part
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.found import Found, Level, Origin
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import of_instance
+from mpillm.options.found import Found, Level, Origin
+from mpillm.options.part import Part
+from mpillm.options.run_config import RunConfig
 
 
 class Share(NamedTuple):

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from disagg import ServerConfig
 from disagg.errors import ConfigError
 from disagg.schema import section_kind
-from mpillm.config.disagg_values import (
+from mpillm.cores.registry import BackendRegistry
+from mpillm.options.disagg_values import (
     LEADER_READS,
     PERF_METRICS,
     ROUTER,
@@ -20,10 +21,9 @@ from mpillm.config.disagg_values import (
     without_effect,
     without_option,
 )
-from mpillm.config.disagg_yaml import HALVES
-from mpillm.config.run_config import RunConfig
-from mpillm.cores.registry import BackendRegistry
-from mpillm.servers.kinds import kind_of
+from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.servers.kinds import kind_of
 from mpillm.workloads.rounds import why_no_guesses
 
 

@@ -1,7 +1,7 @@
 """The wing for what MLCommons asks of a submission, made from run directories: rules, scores, tests, files.
 
 It imports the core of mpillm; the core does not import it, but finds here by name what it brings
-(`core_names.WINGS`). So this file imports nothing. `commands/`: one file for each of its commands.
+(`core_names.PLUGIN_PACKAGES`). So this file imports nothing. `commands/`: one file for each of its commands.
 """
 
 COMMANDS = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from mpillm.files import as_written, read_json
-from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
+from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
 from mpillm.report.run_directory import HARNESS
 from mpillm.submission.compliance_tests import TEST09_BOUNDS
 from mpillm.submission.rules import MIN_DURATION_MS, Problem

@@ -20,12 +20,12 @@ from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from launch.owned_server import OwnedServer
-from mpillm.bench.loadtest.load_test import Record
 from mpillm.errors import StageError
+from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
-from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
-from mpillm.harnesses.kind import Load
-from mpillm.harnesses.kinds import kind_of
+from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
+from mpillm.programs.load_clients.kind import Load
+from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import path_shown
 from mpillm.roles.client_program import command_of
 from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.bench.loadtest.load_test import LoadTest, Record
 from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.experiments.loadtest.load_test import LoadTest, Record
 from mpillm.report.console import Progress
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.files import read_object, replace_folder, write_json, write_text
-from mpillm.harnesses.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
+from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
 from mpillm.report.doubts import unchecked
 from mpillm.report.repeat import said_options, shell_line
 from mpillm.report.run_directory import HARNESS

@@ -11,9 +11,9 @@ from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.engine.model.read_config import is_preset
 from mpillm.files import as_writable, is_there, read_json, write_json, write_text
-from mpillm.harnesses.inference_endpoint import EVENTS
-from mpillm.harnesses.kinds import kind_of
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
+from mpillm.programs.load_clients.inference_endpoint import EVENTS
+from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import HARNESS
 from mpillm.submission import client_form
 from mpillm.submission.judged_run import JudgedRun

@@ -10,11 +10,11 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from disagg.world_plan import CONTROL
-from mpillm import fields
-from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.read_config import PRESETS
 from mpillm.files import as_written, is_there, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
+from mpillm.options import fields
+from mpillm.options.workload_options import defaults_of
 from mpillm.report.doubts import cached_prompts, refused, restarts
 from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
 from mpillm.submission.compliance_tests import FILES, compliance_of

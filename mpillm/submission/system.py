@@ -11,9 +11,9 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
+from mpillm.data.model_files import EngineConfig
 from mpillm.engine.model.read_config import PRESETS
 from mpillm.files import is_there, read_object
-from mpillm.models.model_files import EngineConfig
 from mpillm.submission.rules import (
     MEASUREMENTS,
     STATUSES,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.config.options import parse_run
-from mpillm.fields import BY_NAME
+from mpillm.options.fields import BY_NAME
+from mpillm.options.options import parse_run
 from tests.helpers.advice import ROOT, Advice, command_names, commands, strings
 from tests.helpers.make_checkpoint import make_checkpoint
 from tests.helpers.make_folder import make_folder
@@ -103,7 +103,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
     r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
-    r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_fetch_model.py"),
+    r".* fetch-model .*": Elsewhere("a download: tests/unit/data/test_fetch_model.py"),
     r"make (test-)?slurm|make test-hosts": Elsewhere("they need root, and Slurm is installed"),
     r"srun --mpi=list|salloc .*": Elsewhere("Slurm's own: there is none here"),
     r".* sbatch .*": Elsewhere(
@@ -134,13 +134,13 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r"python -m mpillm mpirun -n (N|{}) doctor": Elsewhere("a form: N is the user's"),
     r".* bench endpoint --url .*": Elsewhere(
-        "a server must be there: tests/unit/bench/test_bench_endpoint.py"
+        "a server must be there: tests/unit/experiments/test_bench_endpoint.py"
     ),
     r".* endpoints-submission --url .*": Elsewhere(
         "a server must be there: tests/unit/commands/test_endpoints_submission.py"
     ),
     r".* bench endpoint --null": Elsewhere(
-        "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
+        "20,000 requests; tests/unit/experiments/test_bench_endpoint.py sends 100"
     ),
     r".* (triton-client|e2e-test|bench core-model) .*|.* benchmarks triton": Elsewhere(
         "a tritonserver must be there: tests/e2e/test_triton_clients.py"

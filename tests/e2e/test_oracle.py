@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.models.fetch import fetch_model
+from mpillm.data.fetch import fetch_model
 from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers
 from tests.helpers.support import DONE, ROOT, Starter
 

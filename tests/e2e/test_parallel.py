@@ -20,8 +20,8 @@ from tests.helpers.support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILE
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from mpillm.data.fetch import fetch_model  # noqa: E402
 from mpillm.engine.weights.sources import save_preset  # noqa: E402 - needs torch
-from mpillm.models.fetch import fetch_model  # noqa: E402
 
 N_PROMPTS, NEW_TOKENS = 16, 40
 Answers = tuple[Path, list[list[int]]]  # data set, transformers' answers

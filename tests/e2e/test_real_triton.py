@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpillm.nvidia.triton.pbtxt import Name, dump
+from mpillm.triton.pbtxt import Name, dump
 from tests.helpers.real_triton import MARKS, TRITONSERVER
 from tests.helpers.support import Starter, free_ports, wait_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpillm.configurator.parsers import flag_dict
+from mpillm.options.parsers import flag_dict
 from tests.helpers.support import Starter
 
 pytest.importorskip("torch")

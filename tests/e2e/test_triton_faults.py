@@ -31,8 +31,8 @@ REFUSED, SILENT, COUNT, PLAIN = 250, 251, 252, 7
 # A model of zero cost, to which the first token of a prompt says what to do.
 FAULTY = f"""
 import numpy as np
-from mpillm.nvidia.triton_models import null_model
-from mpillm.nvidia.triton_models.null_model import FINAL, answer, pb_utils
+from mpillm.triton.models import null_model
+from mpillm.triton.models.null_model import FINAL, answer, pb_utils
 
 class TritonPythonModel(null_model.TritonPythonModel):
     kept = []

@@ -136,7 +136,7 @@ def test_ranks_that_nobody_started(one: Starter) -> None:
 
 def worker(starter: Starter) -> int:
     """Return the process that MPI_Comm_spawn has started."""
-    module = b"mpillm.nvidia.triton_models.spawned_rank"
+    module = b"mpillm.triton.models.spawned_rank"
     (pid,) = (
         pid
         for pid in starter.commands[-1].pids()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.command import BENCHES as LABORATORY
 from launch.places import RUNS
-from mpillm.bench.commands.bench import BENCHES
 from mpillm.cli import COMMANDS
+from mpillm.experiments.commands.bench import BENCHES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("benchmarks", "disagg", "launch", "mpillm")

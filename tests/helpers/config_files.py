@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpillm.config.options import parse
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.command_line import Parser
-from mpillm.fields import FIELDS
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import FIELDS
+from mpillm.options.options import parse
+from mpillm.options.run_config import RunConfig
 
 
 def config_of(path: Path, *options: str) -> RunConfig:

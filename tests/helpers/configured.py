@@ -5,8 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from mpillm import fields
-from mpillm.configurator import Configuration
+from mpillm.options import fields
+from mpillm.options.mitten import Configuration
 
 DUMMY = ["--core_type", "dummy"]
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from typing import Any
 
 import disagg
 from disagg import DisaggConfig
-from mpillm.config.disagg_values import CORE, ROUTER
-from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
 from mpillm.cores.base import CoreConfig
+from mpillm.options.disagg_values import CORE, ROUTER
+from mpillm.options.disagg_yaml import disagg_config
+from mpillm.options.options import parse_run
+from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import check_flags, core_configs, what_runs
 
 TORCH = ["--core_type", "torch"]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.options import parse_run
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import RunError
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.options import parse_run
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 from tests.helpers.support import wait_until
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpillm import fields
-from mpillm.configurator import Field
-from mpillm.configurator.effect import ANY
+from mpillm.options import fields
+from mpillm.options.effect import ANY
+from mpillm.options.field import Field
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.nvidia.triton.tritonserver import made_prefix
+from mpillm.triton.tritonserver import made_prefix
 
 TRITONSERVER = made_prefix() / "bin" / "tritonserver"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpillm.bench.loadtest.endpoint_page import endpoint_page
-from mpillm.bench.loadtest.load_test import Record
-from mpillm.bench.loadtest.serving_report import judged, verdict_lines
+from mpillm.experiments.loadtest.endpoint_page import endpoint_page
+from mpillm.experiments.loadtest.load_test import Record
+from mpillm.experiments.loadtest.serving_report import judged, verdict_lines
 from mpillm.experiments.pages import ab_page, advise_page, search_page
 from mpillm.experiments.rate_search import Tried
 

@@ -8,18 +8,18 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from mpillm.fields import BY_NAME, FIELDS
+from mpillm.options.fields import BY_NAME, FIELDS
 from tests.helpers.support import ROOT, Command, Starter, wait_until
-from tests.unit.config.test_idle import outcomes
+from tests.unit.options.test_idle import outcomes
 
 # Notes the option, the module and the function that reads it from the run's values, from a core's or from a
 # harness's, then does as `python -m mpillm`.
 TRACER = """
 import os, sys
 from mpillm.nvidia.backends import HarnessConfig
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_values import CORE
-from mpillm.config.values import Values
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.disagg_values import CORE
+from mpillm.options.values import Values
 from mpillm.configurator import bound_fields
 
 seen, of_harness = set(), {}
@@ -61,7 +61,7 @@ sys.exit(main())
 """
 # They read values for rules and records, whatever comes of them.
 READ_ALL = (
-    *("mpillm.config.", "mpillm.nvidia.backends", "mpillm.configurator.", "mpillm.fields."),
+    *("mpillm.options.", "mpillm.nvidia.backends", "mpillm.configurator.", "mpillm.fields."),
     *("dataclasses", "copy"),
 )
 RECORDS = {  # a comprehension is a function of its own up to Python 3.11

@@ -66,7 +66,7 @@ class MpiLink:
         return [tag for tags in self._puts.take() for tag in tags]
 
 
-def test_rooms_and_puts(pair: MPI.Intracomm) -> None:
+def test_package_layers_and_puts(pair: MPI.Intracomm) -> None:
     """Each part is put into the room of its tag, whichever end is first, and both ends hear of it."""
     link = MpiLink(pair)
     links: dict[int, Link] = {1 - pair.rank: link}

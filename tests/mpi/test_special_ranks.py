@@ -51,7 +51,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
         pytest.skip("needs two GPUs")
     # Not before: they import PyTorch.
     from mpillm.engine.weights.sources import save_preset
-    from mpillm.nvidia.triton.peft_adapter import convert
+    from mpillm.triton.peft_adapter import convert
     from tests.helpers.adapters import make_adapter
     from tests.helpers.torch_cores import answer_specials, make_core
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.servers.kind import Part, Wanted
-from mpillm.servers.kinds import kind_of
+from mpillm.programs.servers.kind import Part, Wanted
+from mpillm.programs.servers.kinds import kind_of
 from tests.e2e.test_instance_loss import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
 from tests.helpers.make_checkpoint import make_checkpoint

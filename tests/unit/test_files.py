@@ -14,9 +14,9 @@ from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.files import check_files, read_json, replace_folder, write_text
-from mpillm.nvidia.triton.peft_adapter import convert
 from mpillm.report.run_files import RunFiles
 from mpillm.submission.judged_run import JudgedRun
+from mpillm.triton.peft_adapter import convert
 from tests.helpers.run_directories import make_run
 
 

@@ -39,7 +39,7 @@ def test_an_f_string_is_one_token_in_every_python() -> None:
     assert size("f\"{a} {b + f'{c}'}\"\n").tokens == size('"abc"\n"def"\n').tokens == 1
 
 
-def test_rooms_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_layers_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in {
         "disagg/a.py": "a = 1\n",
         "mpillm/b.py": "b = 1\nc = 2\n",

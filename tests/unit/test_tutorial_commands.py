@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.config.options import parse_run
-from mpillm.configurator.command_line import Parser
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
+from mpillm.options.command_line import Parser
+from mpillm.options.options import parse_run
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorial"
 N_PROMPTS = 160  # that come with mpillm

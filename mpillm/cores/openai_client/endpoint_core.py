@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
-from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
@@ -45,6 +44,7 @@ from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.cores.openai_client.told import AnswerTokens, Told
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
+from mpillm.options.core_config import CoreConfig
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms

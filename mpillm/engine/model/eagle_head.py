@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from mpillm.data.read_log import ReadLog
 from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.model.transformer import Llama
@@ -21,7 +22,6 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import ALL, Layout
 from mpillm.engine.speculation.eagle_config import LAYER, EagleConfig
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.models.read_log import ReadLog
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.config.core_config import CORE_OPTIONS, FP8_CONTEXTS, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import ModelConfig
@@ -38,6 +37,7 @@ from mpillm.engine.weights.memory import (
 )
 from mpillm.engine.weights.quantization import TYPES, held
 from mpillm.files import excerpt, read_object
+from mpillm.options.core_config import CORE_OPTIONS, FP8_CONTEXTS, CoreConfig
 from mpillm.telemetry.free_memory import available_bytes
 
 _CHOICES = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
+from mpillm.data.other_weights import other_weights
 from mpillm.engine.dtypes import CHECKPOINT_DTYPES
 from mpillm.engine.model.families import FAMILIES, MODEL_TYPES, Family, Latent, Raw
 from mpillm.engine.model.model_config import ModelConfig
@@ -22,7 +23,6 @@ from mpillm.engine.model.read_rope import read_rope
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.engine.weights.weight_files import has_tensor
 from mpillm.files import as_written, check_files, excerpt, is_there, read_object
-from mpillm.models.other_weights import other_weights
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub

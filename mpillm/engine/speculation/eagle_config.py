@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import architecture_of, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
@@ -22,6 +21,7 @@ from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfi
 from mpillm.engine.weights.entries import Entry
 from mpillm.engine.weights.weight_files import read_header, weight_files
 from mpillm.files import as_written, read_object
+from mpillm.options.core_config import CoreConfig
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # Fields of variants that are not built, each with what it has to be.

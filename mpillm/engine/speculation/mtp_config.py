@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.speculation.speculative_config import MTP, SpeculativeConfig
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
+from mpillm.options.core_config import CoreConfig
 
 
 @dataclass(frozen=True)

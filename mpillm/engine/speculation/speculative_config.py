@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.read_config import load_model_config
+from mpillm.options.core_config import CoreConfig
 
 NGRAM, DRAFT_TARGET, EAGLE, MTP = "NGram", "Draft_Target", "Eagle", "MTP"
 _LENGTH, _MTP_LENGTH = "max_draft_len", "num_nextn_predict_layers"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.cpu_steps import CpuSteps
 from mpillm.engine.gpu_steps import GpuSteps
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
@@ -32,6 +31,7 @@ from mpillm.engine.speculation.speculative_config import (
 )
 from mpillm.engine.weights.rank_weights import whole_embedding
 from mpillm.engine.worker import Worker
+from mpillm.options.core_config import CoreConfig
 
 
 def start_speculation(config: CoreConfig, worker: Worker, scheduler: Scheduler) -> Speculation:

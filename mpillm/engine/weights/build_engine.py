@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.model.read_config import PRESETS
@@ -27,6 +26,7 @@ from mpillm.engine.weights.entries import (
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights
 from mpillm.files import read_object, write_json
+from mpillm.options.core_config import CoreConfig
 
 
 def build(

@@ -23,8 +23,8 @@ from mpillm.files import read_object
 from mpillm.version import __version__
 
 if TYPE_CHECKING:
-    from mpillm.config.core_config import CoreConfig
     from mpillm.engine.model.model_config import ModelConfig
+    from mpillm.options.core_config import CoreConfig
 
 FORMAT = 1  # of the files: another number means other tensors
 # TensorRT-LLM's names

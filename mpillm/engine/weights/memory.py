@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.weights.entries import rank_bytes
 from mpillm.engine.weights.quantization import held
+from mpillm.options.core_config import CoreConfig
 
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig

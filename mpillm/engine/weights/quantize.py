@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from mpillm.data.read_log import ReadLog
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.fp8 import FP8, LARGEST, widen
 from mpillm.engine.model.model_config import ModelConfig
@@ -41,7 +42,6 @@ from mpillm.engine.weights.quantization import (
 )
 from mpillm.engine.weights.weight_files import INDEX, SINGLE, read_header
 from mpillm.files import read_object, write_json
-from mpillm.models.read_log import ReadLog
 
 _LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from mpillm.data.read_log import ReadLog
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model.families import CORRECTION, FUSED
 from mpillm.engine.model.linear import Linear, make_linear
@@ -30,7 +31,6 @@ from mpillm.engine.weights.entries import (
 )
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
-from mpillm.models.read_log import ReadLog
 
 
 class Weights(ABC):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from mpillm.data.read_log import ReadLog
 from mpillm.engine.model.model_config import ModelConfig
 from mpillm.engine.model.read_config import load_model_config, preset_json
 from mpillm.engine.model.tensor_shapes import tensor_shapes
@@ -27,7 +28,6 @@ from mpillm.engine.weights.entries import (
     scale_name,
 )
 from mpillm.engine.weights.quantize import dequantize_blocks
-from mpillm.models.read_log import ReadLog
 
 
 class WeightSource(Protocol):

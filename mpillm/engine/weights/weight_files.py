@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.data.other_weights import other_weights
 from mpillm.engine.weights.entries import ITEM_BYTES, Entry
 from mpillm.files import LFS_POINTER, lfs_hint, n_values, read_object
-from mpillm.models.other_weights import other_weights
 
 INDEX = "model.safetensors.index.json"
 _MAX_NAME = 255  # bytes of a name on Linux's file systems

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.config.options import parse_run
 from mpillm.core_names import EMBEDDED
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.planning import world_size
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, shared, slowdown
 from mpillm.experiments.run_series import must_have_verdict
+from mpillm.options.options import parse_run
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
-from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.whole_runs import run_in
 from mpillm.telemetry.other_load import least_disturbed
 
 _ALONE = 8  # requests one after another

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import disagg
 from mpillm.comms.messages import JoinReport
-from mpillm.config.options import parse_run
 from mpillm.cores.registry import BackendRegistry
+from mpillm.options.options import parse_run
 
 if TYPE_CHECKING:
     from mpillm.runtime.join import Planned, Prepared

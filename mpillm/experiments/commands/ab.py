@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
-from mpillm.configurator import option
-from mpillm.configurator.columns import beside, table
-from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
 from mpillm.experiments.grouped_doubts import grouped_doubts
 from mpillm.experiments.intervals import MAX_PAIRS, Paired, pairs_needed
@@ -19,6 +14,11 @@ from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.files import write_text
+from mpillm.options.columns import beside, table
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.options import parse_run
+from mpillm.options.parsers import positive
 from mpillm.report.run_directory import path_shown, series_folder
 
 

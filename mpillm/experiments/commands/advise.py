@@ -13,11 +13,6 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from launch.command import wrapped
-from mpillm.config.options import parse_run, without
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator import option
-from mpillm.configurator.columns import beside, table
-from mpillm.configurator.command_line import Parser
 from mpillm.core_names import DEFAULT
 from mpillm.cores.capabilities import TellsSteps
 from mpillm.cores.registry import BackendRegistry
@@ -27,13 +22,18 @@ from mpillm.experiments.advise.planning import plan_of, prepared, world_size
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
-from mpillm.fields import BY_NAME, positive
-from mpillm.fields.loadgen import LoadgenFields
 from mpillm.files import write_text
 from mpillm.loadgen.issue_order import issue_order
+from mpillm.options.columns import beside, table
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields import BY_NAME, positive
+from mpillm.options.fields.loadgen import LoadgenFields
+from mpillm.options.options import parse_run, without
+from mpillm.options.run_config import RunConfig
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles
-from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.whole_runs import run_in
 from mpillm.telemetry.other_load import least_disturbed
 
 if TYPE_CHECKING:

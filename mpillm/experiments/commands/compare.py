@@ -8,15 +8,15 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.configurator import json_output
-from mpillm.configurator.columns import beside, table
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page, headline
 from mpillm.experiments.compared_runs import ComparedRun, compare
 from mpillm.experiments.intervals import BLOCKS, STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.files import write_json, write_text
+from mpillm.options import json_output
+from mpillm.options.columns import beside, table
+from mpillm.options.command_line import Parser
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_list import run_path
 

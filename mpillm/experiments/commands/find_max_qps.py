@@ -9,12 +9,6 @@ from pathlib import Path
 from statistics import mean
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator import option
-from mpillm.configurator.columns import beside
-from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
 from mpillm.experiments.grouped_doubts import kind_of
 from mpillm.experiments.pages import search_page
@@ -22,8 +16,14 @@ from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, f
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.table import figure
-from mpillm.fields import seconds
 from mpillm.files import write_text
+from mpillm.options.columns import beside
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields import seconds
+from mpillm.options.options import parse_run
+from mpillm.options.parsers import fraction
+from mpillm.options.run_config import RunConfig
 from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms
 from mpillm.report.run_directory import path_shown, series_folder

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from launch.launcher import EveryRankError, one_of_several
 from launch.places import RUNS
-from mpillm.config.options import parse_run
-from mpillm.configurator import option
-from mpillm.configurator.command_line import Parser
 from mpillm.doctor.steps import taken
 from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
 from mpillm.experiments.selftest import GOOD, Tried, cases
-from mpillm.fields import seconds
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields import seconds
+from mpillm.options.options import parse_run
 
 
 class Options(SeriesOptions, group=GROUP):

@@ -10,10 +10,6 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.config.options import parse_run
-from mpillm.configurator import option
-from mpillm.configurator.columns import beside, table
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
     Point,
@@ -29,10 +25,14 @@ from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, pa
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
 from mpillm.files import write_text
+from mpillm.options.columns import beside, table
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.options import parse_run
 from mpillm.report.numbers import duration
 from mpillm.report.run_directory import path_shown, series_folder, unused
 from mpillm.report.run_files import RunFiles
-from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.whole_runs import run_in
 
 
 class Options(RankedOptions, group=GROUP):

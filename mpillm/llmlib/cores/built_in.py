@@ -18,17 +18,17 @@ import numpy as np
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm import fields
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
-from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
 from mpillm.cores import base as ranks
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import assign
 from mpillm.llmlib.cores.base import CompleteCallback, LLMCore, LLMRequest, LLMResponse
 from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.llmlib.words import command_line
+from mpillm.options import fields
+from mpillm.options.disagg_yaml import disagg_config
+from mpillm.options.options import parse_run
+from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import core_configs
 
 

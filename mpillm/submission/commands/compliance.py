@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launch.places import RUNS
-from mpillm.config.values import Values, collect
-from mpillm.configurator import json_output, option
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields.data import GenerationFields
 from mpillm.files import as_written
+from mpillm.options import json_output
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields.data import GenerationFields
+from mpillm.options.values import Values, collect
 from mpillm.report.run_list import run_path
 from mpillm.submission.compliance_tests import verify
 from mpillm.submission.judged_run import JudgedRun

@@ -12,11 +12,6 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.command import find_program
 from mpillm import workloads
-from mpillm.bench.loadtest.endpoint_client import EndpointClient
-from mpillm.config.values import Values, collect
-from mpillm.configurator import option
-from mpillm.configurator.command_line import Parser
-from mpillm.configurator.parsers import integers, one_of, positive, seconds
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, load_dataset
@@ -24,13 +19,18 @@ from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
 from mpillm.errors import ExitCode, StageError
-from mpillm.fields.deadlines import DeadlineFields
-from mpillm.fields.general import GeneralFields
-from mpillm.fields.model import ModelFields
-from mpillm.fields.results import OutputFields
+from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.files import as_written, read_object, write_json
-from mpillm.harnesses.kind import Load, Sample, Seeds
-from mpillm.harnesses.kinds import kind_of
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields.deadlines import DeadlineFields
+from mpillm.options.fields.general import GeneralFields
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.parsers import integers, one_of, positive, seconds
+from mpillm.options.values import Values, collect
+from mpillm.programs.load_clients.kind import Load, Sample, Seeds
+from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
     ACCURACY,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.config.values import Values, collect
-from mpillm.configurator import option
-from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
-from mpillm.fields.general import GeneralFields
-from mpillm.fields.results import OutputFields
 from mpillm.files import as_written
+from mpillm.options.command_line import Parser
+from mpillm.options.field import option
+from mpillm.options.fields.general import GeneralFields
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.values import Values, collect
 from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file, summary

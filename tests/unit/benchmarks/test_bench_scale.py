@@ -10,9 +10,9 @@ from benchmarks import scale
 from benchmarks.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
 from mpillm.comms import messages
 from mpillm.comms.watch import beat_interval_s
-from mpillm.config.values import collect
-from mpillm.configurator.command_line import Parser
-from mpillm.fields import traffic_distribution_policy
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import traffic_distribution_policy
+from mpillm.options.values import collect
 from mpillm.phases import PHASES
 
 N = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.busy import Busy, cores, median
-from mpillm.runs.whole_runs import rank_cores
+from mpillm.runtime.whole_runs import rank_cores
 
 
 @pytest.mark.parametrize(

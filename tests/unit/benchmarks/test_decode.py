@@ -12,11 +12,11 @@ from benchmarks import decode as module
 from benchmarks import decode_parts
 from benchmarks.decode import Options
 from benchmarks.decode_parts import Rate, Rates
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.values import collect
-from mpillm.configurator.command_line import Parser
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.model.model_info import ModelInfo
+from mpillm.options.command_line import Parser
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.values import collect
 from tests.helpers import plain_kernels
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
 

@@ -19,7 +19,7 @@ from benchmarks.decode_steps import Decoded
 from benchmarks.power_readings import PowerReader, Reading
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.model_part import ModelPart
-from mpillm.nvidia.table.roofline import Energy, Part, Roofline, Work, sample_work
+from mpillm.experiments.bench.roofline import Energy, Part, Roofline, Work, sample_work
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core
 

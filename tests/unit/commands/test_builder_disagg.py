@@ -9,11 +9,11 @@ import pytest
 import disagg
 from disagg.errors import ConfigError
 from mpillm.cli import main
-from mpillm.config.options import parse
-from mpillm.config.run_config import RunConfig
-from mpillm.configurator.command_line import Parser
-from mpillm.fields import FIELDS
-from mpillm.nvidia.stages.disagg_workers import for_workers
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import FIELDS
+from mpillm.options.options import parse
+from mpillm.options.run_config import RunConfig
+from mpillm.stages.disagg_workers import for_workers
 
 
 def config(*options: str) -> RunConfig:

@@ -17,7 +17,7 @@ import pytest
 from launch.children import Children
 from launch.signals import stop_signals
 from mpillm import cli
-from mpillm.core_names import WINGS
+from mpillm.core_names import PLUGIN_PACKAGES
 
 ROOT = Path(__file__).parents[3]
 
@@ -205,7 +205,7 @@ def test_a_reader_that_has_gone(unbuffered: str) -> None:
 def test_every_command_has_a_file_of_its_own() -> None:
     files = {
         f"{where}.commands.{path.stem}"
-        for where in ("mpillm", *WINGS)
+        for where in ("mpillm", *PLUGIN_PACKAGES)
         for path in (ROOT / where.replace(".", "/") / "commands").glob("*.py")
         if path.stem != "__init__"
     }
@@ -215,7 +215,7 @@ def test_every_command_has_a_file_of_its_own() -> None:
 HELP = """
 import contextlib, io, sys
 from mpillm.cli import COMMANDS, main
-from mpillm.bench.commands.bench import BENCHES
+from mpillm.experiments.commands.bench import BENCHES
 names = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
 for words in [[*name, "--help"] for name in names]:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
@@ -252,7 +252,7 @@ import contextlib, io, sys
 from mpillm.cli import main
 with contextlib.redirect_stdout(io.StringIO()):
     main(["plan", "--world_size", "4"])
-rare = ("mpillm.engine.model.", "mpillm.config.config_file", "mpillm.nvidia.")
+rare = ("mpillm.engine.model.", "mpillm.options.config_file", "mpillm.nvidia.")
 print([name for name in sys.modules if name.startswith(rare)])
 import mpillm.runtime.rank
 print([name for name in ("launch.supervisor", "subprocess") if name in sys.modules])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from mpillm.bench.bench_endpoint import null_server
-from mpillm.bench.loadtest.load_test import Record
 from mpillm.cli import main
 from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.experiments.bench.bench_endpoint import null_server
+from mpillm.experiments.loadtest.load_test import Record
 from mpillm.submission.commands import endpoints_submission
 from mpillm.submission.endpoint_points import result_summary
 from tests.helpers.make_checkpoint import make_tokenizer

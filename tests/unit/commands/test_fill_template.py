@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpillm.cli import main
-from mpillm.nvidia.commands.fill_template import fill, placeholders, split, substitutions
+from mpillm.triton.commands.fill_template import fill, placeholders, split, substitutions
 
 TEMPLATE = """max_batch_size: ${triton_max_batch_size}
 model_transaction_policy { decoupled: ${decoupled_mode} }

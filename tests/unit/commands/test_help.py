@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import pytest
 
-from mpillm import __version__, fields
+from mpillm import __version__
 from mpillm.cli import main, module_of
-from mpillm.config.options import parse
-from mpillm.configurator.command_line import Parser
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry
-from mpillm.fields import BY_NAME, FIELDS, SETS
-from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.nvidia.config_file import KEYS
+from mpillm.options import fields
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import BY_NAME, FIELDS, SETS
+from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.options.options import parse
 
 ROOT = Path(__file__).parents[3]
 # The commands whose options are all fields, of which each shows those of its stages. The others take no
@@ -62,11 +63,11 @@ CONFIGURATIONS = ("config", "configs", "harness")
 MECHANISM = (
     "mpillm.fields",
     "mpillm.configurator",
-    "mpillm.configurator.command_line",
-    "mpillm.config.config_file",
+    "mpillm.options.command_line",
+    "mpillm.options.config_file",
     "mpillm.workloads",
-    "mpillm.config.flags",
-    "mpillm.config.resolution",
+    "mpillm.options.flags",
+    "mpillm.options.resolution",
 )
 TRAITS = ("engine_stages", "servers")  # of cores' classes: functions that commands call
 MECHANISM_FUNCTIONS = ("parse", "parse_each", "collect", "main", "run_name")

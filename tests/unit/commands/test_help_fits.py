@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
-from mpillm.bench.commands.bench import BENCHES
 from mpillm.cli import COMMANDS, main
+from mpillm.experiments.commands.bench import BENCHES
 
 COMMANDS_TYPED = [
     "--help",

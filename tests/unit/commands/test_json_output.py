@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench.commands.bench import BENCHES
 from mpillm.cli import main
-from mpillm.configurator import json_output
+from mpillm.experiments.commands.bench import BENCHES
+from mpillm.options import json_output
 from tests.helpers.run_directories import make_run, write
 
 COMMANDS = (

@@ -13,7 +13,7 @@ import pytest
 
 from mpillm.cli import main
 from mpillm.devices import Gpu
-from mpillm.nvidia.commands import launch_triton_server
+from mpillm.triton.commands import launch_triton_server
 
 PARALLEL, PLAIN = "llama", "preprocessing"
 LAST = ["--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=prefix0_{}_"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.config.options import parse_run
-from mpillm.fields import FIELDS
+from mpillm.options.fields import FIELDS
+from mpillm.options.options import parse_run
 
 ROOT = Path(__file__).parents[3]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpillm.fields import FIELDS
+from mpillm.options.fields import FIELDS
 from tools.options_page import options_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "options.md"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.config.flags import OVERLAYS
-from mpillm.fields import BY_NAME
-from mpillm.fields.runtime_flags import RUNTIME_FLAGS
-from mpillm.models import model_files
+from mpillm.data import model_files
 from mpillm.nvidia import backends as harness_config
 from mpillm.nvidia import configs
+from mpillm.options.fields import BY_NAME
+from mpillm.options.fields.runtime_flags import RUNTIME_FLAGS
+from mpillm.options.flags import OVERLAYS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "reference_options.md").read_text()

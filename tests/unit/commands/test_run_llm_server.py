@@ -59,7 +59,7 @@ DRY = {
 def test_a_dry_run_needs_nothing_of_the_stages_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    from mpillm.nvidia.trtllm import installed
+    from mpillm.trtllm import installed
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -320,8 +320,8 @@ def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     shares: list[str],
 ) -> None:
     from mpillm.devices import Gpu
-    from mpillm.nvidia.trtllm import installed
-    from mpillm.nvidia.trtllm import servers as trtllm_servers
+    from mpillm.trtllm import installed
+    from mpillm.trtllm import servers as trtllm_servers
 
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
     for module in (trtllm_servers, installed):

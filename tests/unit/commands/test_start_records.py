@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.nvidia.stages import start_records
-from mpillm.nvidia.stages.start_records import RecordedStarts, StartRecord
+from mpillm.stages import start_records
+from mpillm.stages.start_records import RecordedStarts, StartRecord
 
 
 @pytest.fixture

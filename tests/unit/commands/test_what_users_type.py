@@ -12,14 +12,14 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.commands import fetch_model
-from mpillm.config.options import parse_run
-from mpillm.configurator.parsers import http_urls
 from mpillm.cores.registry import check_core
 from mpillm.data.dataset import load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.engine.model.read_config import locate
 from mpillm.errors import ExitCode
+from mpillm.options.options import parse_run
+from mpillm.options.parsers import http_urls
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from mpillm.cores.capabilities import Cache
-from mpillm.nvidia.halves import kv_socket
-from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, fetch
+from mpillm.endpoint.disagg import kv_socket
+from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, fetch
 from tests.helpers.support import wait_until
 
 HOST = "127.0.0.1"

@@ -9,7 +9,7 @@ import pytest
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.clients import share_of
 from mpillm.errors import RunError
-from mpillm.nvidia.trtllm.endpoint import TrtllmEndpointCore
+from mpillm.trtllm.endpoint import TrtllmEndpointCore
 from tests.helpers.endpoint_cores import (
     CANCELLED,
     FINAL,

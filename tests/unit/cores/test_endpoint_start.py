@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 import disagg
-from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import parse_run
 from mpillm.cores.capabilities import FindsServers
 from mpillm.errors import RunError
+from mpillm.options.disagg_yaml import disagg_config
+from mpillm.options.options import parse_run
 from mpillm.runtime.core_configs import core_configs
 from tests.helpers.endpoint_cores import Rows, core_of, refuses, requests, started
 from tests.helpers.scripted_server import Reply, ScriptedServer, head, plain

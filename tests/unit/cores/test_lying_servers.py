@@ -11,8 +11,8 @@ import pytest
 
 from mpillm.comms.messages import RequestFlag
 from mpillm.errors import RunError
+from mpillm.programs.servers.kind import server_log
 from mpillm.report.doubts import doubts, refused, server_checks
-from mpillm.servers.kind import server_log
 from tests.helpers.endpoint_cores import failure, requests
 from tests.helpers.lying_server import HONEST, OTHER_MODEL, Answer, Lie, core_of_liars, result_of
 from tests.helpers.scripted_server import MODEL, Request

@@ -12,16 +12,16 @@ import pytest
 
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
+from mpillm.data import gguf
 from mpillm.data.dataset import BUILTIN_PROMPTS, Dataset, Limits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import LENGTHS_FILE, TOKENS_FILE, PreprocessedLoader, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.files import read_json
 from mpillm.loadgen.audit import prepare_audit
-from mpillm.models import gguf
-from mpillm.nvidia.triton_client.client_options import load_array
-from mpillm.nvidia.triton_client.prompts_file import read_prompts
-from mpillm.nvidia.triton_client.token_client import _tokens_of
 from mpillm.submission.references import read_references
+from mpillm.triton.client.client_options import load_array
+from mpillm.triton.client.prompts_file import read_prompts
+from mpillm.triton.client.token_client import _tokens_of
 from mpillm.workloads import WORKLOADS
 
 BYTES = ByteTokenizer()

@@ -17,13 +17,13 @@ import pytest
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.disagg.disaggregated_params import DisaggregatedParams as Half
+from mpillm.endpoint.disagg.disaggregated_params import KvFormat
+from mpillm.endpoint.disagg.kv_socket import KvStore
+from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.half import Arrival
 from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Served
-from mpillm.nvidia.halves.disaggregated_params import DisaggregatedParams as Half
-from mpillm.nvidia.halves.disaggregated_params import KvFormat
-from mpillm.nvidia.halves.kv_socket import KvStore
-from mpillm.nvidia.halves.opaque_state import KvState, Seal, request_digest
 
 
 def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() -> None:

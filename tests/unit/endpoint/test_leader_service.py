@@ -16,9 +16,9 @@ from aiohttp import ClientSession, ConnectionTimeoutError
 from disagg.instances import Instance
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.http_thread import bind, listen, url
-from mpillm.nvidia.leader import ask
-from mpillm.nvidia.leader.leader_service import LeaderService
-from mpillm.nvidia.leader.workers import Pool, Worker, new_session, wait_ready
+from mpillm.endpoint.leader import ask
+from mpillm.endpoint.leader.leader_service import LeaderService
+from mpillm.endpoint.leader.workers import Pool, Worker, new_session, wait_ready
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
 from tests.helpers.endless_server import ENDLESS

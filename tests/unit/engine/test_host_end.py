@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mpillm.comms.mover import Peer
+from mpillm.endpoint.disagg.kv_socket import plain_memory
 from mpillm.engine.handoff.host_end import HostEnd
 from mpillm.engine.handoff.transfer import Kind, Transfer
-from mpillm.nvidia.halves.kv_socket import plain_memory
 from tests.helpers.loopback import Wire
 from tests.unit.engine.test_engine_handoff import Instance, model
 

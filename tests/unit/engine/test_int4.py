@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.model.read_config import load_model_config
+from mpillm.options.core_config import CoreConfig
 from tests.helpers.families import make_family
 from tests.helpers.int4 import CONFIGS, pack_int4
 

@@ -14,7 +14,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.lora import MODULES, Adapters
 from mpillm.engine.special import Special
 from mpillm.engine.weights.sources import save_preset
-from mpillm.nvidia.triton.peft_adapter import convert
+from mpillm.triton.peft_adapter import convert
 from tests.helpers.adapters import make_adapter, with_adapter
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.model.read_config import load_model_config
 from mpillm.engine.weights.entries import blocks_name, scale_name
+from mpillm.options.core_config import CoreConfig
 from tests.helpers.families import make_family, pack_experts
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
 from mpillm.engine.gpu_steps import GpuSteps
@@ -23,6 +22,7 @@ from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Follower, Worker
+from mpillm.options.core_config import CoreConfig
 from tests.helpers import plain_kernels
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpillm.config.options import parse_run
 from mpillm.errors import StageError
 from mpillm.experiments import rate_tests
 from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests, hopeless
 from mpillm.loadgen.forecast import arrivals
+from mpillm.options.options import parse_run
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD
 from mpillm.workloads.early_stopping import most_late, queries_needed

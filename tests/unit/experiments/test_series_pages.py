@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench.loadtest.load_test import Record
+from mpillm.experiments.loadtest.load_test import Record
 from mpillm.experiments.pages import search_page
 from tests.helpers import series_pages
 from tests.helpers.pages import EVIL, check_made_of, embedded, loads_nothing, words

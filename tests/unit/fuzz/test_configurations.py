@@ -22,12 +22,12 @@ from launch.mpirun import slots
 from launch.mpirun_words import spans_hosts
 from launch.roll_call import RollCall
 from launch.witness import Witness
-from mpillm.config.options import parse
-from mpillm.configurator.command_line import Parser
 from mpillm.doctor import cluster_report, gpus
 from mpillm.experiments.option_grid import grid_of_yaml, points
-from mpillm.fields import BY_NAME, FIELDS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import BY_NAME, FIELDS
+from mpillm.options.options import parse
 from tests.helpers.fuzzing import ODD_NUMBER, ODD_TEXT, ODD_VALUE, changed, damaged, fuzz
 
 YAML = [

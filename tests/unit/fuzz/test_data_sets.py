@@ -21,8 +21,8 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed import converted
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.nvidia.triton_client.prompts_file import read_prompts
 from mpillm.submission.references import read_references
+from mpillm.triton.client.prompts_file import read_prompts
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Columns
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.config.core_config import CoreConfig
+from mpillm.data import fetch, gguf
+from mpillm.data.model_files import EngineConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.read_config import load_model_config, parse_model
 from mpillm.engine.model.tensor_shapes import tensor_shapes
@@ -31,10 +32,10 @@ from mpillm.engine.weights.engine_folder import FORMAT, read_engine
 from mpillm.engine.weights.entries import in_checkpoint
 from mpillm.engine.weights.quantization import MODELOPT
 from mpillm.engine.weights.weight_files import INDEX
-from mpillm.models import fetch, gguf
-from mpillm.models.model_files import EngineConfig, GenerationConfig
-from mpillm.nvidia.triton import peft_adapter
-from mpillm.nvidia.trtllm import library
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.generation_config import GenerationConfig
+from mpillm.triton import peft_adapter
+from mpillm.trtllm import library
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.gguf_files import write_gguf
 

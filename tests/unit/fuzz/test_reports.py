@@ -11,11 +11,11 @@ import yaml
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.config.values import collect
-from mpillm.configurator.command_line import Parser
 from mpillm.cores.openai_client.server_counts import Reading, of_iterations
-from mpillm.harnesses.kind import Load, Sample, Seeds
-from mpillm.harnesses.kinds import kind_of
+from mpillm.options.command_line import Parser
+from mpillm.options.values import collect
+from mpillm.programs.load_clients.kind import Load, Sample, Seeds
+from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.submission.commands import endpoints_submission
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 

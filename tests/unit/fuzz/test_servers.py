@@ -23,7 +23,6 @@ pytest.importorskip("tritonclient.grpc")
 from tritonclient.grpc import InferResult, service_pb2
 
 from launch.outside import one_line
-from mpillm.config.core_config import CoreConfig
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS
 from mpillm.cores.openai_client.endpoint import EndpointError
@@ -33,12 +32,13 @@ from mpillm.cores.openai_client.readiness import choose_dialect, find_model, fra
 from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, reading_of
 from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
-from mpillm.nvidia.triton.tritonserver import model_table
-from mpillm.nvidia.triton_client import text_client, token_client
-from mpillm.nvidia.triton_client.connection import Connection
-from mpillm.nvidia.triton_core import core as triton_core
-from mpillm.nvidia.triton_core.triton_ready import Model
+from mpillm.options.core_config import CoreConfig
 from mpillm.report import tested_servers as report
+from mpillm.triton.client import text_client, token_client
+from mpillm.triton.client.connection import Connection
+from mpillm.triton.core import core as triton_core
+from mpillm.triton.core.triton_ready import Model
+from mpillm.triton.tritonserver import model_table
 from tests.helpers.fuzzing import ODD_TEXT, changed, damaged, fuzz, json_bytes
 from tests.unit.fuzz.test_wire import HTTP_WORDS, JSON_WORDS, LAST, raw_server
 from tests.unit.fuzz.test_wire import whole as reply

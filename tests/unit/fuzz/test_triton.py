@@ -24,16 +24,16 @@ pytest.importorskip("tritonclient.grpc")
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from disagg.errors import ConfigError
-from mpillm.nvidia.commands import fill_template
-from mpillm.nvidia.core_model import load
-from mpillm.nvidia.core_model.report import statistics_of, table
-from mpillm.nvidia.triton import pbtxt
-from mpillm.nvidia.triton.tritonserver import ports_beside, read_repository, triton_server
-from mpillm.nvidia.triton_client.client_options import load_array
-from mpillm.nvidia.triton_client.token_client import _tokens_of
-from mpillm.nvidia.triton_core import triton_ready
-from mpillm.nvidia.triton_core.triton_counts import reading_of
-from mpillm.nvidia.triton_core.triton_ready import TritonError
+from mpillm.triton import pbtxt
+from mpillm.triton.bench import load
+from mpillm.triton.bench.report import statistics_of, table
+from mpillm.triton.client.client_options import load_array
+from mpillm.triton.client.token_client import _tokens_of
+from mpillm.triton.commands import fill_template
+from mpillm.triton.core import triton_ready
+from mpillm.triton.core.triton_counts import reading_of
+from mpillm.triton.core.triton_ready import TritonError
+from mpillm.triton.tritonserver import ports_beside, read_repository, triton_server
 from tests.helpers.fuzzing import ODD_NUMBER, ODD_TEXT, ODD_VALUE, changed, damaged, fuzz, json_bytes
 from tests.unit.fuzz.test_data_sets import NPY, npy
 from tests.unit.fuzz.test_servers import responses
@@ -90,7 +90,7 @@ class Stub(ModuleType):
 @cache
 def embedded() -> Any:
     with mock.patch.dict(sys.modules, {"triton_python_backend_utils": Stub("triton_python_backend_utils")}):
-        from mpillm.nvidia.triton_models import embedded as module
+        from mpillm.triton.models import embedded as module
 
     return module
 

@@ -30,18 +30,18 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
+from mpillm.endpoint.disagg.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, KvFormat
+from mpillm.endpoint.disagg.disaggregated_params import DisaggregatedParams as Half
+from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, checksum, fetch
+from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.leader.ask import Ask
+from mpillm.endpoint.leader.workers import Pool, Worker
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
-from mpillm.nvidia.halves.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, KvFormat
-from mpillm.nvidia.halves.disaggregated_params import DisaggregatedParams as Half
-from mpillm.nvidia.halves.kv_socket import CacheLost, KvStore, checksum, fetch
-from mpillm.nvidia.halves.opaque_state import KvState, Seal, request_digest
-from mpillm.nvidia.leader.ask import Ask
-from mpillm.nvidia.leader.workers import Pool, Worker
-from mpillm.nvidia.triton_client.connection import AnswerError as TritonAnswerError
-from mpillm.nvidia.triton_client.kserve_http import HttpConnection as KServeConnection
-from mpillm.nvidia.triton_models.requests import Refused
-from mpillm.nvidia.triton_models.requests import read as read_tensors
 from mpillm.roles.pool import InstancePool
+from mpillm.triton.client.connection import AnswerError as TritonAnswerError
+from mpillm.triton.client.kserve_http import HttpConnection as KServeConnection
+from mpillm.triton.models.requests import Refused
+from mpillm.triton.models.requests import read as read_tensors
 from tests.helpers.fuzzing import ODD_VALUE, changed, damaged, fuzz, json_bytes
 
 HOST = "127.0.0.1"

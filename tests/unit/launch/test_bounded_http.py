@@ -9,7 +9,7 @@ import pytest
 
 from launch.bounded_http import Bounded, ReplyError, page
 from launch.health_check import _problem
-from mpillm.nvidia.triton.tritonserver import model_table
+from mpillm.triton.tritonserver import model_table
 from tests.helpers.endless_server import ENDLESS, OK, endless_server
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, head, plain
 

@@ -10,7 +10,7 @@ import pytest
 from disagg.instances import Instance
 from launch.event_loop import run_alone
 from mpillm.cores.openai_client.client_thread import ClientThread
-from mpillm.nvidia.leader.workers import Worker, new_session, wait_ready
+from mpillm.endpoint.leader.workers import Worker, new_session, wait_ready
 
 
 def _no_task_was_destroyed(caplog: pytest.LogCaptureFixture) -> bool:

@@ -13,8 +13,8 @@ from launch.masking import MASK, holds_secret, masked, masked_value, masked_word
 from launch.mpirun import main as mpirun
 from launch.outside import printable
 from launch.owned_server import OwnedServer
-from mpillm.config.options import parse_run
 from mpillm.files import write_json
+from mpillm.options.options import parse_run
 from tests.helpers.support import wait_until
 
 KEY = "sk-Zq81-abcdef"

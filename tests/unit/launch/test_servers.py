@@ -15,8 +15,8 @@ import pytest
 from disagg.errors import ConfigError
 from launch import health_check
 from launch.command import Command
-from mpillm.nvidia.stages import servers as module
-from mpillm.nvidia.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
+from mpillm.stages import servers as module
+from mpillm.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from tests.helpers.support import free_ports, wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm import fields
-from mpillm.configurator import Configuration
 from mpillm.cores.base import short_requests
 from mpillm.cores.dummy import answer_tokens
 from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib import LLMCore, LLMRequest, LLMServerFactory, harness_op, launch_server
 from mpillm.llmlib.cores.built_in import BuiltInCore, built_in, core_of_ranks
 from mpillm.llmlib.cores.dummy import DummyCore
+from mpillm.options import fields
+from mpillm.options.mitten import Configuration
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14], [2, 3]]
 

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm import fields
-from mpillm.config.core_config import CoreConfig
-from mpillm.configurator import Configuration
 from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib import (
     HarnessConfig,
@@ -29,6 +26,9 @@ from mpillm.llmlib import (
     WarmupManager,
 )
 from mpillm.llmlib import fields as llmlib_fields
+from mpillm.options import fields
+from mpillm.options.core_config import CoreConfig
+from mpillm.options.mitten import Configuration
 from tests.helpers.support import wait_until
 
 STREAMING = {fields.scenarios: ("Server",), fields.max_output_len: 8}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
 from mpillm.loadgen.forecast import arrivals
 from mpillm.loadgen.issue_order import Issued, issue_order
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
+from mpillm.options.options import parse_run
 
 N_SAMPLES = 50
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
-from mpillm.configurator import Field
-from mpillm.configurator.latency_limits import limits_ms
+from mpillm.options.field import Field
+from mpillm.options.latency_limits import limits_ms
+from mpillm.options.options import parse_run
 from mpillm.report.doubts import late_answers
 from mpillm.report.goodput import goodput, late
 from mpillm.report.request_log import RECORD

@@ -30,7 +30,7 @@ def test_the_command_line_without_a_key(tmp_path: Path, key: list[str]) -> None:
 READS = """
 import os, signal, sys
 from pathlib import Path
-from mpillm.models.read_log import ReadLog
+from mpillm.data.read_log import ReadLog
 from mpillm.report.ranklog import open_rank_log
 open_rank_log(Path(sys.argv[1]), 1)
 reads = ReadLog()

@@ -11,7 +11,7 @@ import pytest
 import disagg
 from disagg.errors import ConfigError
 from mpillm import cli
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 from mpillm.report.repeat import options_again, repeated, said_options
 from mpillm.report.run_environment import describe_environment, differences
 from mpillm.report.run_files import RunFiles

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpillm.comms.messages import DrainReport
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 from mpillm.report import result as results
 from mpillm.report.page.facts import Facts
 from mpillm.report.result import summary_rows

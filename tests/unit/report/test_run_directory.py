@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config.options import parse_run
 from mpillm.files import read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
+from mpillm.options.options import parse_run
 from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, take_directory, unused
 from mpillm.report.run_environment import ENVIRONMENT
-from mpillm.runs.whole_runs import run_in
+from mpillm.runtime.whole_runs import run_in
 from mpillm.submission.compliance_tests import FILES
 
 TAKE = """
@@ -26,7 +26,7 @@ lock(Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()
 
 TAKE_AS = """
 import os, sys
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 from mpillm.report.run_directory import take_directory
 for path in sys.argv[2:]:
     try:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpillm.comms.messages import REQUEST, Batch
-from mpillm.fields import traffic_distribution_policy
+from mpillm.options.fields import traffic_distribution_policy
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 

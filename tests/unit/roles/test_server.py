@@ -16,10 +16,10 @@ import pytest
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.owned_server import OwnedServer
+from mpillm.programs.servers.kind import Part
+from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles import server as role
 from mpillm.roles.server import ServerPlan, ServerRole, doing, last_said
-from mpillm.servers.kind import Part
-from mpillm.servers.kinds import kind_of
 from tests.helpers.support import wait_until
 
 PLAN = ServerPlan(3, 1, kind_of("command:true {port}"), "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")

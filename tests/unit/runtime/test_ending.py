@@ -20,7 +20,7 @@ from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
-from mpillm.fields import DEADLINES
+from mpillm.options.fields import DEADLINES
 from mpillm.runtime import ending
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, State, failures_of
 

@@ -18,10 +18,10 @@ from mpillm.comms.control import Limits, RankControl
 from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
-from mpillm.config.options import parse_run, parse_serve
-from mpillm.config.run_config import RunConfig
 from mpillm.errors import ExitCode, Failure
-from mpillm.fields import DEADLINES
+from mpillm.options.fields import DEADLINES
+from mpillm.options.options import parse_run, parse_serve
+from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.runtime.join import plan_run, prepare

@@ -12,15 +12,15 @@ import pytest
 import disagg
 from disagg import WorldPlan
 from disagg.errors import ConfigError
-from mpillm.config import layers
-from mpillm.config.disagg_yaml import context_servers, disagg_config, server_ranks
-from mpillm.config.idle import check_idle
-from mpillm.config.run_config import RunConfig
-from mpillm.config.together import check_together
+from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.devices import Gpu, as_visible
-from mpillm.fields import FIELDS
-from mpillm.fields.effects import RUN
-from mpillm.runtime.number_of_ranks import ranks_of
+from mpillm.options import layers
+from mpillm.options.disagg_yaml import context_servers, disagg_config, server_ranks
+from mpillm.options.fields import FIELDS
+from mpillm.options.fields.effects import RUN
+from mpillm.options.idle import check_idle
+from mpillm.options.run_config import RunConfig
+from mpillm.options.together import check_together
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
 from mpillm.runtime.yaml_effects import check_yaml
 

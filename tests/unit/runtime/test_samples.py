@@ -10,8 +10,8 @@ import pytest
 
 from disagg.errors import ConfigError, about
 from mpillm import workloads
-from mpillm.config.options import parse_run
 from mpillm.data.dataset import Dataset
+from mpillm.options.options import parse_run
 from mpillm.runtime.choose_samples import load_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.data_frames import write_frame

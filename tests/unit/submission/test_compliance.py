@@ -13,9 +13,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import cli
-from mpillm.config.options import parse_run
 from mpillm.loadgen.audit import prepare_audit
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
+from mpillm.options.options import parse_run
 from mpillm.submission.compliance_tests import check_test06, compliance_of
 from tests.helpers.run_directories import log_entry, make_run, write
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.bench.loadtest.load_test import Record
+from mpillm.experiments.loadtest.load_test import Record
 from mpillm.submission.endpoint_points import Curve, request_logs, result_summary
 from mpillm.submission.endpoint_rules import (
     Regions,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.package import command_of, truncated
 from mpillm.submission.rules import place

@@ -42,7 +42,7 @@ folder = Path(sys.argv[1])
 
 CONSUMERS = {
     "options": """
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 config = parse_run(["--benchmarks", "NEW-99.9"])
 assert config.workload == new and config.accuracy_target == 0.999
 assert (config.model_path, config.dataset_path) == (new.model_path, new.dataset_path)
@@ -56,7 +56,7 @@ from tools.options_page import options_page
 assert "new-7b, new-7b-interactive" in options_page()
 """,
     "configuration files": """
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 file = folder / "mine.py"
 file.write_text('''from mpillm.user_config import *
 @ConfigRegistry.register(HarnessType.Custom)
@@ -68,7 +68,7 @@ config = parse_run(["--config_file", str(file)])
 assert config.benchmarks == ("new-7b",) and config.max_batch_size == 64
 """,
     "NVIDIA's configuration files": """
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 file = folder / "configs" / "H200x8" / "Offline" / "new-7b.py"
 file.parent.mkdir(parents=True)
 (folder / "code").mkdir()
@@ -93,7 +93,7 @@ references = read_references(tiny, str(folder / "references.jsonl"))
 assert [set(row) for row in references] == [{"gt_output", "metric"}] * 10
 """,
     "LoadGen": """
-from mpillm.config.options import parse_run
+from mpillm.options.options import parse_run
 from mpillm.loadgen.settings import LoadGenConfig
 assert LoadGenConfig.from_run(parse_run(["--benchmarks", "new-interactive"])).model == "new_7b-interactive"
 tiny = LoadGenConfig.from_run(parse_run(["--benchmarks", "new", "--model_scale", "tiny"]))

@@ -10,8 +10,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.config.options import parse_run
 from mpillm.loadgen.settings import LoadGenConfig
+from mpillm.options.options import parse_run
 from mpillm.workloads.rounds import ROUNDS, round_named, round_of, why_not
 
 
@@ -55,7 +55,7 @@ def test_a_round_without_the_workload_is_refused() -> None:
 def test_loadgen_has_the_rounds_seeds(of_round: str | None) -> None:
     """In a process of its own, because LoadGen reads its own values once in a process."""
     script = (
-        "import json, sys\nfrom mpillm.config.options import parse_run\n"
+        "import json, sys\nfrom mpillm.options.options import parse_run\n"
         "from mpillm.loadgen.settings import LoadGenConfig, load_settings\n"
         "s = load_settings(LoadGenConfig.from_run(parse_run(sys.argv[1:])), 13368)\n"
         "t, name = s.test, s.to_json()['round']\n"

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm import fields, workloads
-from mpillm.config.options import parse_run
-from mpillm.config.run_config import RunConfig
-from mpillm.config.workload_options import defaults_of
+from mpillm import workloads
 from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
@@ -23,6 +20,10 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.model.read_config import PRESETS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
+from mpillm.options import fields
+from mpillm.options.options import parse_run
+from mpillm.options.run_config import RunConfig
+from mpillm.options.workload_options import defaults_of
 from mpillm.submission.references import read_references
 
 # What MLPerf Inference says: LoadGen's model, samples, longest answer, TTFT and TPOT limits of Server in ms.
@@ -52,7 +53,7 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
     """Return LoadGen's settings from a process of their own, because it reads its own values once in a
     process."""
     script = (
-        "import json, sys\nfrom disagg.errors import ConfigError\nfrom mpillm.config.options import"
+        "import json, sys\nfrom disagg.errors import ConfigError\nfrom mpillm.options.options import"
         " parse_run\n"
         "from mpillm.loadgen.settings import LoadGenConfig, load_settings\n"
         "try:\n    settings = load_settings(LoadGenConfig.from_run(parse_run(json.loads(sys.argv[1]))),"

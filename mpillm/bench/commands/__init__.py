@@ -1,1 +1,0 @@
-"""The wing's command."""

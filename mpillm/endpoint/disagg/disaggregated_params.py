@@ -1,0 +1,238 @@
+"""One half of disaggregated serving over HTTP: TensorRT-LLM's `disaggregated_params`, as a server has them.
+
+The leader (`nvidia.leader`, or `trtllm-serve disaggregated`) sends a request to a context
+server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
+generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
+(`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
+affair (`opaque_state` beside it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from aiohttp import web
+from numpy.typing import NDArray
+
+from mpillm.comms.messages import RequestFlag
+from mpillm.cores.capabilities import Cache
+from mpillm.endpoint.api_error import ApiError, Json
+from mpillm.endpoint.body_values import token_ids
+from mpillm.endpoint.choices import Choice, Piece
+from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, fetch, plain_memory
+from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.half import Arrival
+from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.protocol import Asked, Served
+from mpillm.endpoint.shapes import Shapes
+from mpillm.files import excerpt
+
+_log = logging.getLogger(__name__)
+CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
+_FETCHES = 64  # at once
+_LOOK_S = 0.02  # whether there is room
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """What must be equal in both servers' KV caches."""
+
+    layout: str  # model, layers, heads and data type, in words
+    bytes_per_token: int
+
+
+class DisaggregatedParams:
+    """Implements `endpoint.half.Half`."""
+
+    def __init__(
+        self,
+        role: str,
+        name: str,
+        kv: KvFormat,
+        host: str,
+        store: KvStore | None,
+        arrivals: dict[int, Arrival],
+        timeout_s: float,
+        seal: Seal,
+    ) -> None:
+        """`role`: context or generation; `name`: the server's, with its URL.
+
+        `host`: where other servers reach `store`, which a context server has; `timeout_s`: for a KV cache to
+        be fetched.
+        """
+        self.is_context = role == "context"
+        self.transfers = self.failed_transfers = 0
+        self._role = role
+        self._name = name
+        self._kv = kv
+        self._host = host
+        self._store = store
+        self._arrivals = arrivals
+        self._timeout_s = timeout_s
+        self._seal = seal
+        self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
+        # By context server: one that does not answer leaves threads to the others.
+        self._shares: dict[tuple[str, int], asyncio.Semaphore] = {}
+        self.new_cache: Callable[[int], Cache] = plain_memory
+        """Returns memory for a cache that is fetched: the core's, once there is one."""
+        self._open: list[Answer] = []  # context-only, until their caches are fetched or dropped
+        self._turn = asyncio.Lock()  # of who waits for room, in order
+
+    def check(self, asked: Asked, served: Served) -> Asked:
+        """Return what is asked for, with what `disaggregated_params` change.
+
+        Raises ApiError if that can't be done here.
+        """
+        params = asked.disaggregated
+        kind, mine = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
+        if kind != mine:
+            raise _wrong("request_type", f"{excerpt(kind)}: this is a {self._role} server: {mine}")
+        flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
+        row = asked.row | {"flags": int(asked.row["flags"]) | int(flag)}
+        prompts = asked.prompts
+        if asked.prompt_token_ids is not None:  # of a chat, from the context server or a leader's router
+            prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
+        if len(prompts) > 1 or asked.n > 1:
+            raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
+        if asked.logprobs is not None:
+            raise ApiError(400, "logprobs is not supported with disaggregated_params", "logprobs")
+        return dataclasses.replace(asked, row=row, prompts=prompts)
+
+    def ctx_request_id(self, choice: Choice) -> object:
+        """Return the id by which both servers' `/perf_metrics` know a request; None if no leader sent it."""
+        asked = choice.asked.disaggregated
+        if not self.is_context:
+            return asked.get("ctx_request_id")
+        return (asked.get("disagg_request_id") or choice.answer.id) if asked else None
+
+    @staticmethod
+    async def server_info(request: web.Request) -> web.Response:
+        """Answer what TensorRT-LLM's leader asks first: parameters to add to requests. There are none."""
+        return web.json_response({"disaggregated_params": {}})
+
+    # --- a context server ---
+
+    async def wait_for_room(self) -> None:
+        """Wait, in turn, until one more context-only request leaves room for those of other kinds.
+
+        Raises ApiError if that takes too long.
+        """
+        if not (self._turn.locked() or self._is_full()):
+            return
+        end = time.monotonic() + self._timeout_s
+        too_late = ApiError(429, "too many KV caches wait to be fetched; try again later", code="queue_full")
+        try:
+            await asyncio.wait_for(self._turn.acquire(), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise too_late from None
+        try:
+            while self._is_full():
+                if time.monotonic() > end:
+                    raise too_late
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._turn.release()
+
+    def _is_full(self) -> bool:
+        assert self._store is not None
+        if len(self._open) >= self._store.most_open:
+            self._open = [answer for answer in self._open if not answer.released]
+        return len(self._open) >= self._store.most_open
+
+    def began(self, answer: Answer) -> None:
+        """Note a context-only request."""
+        self._open.append(answer)
+
+    def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
+        """Return the answer to a context-only request, whose first token is there."""
+        asked = choice.asked.disaggregated
+        said = json.loads(shapes.choice(choice, [piece]))
+        made = shapes.around([choice]) | {"choices": [said], "prompt_token_ids": choice.prompt.tolist()}
+        # TensorRT-LLM's leader wants them of an answer that has ended, too.
+        params: Json = {
+            "request_type": CONTEXT_ONLY,
+            "first_gen_tokens": piece.tokens,
+            "ctx_request_id": self.ctx_request_id(choice),
+            "encoded_opaque_state": None,
+            "draft_tokens": None,
+            "disagg_request_id": asked.get("disagg_request_id"),
+        }
+        said["disaggregated_params"] = params
+        if piece.finish_reason is not None:  # there is nothing to generate
+            return made
+        assert self._store is not None
+        key = self._store.key(choice.answer.id)
+        if key is None:
+            raise ApiError(503, f"{self._name}: the KV cache was dropped before the answer", code="kv_cache")
+        of = request_digest(choice.prompt, piece.tokens[0])
+        state = KvState(self._name, self._host, self._store.port, key.hex(), self._kv.layout, of)
+        said["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
+        params["encoded_opaque_state"] = self._seal.write(state)
+        return made
+
+    # --- a generation server ---
+
+    async def fetch(self, asked: Asked, prompt: NDArray[np.int32], served: Served) -> Arrival:
+        """Return the KV cache of a generation-only request.
+
+        Raises ApiError if it can't be had, and from whom.
+        """
+        params = asked.disaggregated
+        tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
+        if len(tokens) != 1:
+            raise _wrong("first_gen_tokens", f"{len(tokens)} tokens; expected one")
+        state = self._seal.read(params.get("encoded_opaque_state"))
+        if state.kv != self._kv.layout:
+            raise _wrong(
+                "encoded_opaque_state",
+                f"{state.server} has a KV cache of {state.kv}, {self._name} one of {self._kv.layout}",
+            )
+        if state.of != request_digest(prompt, tokens[0]):
+            raise _wrong("encoded_opaque_state", "its KV cache is of another prompt or first token")
+        n_bytes = len(prompt) * self._kv.bytes_per_token
+        at, key = (state.host, state.port), bytes.fromhex(state.key)
+        if at not in self._shares:
+            self._shares[at] = asyncio.Semaphore(_FETCHES // 2)
+        work = partial(fetch, *at, key, n_bytes, self._timeout_s, self.new_cache)
+        try:
+            cache = await self._in_thread(self._shares[at], work)
+        except CacheLost as error:
+            self.failed_transfers += 1
+            _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
+            raise ApiError(
+                502, f"{state.server}: its KV cache can't be had; our log says why", code="context_server"
+            ) from None
+        self.transfers += 1
+        return Arrival(tokens[0], cache)
+
+    async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
+        """Return what a thread makes, which keeps its share until it is done, also when nobody waits."""
+        assert self._fetchers is not None
+        loop = asyncio.get_running_loop()
+        await share.acquire()
+        future = self._fetchers.submit(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(share.release))
+        return await asyncio.wrap_future(future)
+
+    def opened(self, answer: Answer, arrival: Arrival) -> None:
+        """Note that a request whose KV cache was fetched is on its way."""
+        self._arrivals[answer.id] = arrival
+
+    def ended(self, answer: Answer, arrival: Arrival) -> None:
+        """Note that its handler has ended, whether or not its instance has taken the cache."""
+        # The id may be another request's by now.
+        if self._arrivals.get(answer.id) is arrival:
+            del self._arrivals[answer.id]
+
+
+def _wrong(name: str, what: str) -> ApiError:
+    return ApiError(400, f"disaggregated_params.{name}: {what}", f"disaggregated_params.{name}")

@@ -1,0 +1,222 @@
+"""``bench endpoint``: a load test of a server over HTTP, or (``--null``) what the client itself can do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disagg.errors import ConfigError, about
+from launch.environment import clean_environment
+from launch.places import RUNS
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import EndpointError
+from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset, unused_lengths
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mpillm.errors import ExitCode
+from mpillm.experiments.loadtest.endpoint_client import EndpointClient
+from mpillm.experiments.loadtest.endpoint_page import endpoint_page
+from mpillm.experiments.loadtest.load_test import LoadTest, arrivals
+from mpillm.experiments.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
+from mpillm.files import write_json, write_text
+from mpillm.options import json_output
+from mpillm.options.field import option
+from mpillm.options.fields import positive, seconds
+from mpillm.options.fields.data import GenerationFields
+from mpillm.options.fields.deadlines import DeadlineFields
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.latency_limits import WORDS, limits_ms
+from mpillm.options.parsers import at_least_one, boolean, rate
+from mpillm.options.values import Values
+from mpillm.report.run_directory import path_shown, series_folder
+
+# What is not said: of a test, and of --null.
+_TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
+_NULL: dict[str, Any] = {"num_prompts": 20_000, "max_concurrency": 64, "input_len": 128.0, "output_len": 16}
+_END_S = 10.0  # for the server of --null
+_BUSY = 0.8  # of a core: a client near all of it measures itself
+
+
+class Options(Values, group="benchmark"):
+    """Of ``bench endpoint``."""
+
+    url = option("the server: host:port, or a URL of http or https")
+    null = option(
+        "start a server whose answers cost nothing, to measure the client itself", boolean, default=False
+    )
+    model = option("the model's name at the server [default: the only one]")
+    model_path = ModelFields.model_path.but(
+        "a folder with the model's tokenizer, for text", group="benchmark"
+    )
+    dataset_path = option("JSONL with prompts [default: random tokens]")
+    num_prompts = option("requests [default: 1000; with --null 20000]", positive)
+    input_len = option("tokens of a random prompt [default: 1024; with --null 128]", at_least_one)
+    output_len = option("tokens of an answer [default: 128; with --null 16]", positive)
+    ignore_eos = option("answers don't stop at an end token", boolean, default=True)
+    temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
+    request_rate = option("requests per second [default: all at once]", rate)
+    burstiness = option(
+        "shape of the gamma distribution of intervals: 1 is a Poisson process, less is more bursty",
+        rate,
+        default=1.0,
+    )
+    max_concurrency = option("most requests at once [default: no limit; with --null 64]", positive)
+    num_warmups = option("requests before the test", positive, default=8)
+    goodput = option(
+        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000", limits_ms, argparse_opts=WORDS
+    )
+    metric_percentiles = option("percentiles of latencies, separated by commas", default="99")
+    seed = option("seed of arrivals and random prompts", positive, default=1)
+    ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
+    stall_timeout = DeadlineFields.stall_timeout.but(
+        "longest silence of a server that owes answers", default=300.0, group="benchmark"
+    )
+    result_filename = option("write the result as JSON to this file")
+    log_dir = OutputFields.log_dir.but(
+        f"folder for the page [default: {RUNS}/TIME-endpoint]", group="benchmark"
+    )
+    save_detailed = option("also write the latencies and texts of each request", boolean, default=False)
+
+
+DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."
+EPILOG = (
+    "examples:\n"
+    "  python -m mpillm bench endpoint --url localhost:8000 --request_rate 10 --goodput ttft:500 tpot:50\n"
+    "  python -m mpillm bench endpoint --null"
+)
+
+
+def main(config: Options) -> int:
+    """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
+    if bool(config.url) == config.null:
+        raise ConfigError("bench endpoint needs one of --url URL and --null")
+    limits = config.goodput or {}
+    percentiles = _percentiles(config.metric_percentiles)
+    values = dict(_NULL if config.null else _TEST)
+    values |= {name: given for name in values if (given := config.values[name]) is not None}
+    folder = Path(config.model_path) if config.model_path else None
+    tokenizer = (
+        load_tokenizer(folder, apply_chat_template=True) if folder else NoTokenizer("without --model_path")
+    )
+    dataset = _dataset(config, tokenizer, values)
+    try:
+        with null_server() if config.null else contextlib.nullcontext(config.url or "") as url:
+            result, test = _measure(config, url, tokenizer, dataset, values)
+    except EndpointError as error:
+        print(f"mpillm: {error}", file=sys.stderr)
+        return ExitCode.NOT_READY
+    result |= numbers(test.records, result["duration"], percentiles, limits)
+    result |= judged(test.records, limits)
+    lines = list(table(result, percentiles, config.request_rate, values["max_concurrency"]))
+    print("\n".join(lines))
+    for line in (verdict := verdict_lines(result)):
+        print(line)
+    busy = result["client_busy_fraction"]
+    print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
+    if busy > _BUSY and not config.null:
+        print("The client is near its limit: the server may be faster than this.")
+    if dataset.note and not config.null:
+        print(f"data set {dataset.name}:\n  {dataset.note}")
+    kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
+    json_output.tell(kept)
+    if config.result_filename:
+        write_json(Path(config.result_filename), kept)
+    folder = series_folder(config.log_dir, "endpoint")
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "endpoint.html"
+    write_text(page, endpoint_page(config.url or "--null", result, test.records, lines, verdict))
+    print(f"page  {path_shown(page)}")
+    errors = [error for error in result["errors"] if error]
+    for text in dict.fromkeys(errors[:10]):
+        print(f"mpillm: {text}", file=sys.stderr)
+    return ExitCode.TEST_FAILED if errors else ExitCode.DONE
+
+
+def _measure(
+    config: Options, url: str, tokenizer: Tokenizer, dataset: Dataset, values: dict[str, Any]
+) -> tuple[dict[str, Any], LoadTest]:
+    """Return what was asked and how long it took, and what became of each request."""
+    n, at_once = values["num_prompts"], values["max_concurrency"]
+    prompts = [dataset.sample(i % len(dataset)) for i in range(n)]
+    sampling = Sampling(
+        values["output_len"], temperature=config.temperature, seed=config.seed, ignore_eos=config.ignore_eos
+    )
+    due = arrivals(n, config.request_rate, config.burstiness, np.random.default_rng(config.seed))
+    first = prompts[: config.num_warmups]
+    warm_up = LoadTest(first, np.zeros(len(first)), sampling, at_once)
+    test = LoadTest(prompts, due, sampling, at_once)
+    with EndpointClient(
+        url, tokenizer, config.model, config.model_path, config.ready_deadline, config.stall_timeout
+    ) as client:
+        client.run(warm_up)
+        cpu_s = client.cpu_s()
+        duration = client.run(test)
+        busy = (client.cpu_s() - cpu_s) / duration
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": None,
+        "model_id": client.endpoint.model,
+        "tokenizer_id": config.model_path,
+        "num_prompts": n,
+        "request_rate": config.request_rate or "inf",
+        "burstiness": config.burstiness,
+        "max_concurrency": at_once,
+        "duration": duration,
+        "client_busy_fraction": busy,
+    }, test
+
+
+def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:
+    length = values["output_len"]
+    if config.dataset_path:
+        dataset = load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
+        if dataset.output_lengths is not None:
+            print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
+        return dataset
+    n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
+    source = Synthetic(values["input_len"], length, num_samples=n, seed=config.seed)
+    return load_dataset(source, tokenizer)
+
+
+@about("metric_percentiles")
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= p <= 100 for p in found):
+        raise ConfigError(f"--metric_percentiles {text}: expected numbers from 0 to 100, as 50,99")
+    return found
+
+
+@contextlib.contextmanager
+def null_server(module: str = "mpillm.experiments.bench.null_server", *words: str) -> Iterator[str]:
+    """Yield the URL of a server that costs nothing, in a process of its own, which ends with this one.
+
+    `module`, `words`: another one that says where it listens, and ends with its input, as that does.
+    """
+    command = [sys.executable, "-m", module, *words]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            if not url:
+                raise EndpointError(f"{' '.join(command)} ended before it listened")
+            yield url
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

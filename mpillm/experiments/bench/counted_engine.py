@@ -1,0 +1,157 @@
+"""The embedded engine as ``bench engine`` runs it on a CPU: answers, and the matrix products behind them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.engine import Engine
+from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.model.feed_forward import Mixture, Mlp
+from mpillm.engine.model.linear import Linear
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model.ops import choice_of
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.start_speculation import start_speculation
+from mpillm.engine.staging import Sampled
+from mpillm.engine.step import Step
+from mpillm.engine.worker import Worker
+from mpillm.options.core_config import CoreConfig
+
+_SQUARE = 2048  # rows, inputs and outputs of a large product
+
+
+class _Product(NamedTuple):
+    multiply: Callable[[Tensor], Tensor]
+    inputs: int
+    outputs: int  # for each row of its input
+    rows: int
+
+
+class _CountingWorker(Worker):
+    def __init__(self, plain: Worker) -> None:
+        super().__init__(plain.part, plain.steps)
+        self.counts: list[tuple[int, int]] = []  # of each step: rows, rows with logits
+
+    def run(self, step: Step) -> Sampled | None:
+        self.counts.append((len(step.tokens), len(step.wanted)))
+        return super().run(step)
+
+
+class CountedEngine:
+    """The engine on a CPU, which counts what its steps compute."""
+
+    def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
+        limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
+        worker = _CountingWorker(Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False))
+        self._steps = worker.counts
+        self._engine = Engine(info, limits, worker)
+        if core.speculative_config:
+            self._engine.speculation = start_speculation(core, worker, self._engine.scheduler)
+
+    def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
+        sequences = self._added(prompts, n_output)
+        while not self._engine.is_idle():
+            self._engine.step()
+        return [sequence.output for sequence in sequences]
+
+    def decode_ms(self, prompts: list[list[int]], n_output: int) -> float:
+        """Return the median time of a step in which all answers grow; NaN if they have one token."""
+        self._added(prompts, n_output)
+        times = []
+        while not self._engine.is_idle():
+            n_before, started = len(self._steps), time.perf_counter()
+            self._engine.step()
+            if self._steps[n_before:] == [(len(prompts), len(prompts))]:
+                times.append(time.perf_counter() - started)
+        return 1e3 * statistics.median(times) if times else math.nan
+
+    def _added(self, prompts: list[list[int]], n_output: int) -> list[Sequence]:
+        self._steps.clear()
+        if (speculation := self._engine.speculation) is not None:
+            speculation.accepted_tokens = speculation.drafted_tokens = 0
+        sequences = [
+            Sequence(i, prompt, n_output, n_output, SamplingParams()) for i, prompt in enumerate(prompts)
+        ]
+        for sequence in sequences:
+            self._engine.add(sequence)
+        return sequences
+
+    def guesses(self) -> tuple[int, int]:
+        """Return how many of the last `answer`'s guesses were right, and how many it made."""
+        speculation = self._engine.speculation
+        assert speculation is not None
+        return speculation.accepted_tokens, speculation.drafted_tokens
+
+    def products(self) -> float:
+        """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
+        dtype = self._engine.worker.part.dtype
+        all_of_them = list(self._products())  # before the clock starts: rows choose their experts here
+        most: dict[int, int] = {}  # rows, by inputs
+        for each in all_of_them:
+            most[each.inputs] = max(each.rows, most.get(each.inputs, 0))
+        inputs = {width: torch.randn(rows, width).to(dtype) for width, rows in most.items()}
+        with torch.inference_mode():
+            started = time.perf_counter()
+            for each in all_of_them:
+                each.multiply(inputs[each.inputs][: each.rows])
+            return time.perf_counter() - started
+
+    def n_operations(self) -> int:
+        """Return the floating-point operations of these; 0 if a layer has others than are counted here."""
+        if not all(isinstance(layer.qkv, Linear) for layer in self._engine.worker.part.model.layers):
+            return 0
+        return sum(2 * each.rows * each.inputs * each.outputs for each in self._products())
+
+    def best_rate(self) -> float:
+        """Return the GFLOP/s of a large square product with weights, the best of three."""
+        dtype = self._engine.worker.part.dtype
+        with torch.inference_mode():
+            weight, x = torch.randn(2, _SQUARE, _SQUARE).to(dtype)
+            linear = Linear(weight)
+            times = []
+            for _ in range(3):
+                started = time.perf_counter()
+                linear(x)
+                times.append(time.perf_counter() - started)
+        return 2 * _SQUARE**3 / min(times) / 1e9
+
+    def _products(self) -> Iterator[_Product]:
+        """Yield each product with weights of the last `answer`."""
+        model = self._engine.worker.part.model
+        assert model.lm_head is not None
+        for rows, wanted in self._steps:
+            for layer in model.layers:
+                last = wanted if layer is model.layers[-1] else rows
+                if isinstance(layer.qkv, Linear):
+                    yield _product(layer.qkv, rows)
+                yield _product(layer.o, last)
+                if isinstance(layer.mlp, Mlp):
+                    yield from (_product(linear, last) for linear in (layer.mlp.gate_up, layer.mlp.down))
+                else:
+                    yield from _products_of_experts(layer.mlp, last)
+            yield _product(model.lm_head, wanted)
+
+
+def _product(linear: Linear, rows: int) -> _Product:
+    return _Product(linear, linear.in_features, linear.out_features, rows)
+
+
+def _products_of_experts(mixture: Mixture, rows: int) -> Iterator[_Product]:
+    """Yield a mixture's, with experts that rows choose at random."""
+    n_experts, n_chosen = mixture.router.out_features, mixture.n_chosen
+    chosen = torch.rand(rows, n_experts).topk(n_chosen).indices
+    choice = choice_of(torch.ones(rows, n_chosen), chosen, range(n_experts))
+    yield _product(mixture.router, rows)
+    for grouped, pairs in ((mixture.gate_up, n_chosen), (mixture.down, 1)):  # for each row of its input
+        multiply = partial(grouped, choice=choice)
+        yield _Product(multiply, grouped.in_features, pairs * grouped.out_features, rows * n_chosen // pairs)

@@ -1,0 +1,64 @@
+"""``python -m mpillm bench NAME``"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+from disagg.errors import ConfigError, nearest
+from mpillm.core_names import brought, package_of
+from mpillm.errors import ExitCode
+from mpillm.options.columns import beside
+from mpillm.options.command_line import Parser
+
+NAMES = BENCHES = brought("BENCHES")
+
+
+def module_of(name: str) -> str:
+    """Return the module of a benchmark."""
+    file = name.replace("-", "_")
+    return f"{package_of('BENCHES', name, 'mpillm.experiments')}.bench.bench_{file}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that is named, with the options after its name."""
+    from mpillm.options.values import collect
+
+    named = find("mpillm bench", BENCHES, module_of, argv, figures=True)
+    if named is None:
+        return ExitCode.DONE
+    bench, parser, words = named
+    if hasattr(bench, "words_of"):  # words of a script that stand among the options
+        words = bench.words_of(words)
+    return int(bench.main(collect(words, bench.Options, parser)))
+
+
+def find(
+    prog: str,
+    benches: Mapping[str, str],
+    module_of: Callable[[str], str],
+    argv: Sequence[str],
+    figures: bool = False,
+) -> tuple[ModuleType, Parser, list[str]] | None:
+    """Return the module of the benchmark that `argv` names, its parser, and the words after its name.
+
+    `module_of`: its module's name. Returns None where help was asked for, which is printed. `figures`: they
+    tell figures for --json. Raises ConfigError for a name that is not in `benches`.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: python -m {prog} NAME [options]\n")
+        width = max(map(len, benches))
+        for name, description in benches.items():
+            print(beside(f"  {name:<{width}}  ", description))
+        return None
+    if argv[0] not in benches:
+        raise ConfigError(
+            f"no benchmark '{argv[0]}'{nearest(argv[0], benches)}; there are: {', '.join(benches)}"
+        )
+    name, *words = argv
+    bench = importlib.import_module(module_of(name))
+    parser = Parser(
+        prog=f"{prog} {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG, figures=figures
+    )
+    return bench, parser, words

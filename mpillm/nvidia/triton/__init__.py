@@ -1,1 +1,0 @@
-"""Model repositories for tritonserver (`repository`), and what `run-llm-server` starts of it (`servers`)."""

@@ -1,0 +1,1 @@
+"""Options: their declarations (`fields/`), and how a command finds their values."""

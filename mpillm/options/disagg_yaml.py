@@ -1,0 +1,158 @@
+"""The disaggregation configuration of a run: the YAML that is given, or one generated from the options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import disagg
+from disagg import DisaggConfig
+from disagg.errors import ConfigError
+from disagg.schema import SECTIONS
+from mpillm.options.disagg_values import CORE, EXPERTS, ROUTER, SIZES, written
+from mpillm.options.found import Level
+from mpillm.options.run_config import RunConfig
+
+HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}
+"""The section of a server that is one half of disaggregated serving, by its role."""
+
+PORTS = ("server_port", "worker_start_port")
+"""Options for the addresses in a generated configuration."""
+
+
+def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
+    """Return the given YAML, or one generated from the options for `world_size` ranks.
+
+    `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank
+    is an executor; some may own servers of contexts (see `context_servers`). Raises ConfigError naming the
+    file or the option.
+    """
+    if clients:
+        n_executors = None
+        if config.server and config.mode == "disaggregated":
+            n_executors = _server_counts(config, world_size)[1] * config.clients_of_a_server
+            world_size = None
+        return disagg.generate(
+            "aggregated",
+            world_size,
+            control_ranks=config.control_ranks,
+            num_executors=n_executors,
+            model=config.model_path,
+        )
+    if config.half:
+        return _half(config, HALVES[config.half])
+    yaml = config.yaml or config.with_yaml().yaml
+    if yaml is None:
+        return generated(config, world_size)
+    _check_control_ranks(config, yaml, world_size)
+    return yaml
+
+
+def context_servers(config: RunConfig, world_size: int | None) -> int:
+    """Return how many of the servers that a run starts compute contexts alone; `world_size`: see
+    `disagg_config`.
+
+    Raises ConfigError if the servers that are stated do not fit it.
+    """
+    if not config.server or config.mode != "disaggregated":
+        return 0
+    return _server_counts(config, world_size)[0]
+
+
+def server_ranks(config: RunConfig) -> int | None:
+    """Return how many ranks own context and generation servers that a run starts, or are their clients.
+
+    None: it starts none such. What nothing states is one.
+    """
+    if not config.server or config.mode != "disaggregated":
+        return None
+    n_contexts, n_generations = _server_counts(config, None)
+    return n_contexts + n_generations * config.clients_of_a_server
+
+
+def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]:
+    """Return the number of context servers and of generation servers.
+
+    A context server has one rank, a generation server its clients.
+    """
+    made = disagg.generate(
+        "disaggregated",
+        world_size,
+        control_ranks=config.control_ranks,
+        num_ctx_servers=config.num_ctx_servers,
+        num_gen_servers=config.num_gen_servers,
+        gen_tp_size=config.clients_of_a_server,
+    )
+    contexts, generations = (server.num_instances for _, server in made.sections)
+    return contexts, generations
+
+
+def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int | None) -> None:
+    """Raise ConfigError if --control_ranks says otherwise than the ranks that `yaml` leaves."""
+    n = config.control_ranks
+    if n is not None and world_size not in (None, yaml.n_workers + n):
+        raise ConfigError(
+            f"{config.named('control_ranks')}: with the {yaml.n_workers} worker ranks of"
+            f" {config.disagg_config} it takes {yaml.n_workers + n} ranks, not {world_size}",
+            about=["control_ranks"],
+        )
+
+
+def _half(config: RunConfig, section: str) -> DisaggConfig:
+    """Return one instance of a section: the YAML's, or one of the options' sizes."""
+    yaml = config.yaml or config.with_yaml().yaml
+    if yaml is not None:
+        server = dict(yaml.sections).get(section)
+        if server is None or not server.num_instances:
+            raise ConfigError(f"{config.disagg_config}: there is no instance in {section}")
+        server = replace(server, num_instances=1, urls=())
+    else:
+        ((_, server),) = generated(config, None).sections
+    halves: dict[str, Any] = {section: server}
+    return DisaggConfig(model=config.model_path, **halves)
+
+
+def generated(config: RunConfig, world_size: int | None, control_ranks: int | None = None) -> DisaggConfig:
+    """Return the instances that the options make without a YAML: for `world_size` ranks, or as needed.
+
+    `control_ranks`: instead of the option's.
+    """
+    try:
+        return disagg.generate(
+            config.mode,
+            world_size,
+            control_ranks=config.control_ranks if control_ranks is None else control_ranks,
+            model=config.model_path,
+            port=config.server_port,
+            first_worker_port=config.worker_start_port,
+            num_ctx_servers=config.num_ctx_servers,
+            ctx_tp_size=config.ctx_tp_size or 1,
+            ctx_pp_size=config.ctx_pp_size or 1,
+            num_gen_servers=config.num_gen_servers,
+            gen_tp_size=config.gen_tp_size or 1,
+            gen_pp_size=config.gen_pp_size or 1,
+            tensor_parallelism=config.tensor_parallelism or 1,
+            pipeline_parallelism=config.pipeline_parallelism or 1,
+            moe_expert_parallelism=config.moe_expert_parallelism or 1,
+        )
+    except ConfigError as error:
+        mine = SECTIONS[:2] if config.mode == "disaggregated" else SECTIONS[2:]
+        sizes = [
+            place.field.name
+            for places in (*(SIZES[section] for section in mine), (EXPERTS,))
+            for place in places
+        ]
+        said = [name for name in sizes if config.origin(name).level > Level.DEFAULT]
+        said += PORTS if any(map(config.given, PORTS)) else ()
+        raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
+
+
+def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
+    """Return `made` with the options' values on how its instances run, for readers that have only the
+    file."""
+    values = {
+        place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT
+    }
+    return made.with_sections(
+        lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})
+    )

@@ -1,0 +1,249 @@
+"""Fields: the things that can be configured."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
+
+from disagg.errors import ConfigError, nearest
+from disagg.yaml_text import is_text, plain, value_text
+from mpillm.options.effect import EVERYWHERE, Effect
+
+if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
+    from typing import TypedDict
+
+    from typing_extensions import Self, TypeVar, Unpack
+
+    class _More(TypedDict, total=False):
+        disallow_default: bool
+        disallow_argparse: bool | None
+        argparse_opts: Mapping[str, Any] | None
+        from_environ: str | None
+        autoconf_strategy: AutoConfStrategy
+        choices: tuple[str, ...]
+        group: str
+        aliases: tuple[str, ...]
+        effect: Effect
+
+    T = TypeVar("T", default=Any)
+    V = TypeVar("V")
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+
+class AutoConfStrategy(enum.Enum):
+    """What a value does to the one of a lower source."""
+
+    Replace = "replace"
+    DictUpdate = "dict_update"  # dictionaries: key by key
+
+
+_MOST_SAID = 1000  # characters of a value, or a reason, in a message
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "..."
+
+
+class Reason(ValueError):
+    """Why a text is not a value; the message adds what was expected."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Field(Generic[T]):
+    """One thing that can be configured. A field is equal only to itself.
+
+    Its name has underscores; hyphens mean the same on the command line. Parameters after `*` are our own.
+    T is the type of its value: what `from_string` returns, or a text; or None, unless there is a default.
+    As an attribute it is the field on an `Options` class, and its value on an instance.
+    """
+
+    name: str
+    description: str = ""
+    from_string: Callable[[str], Any] | None = None  # None: the text is the value
+    disallow_default: bool = False  # a missing value is an error
+    disallow_argparse: bool | None = None  # no command line option; None: if there is `from_environ`
+    argparse_opts: Mapping[str, Any] | None = None  # for `ArgumentParser.add_argument`
+    from_environ: str | None = None  # an environment variable
+    autoconf_strategy: AutoConfStrategy = AutoConfStrategy.Replace
+    _: dataclasses.KW_ONLY
+    default: Any = None  # None: no default
+    choices: tuple[str, ...] = ()  # in any letter case
+    group: str = "general"  # the heading in --help
+    aliases: tuple[str, ...] = ()  # other names
+    effect: Effect = EVERYWHERE  # for whom the value has one
+
+    @overload
+    def __get__(self, options: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, options: Options, owner: type) -> T: ...
+    def __get__(self, options: object, owner: type) -> Self | T:
+        return options[self] if isinstance(options, Options) else self
+
+    if TYPE_CHECKING:
+
+        @overload
+        def but(
+            self: Field[V | None], description: str | None = None, *, default: V, **more: Unpack[_More]
+        ) -> Field[V]: ...
+        @overload
+        def but(self, description: str | None = None, **more: Unpack[_More]) -> Self: ...
+        @overload
+        def but(self, description: str | None = None, *, default: T, **more: Unpack[_More]) -> Self: ...
+
+    def but(self, description: str | None = None, **more: Any) -> Any:
+        """Return a field like this one, with another description, default, group or other parameters.
+
+        For options of a command that has an option of the runs, such as its own default of it.
+        """
+        if description is not None:
+            more["description"] = description
+        return dataclasses.replace(self, **more)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    @property
+    def is_option(self) -> bool:
+        """Whether the command line may set it."""
+        return not (self.from_environ if self.disallow_argparse is None else self.disallow_argparse)
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the option without a value means true."""
+        return isinstance(self.default, bool) or self.from_string is bool
+
+    @property
+    def shown_default(self) -> str:
+        """The default as on the command line; empty without one."""
+        return "" if self.default is None or self.default == {} else self.text(self.default)
+
+    @property
+    def _expected(self) -> str:
+        reads = f"what {getattr(self.from_string, '__name__', self.name)} reads"
+        return str(getattr(self.from_string, "expects", reads))
+
+    def text(self, value: Any) -> str:
+        """Return the text that `parse` reads as `value`."""
+        return (
+            str(value).lower()
+            if isinstance(value, bool)
+            else str(getattr(self.from_string, "to_text", str)(value))
+        )
+
+    def parse(self, text: str, source: str) -> Any:
+        """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
+        if not is_text(text):
+            raise ConfigError(f"{source} {_cut(ascii(text))}: not UTF-8 text, or with a null character")
+        said = f"{source} {_cut(text) if text.strip() else repr(text)}"
+        if self.choices and text not in self.choices:
+            by_case = {choice.lower(): choice for choice in self.choices}
+            if text.lower() in by_case:
+                return by_case[text.lower()]
+            raise ConfigError(f"{said}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
+        if self.from_string is bool:  # bool("false") is True
+            if text.lower() not in ("true", "false", "1", "0"):
+                raise ConfigError(f"{said}: expected true or false")
+            return text.lower() in ("true", "1")
+        if self.from_string is None and not text.strip():
+            raise ConfigError(f"{said}: expected a text that is not empty")
+        try:
+            return self.from_string(text) if self.from_string else text
+        except (ArithmeticError, ValueError, RecursionError) as error:
+            why = f" ({_cut(str(error))})" if isinstance(error, Reason) else ""
+            raise ConfigError(f"{said}: expected {self._expected}{why}") from None
+
+    def check(self, value: Any, source: str) -> Any:
+        """Return the value of a file's entry, as `parse` would read it from text.
+
+        Raises ConfigError naming `source`.
+
+        None is a value if there is no default.
+        """
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if value is None and self.default is not None:
+            raise ConfigError(
+                f"{source} null: leave it out for its default"
+                + (f", {self.shown_default}" if self.shown_default else "")
+            )
+        if value is None:
+            return value
+        if isinstance(value, dict) and getattr(self.from_string, "reads_dict", False):
+            return plain(value, source)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        try:
+            text = value if isinstance(value, str) else self.text(value)
+        # a number of hundreds of digits, a list that contains itself
+        except (ArithmeticError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{source}: {error}") from None
+        except (TypeError, AttributeError):  # a value of a kind that the field has no text for
+            raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None
+        if self.from_string is None and not self.choices and not isinstance(value, str):
+            raise ConfigError(f"{source} {_cut(text)}: expected a text; put it in quotes")
+        return self.parse(text, source)
+
+
+class Declared(NamedTuple):
+    """What `option` says of a field; the class that it stands in says the rest."""
+
+    arguments: tuple[Any, ...]
+    more: Mapping[str, Any]
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def option(
+        description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_More]
+    ) -> Field[V]: ...
+    @overload
+    def option(
+        description: str, from_string: Callable[[str], V], **more: Unpack[_More]
+    ) -> Field[V | None]: ...
+    @overload
+    def option(description: str, *, default: str, **more: Unpack[_More]) -> Field[str]: ...
+    @overload
+    def option(description: str, **more: Unpack[_More]) -> Field[str | None]: ...
+
+
+def option(*arguments: Any, **more: Any) -> Any:
+    """Declare a field of an `Options` class, which has the name of the attribute; see `Field` for the rest.
+
+    Group and effect are those of the class, unless it has its own.
+    """
+    return Declared(arguments, more)
+
+
+class Options:
+    """A class whose attributes are fields; on an instance they are the fields' values."""
+
+    def __init_subclass__(cls, group: str = "general", effect: Effect = EVERYWHERE) -> None:
+        """`group`, `effect`: of each field that `option` declares in this class."""
+        for name, declared in list(vars(cls).items()):
+            if isinstance(declared, Declared):
+                more = {"group": group, "effect": effect, **declared.more}
+                setattr(cls, name, Field(name, *declared.arguments, **more))
+
+    def __getitem__(self, field: Field[T]) -> T:
+        """Return the value of `field`."""
+        raise NotImplementedError(f"{type(self).__name__} declares fields and holds no values")
+
+    @classmethod
+    def declared(cls) -> list[Field]:
+        """Return the fields of this class and its bases, each name once, the nearest class first."""
+        found: dict[str, Field] = {}
+        for base in cls.__mro__:
+            for field in vars(base).values():
+                if isinstance(field, Field):
+                    found.setdefault(field.name, field)
+        return list(found.values())

@@ -1,0 +1,89 @@
+"""The registry of all options: of command lines, --help, docs/reference/options.md and config.json.
+
+A new option is one declaration in the class of its subject: ``name = option("what it means", parser,
+default=…)``. It is then an option of the commands that show its group, an attribute of
+`RunConfig` with the type that its parser returns, and a name of this package (`mpillm.fields.name`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from disagg.errors import nearest
+from mpillm.options.field import Field as Field
+from mpillm.options.fields.data import DataFields, GenerationFields
+from mpillm.options.fields.deadlines import DEADLINES as DEADLINES
+from mpillm.options.fields.deadlines import DeadlineFields
+from mpillm.options.fields.general import GeneralFields
+from mpillm.options.fields.loadgen import LoadgenFields, OtherHarnessFields
+from mpillm.options.fields.model import ModelFields
+from mpillm.options.fields.results import OutputFields
+from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.options.fields.servers import OwnServerFields, ServerFields, TritonFields
+from mpillm.options.fields.serving import ServingFields
+from mpillm.options.fields.stages import BuildFields, CheckpointFields, HarnessFields
+from mpillm.options.fields.topology import TopologyFields
+from mpillm.options.parsers import integers as integers
+from mpillm.options.parsers import not_negative as not_negative
+from mpillm.options.parsers import one_or_two as one_or_two
+from mpillm.options.parsers import positive as positive
+from mpillm.options.parsers import seconds as seconds
+
+
+class AllFields(
+    GeneralFields,
+    TopologyFields,
+    ModelFields,
+    CheckpointFields,
+    BuildFields,
+    HarnessFields,
+    TritonFields,
+    ServerFields,
+    OwnServerFields,
+    OtherHarnessFields,
+    ServingFields,
+    DataFields,
+    GenerationFields,
+    LoadgenFields,
+    OutputFields,
+    DeadlineFields,
+):
+    """Every option, by stage."""
+
+
+FIELDS: tuple[Field, ...] = tuple(AllFields.declared())
+BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
+
+# Fields that several commands show from other groups.
+SIZES = ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
+MODEL_AND_LIMITS = ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
+
+# Options that may set others: flags with keys that are options, and options whose value implies another's.
+SETS: dict[Field, tuple[Field, ...]] = {
+    BuildFields.gpu_batch_size: (ModelFields.max_batch_size,),
+    HarnessFields.trtllm_runtime_flags: tuple(
+        field for field in (*RUNTIME_FLAGS.values(), *RUNTIME_OPTIONS.values()) if field in FIELDS
+    ),
+    BuildFields.trtllm_build_flags: tuple(BUILD_OPTIONS.values()),
+    GeneralFields.use_triton: (GeneralFields.harness_type,),
+    GeneralFields.harness_type: (TopologyFields.core_type,),
+    OwnServerFields.server: (TopologyFields.core_type,),
+    HarnessFields.trtllm_server_urls: (TopologyFields.core_type,),
+    TopologyFields.core_type: (TopologyFields.mode,),
+}
+
+
+def command_fields(*groups: str, also: Iterable[str] = ()) -> list[Field]:
+    """Return a command's options: the fields of `groups`, those in `also`, and all that may set any."""
+    found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
+    while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
+        found |= setting
+    return [field for field in FIELDS if field in found]
+
+
+def __getattr__(name: str) -> Field:
+    """Return a field, by its name or an alias."""
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise AttributeError(f"there is no field {name}{nearest(name, BY_NAME)}") from None

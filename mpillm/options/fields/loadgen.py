@@ -1,0 +1,100 @@
+"""The test: LoadGen's, or that of another client (--harness)."""
+
+from __future__ import annotations
+
+from mpillm.options.effect import ANY
+from mpillm.options.field import Options, option
+from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
+from mpillm.options.latency_limits import WORDS, whole_limits_ms
+from mpillm.options.parsers import boolean, kind_of_program, length_of_a_test, positive, rate, shell_words
+from mpillm.programs.load_clients.kinds import KINDS
+from mpillm.workloads.rounds import ROUNDS
+
+
+class LoadgenFields(Options, group="test", effect=TEST):
+    """LoadGen's test."""
+
+    test_mode = option(
+        "LoadGen's mode", default="PerformanceOnly", choices=("PerformanceOnly", "AccuracyOnly")
+    )
+    round = option(
+        "the MLPerf round whose seeds LoadGen takes, and in which the workload must count"
+        " [default: the seeds of the installed LoadGen]",
+        choices=tuple(r.name for r in ROUNDS),
+    )
+    user_conf = option("a LoadGen user.conf; it overrides mlperf.conf")
+    audit_conf = option("a LoadGen audit.config, for compliance runs")
+    min_duration = option(
+        "shortest time for the test: 600s, 10min or 600000ms; a bare number is seconds"
+        " [default: 0, or user_conf's]",
+        length_of_a_test,
+    )
+    min_query_count = option(
+        "minimum number of queries (Offline: samples)"
+        " [default: enough for each sample once and for early stopping; or user_conf's]",
+        positive,
+    )
+    max_query_count = option(
+        "maximum number of queries; Offline has one of all samples [default: none, or user_conf's]",
+        positive,
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+    )
+    max_duration = option(
+        "longest time from the start of the test to its last query; written as min_duration"
+        " [default: none, or user_conf's]",
+        length_of_a_test,
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+    )
+    server_target_qps = option(
+        "queries per second; Server needs it", rate, effect=used_by(commands=[RUN], scenarios=["Server"])
+    )
+    offline_expected_qps = option(
+        "Offline: expected samples per second; the query has this times min_duration samples",
+        rate,
+        effect=used_by(commands=[RUN], scenarios=["Offline"]),
+    )
+    goodput = option(
+        "Server: latency limits in place of the workload's, milliseconds at the 99th percentile: ttft:500"
+        " tpot:50 e2el:9000, or AIPerf's names time_to_first_token, inter_token_latency, request_latency;"
+        " a latency that is not named has no limit",
+        whole_limits_ms,
+        effect=used_by(commands=[RUN], scenarios=["Server"]),
+        argparse_opts=WORDS,
+    )
+    require_valid = option(
+        "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=REPORTED
+    )
+    compliance_test = option(
+        "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
+    )
+
+
+_OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
+
+
+class OtherHarnessFields(Options, group="other harness"):
+    """Clients of other people that make the load in LoadGen's place."""
+
+    harness = option(
+        "let this client make the load in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench,"
+        " or command:WORDS, which must contain {report} and either {url} or {urls}, and may contain {model},"
+        " {tokenizer}, {bodies}, {requests}, {rate}, {concurrency} and {seed}",
+        kind_of_program(KINDS),
+        effect=used_by(commands=[RUN]),
+    )
+    harness_args = option(
+        "further options for the client's command line, as typed there",
+        shell_words,
+        default=(),
+        effect=_OF_A_HARNESS,
+    )
+    concurrency = option(
+        "requests that the client keeps open at once [default: all, in scenario Offline]",
+        positive,
+        effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
+    )
+    harness_memory_limit = option(
+        "GiB of host memory that the client's processes may use together; using more counts as a failure",
+        rate,
+        effect=_OF_A_HARNESS,
+    )

@@ -1,0 +1,14 @@
+"""The option of commands that start an mpirun of their own."""
+
+from __future__ import annotations
+
+from mpillm.options.field import Field
+from mpillm.options.parsers import shell_words
+
+MPIRUN_OPTIONS = Field(
+    "mpirun_options",
+    'further options for mpirun, as one text: "--hostfile hosts"',
+    shell_words,
+    default=(),
+    group="runs",
+)

@@ -1,0 +1,29 @@
+"""What stays: run directories and submissions."""
+
+from __future__ import annotations
+
+from launch.places import RUNS
+from mpillm.options.field import Options, option
+from mpillm.options.fields.effects import REPORTED, SUBMITTED, TIME
+from mpillm.options.parsers import boolean, not_negative
+
+
+class OutputFields(Options, group="output"):
+    """What stays: run directories and submissions."""
+
+    log_dir = option(f"the run directory [default: {RUNS}/<time>-<model>-<scenario>]")
+    save_outputs = option("write every answer to outputs.jsonl", boolean, default=False, effect=REPORTED)
+    price_per_gpu_hour = option(
+        "price of a GPU per hour; the page then shows the price of a million tokens",
+        not_negative,
+        effect=TIME,
+    )
+    submitter = option("who submits", effect=SUBMITTED, group="submission")
+    division = option(
+        "the submission's division",
+        default="closed",
+        choices=("closed", "open"),
+        effect=SUBMITTED,
+        group="submission",
+    )
+    output = option("the file or folder to write", effect=SUBMITTED, group="submission")

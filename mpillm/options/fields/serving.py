@@ -1,0 +1,54 @@
+"""The endpoint that `serve` puts in front of the ranks. The names that vLLM has, too, mean the same."""
+
+from __future__ import annotations
+
+from mpillm.options.effect import ANY
+from mpillm.options.field import Options, option
+from mpillm.options.fields.effects import SERVE, SERVED, used_by
+from mpillm.options.parsers import natural, port_or_any, positive, secret
+
+
+class ServingFields(Options, group="serve", effect=SERVED):
+    """The endpoint that `serve` puts in front of the ranks."""
+
+    host = option("address to listen on; 0.0.0.0 means all of this machine's", default="127.0.0.1")
+    port = option("port to listen on; 0 means any free one", port_or_any, default=8000)
+    api_key = option(
+        "the key that clients must send; the environment variable MPILLM_API_KEY hides it from other users",
+        secret,
+        disallow_argparse=False,
+        from_environ="MPILLM_API_KEY",
+    )
+    kv_secret = option(
+        "what context and generation servers of several mpiruns sign the addresses of KV caches with; better"
+        " in the environment, as MPILLM_KV_SECRET",
+        secret,
+        disallow_argparse=False,
+        from_environ="MPILLM_KV_SECRET",
+        effect=used_by(commands=[SERVE], needs=("server_role", ANY), measured=False),
+    )
+    served_model_name = option(
+        "the model's name in the API, or several with commas between them [default: the model's]"
+    )
+    max_queue_size = option(
+        "requests that wait for a first token; beyond this number clients are told to try again (429)",
+        positive,
+        default=1024,
+    )
+    perf_metrics_max_requests = option(
+        "how many requests /perf_metrics keeps until it is read; 0 keeps none, as in TensorRT-LLM",
+        natural,
+        default=0,
+    )
+    max_body_bytes = option("the largest body of a request", positive, default=1 << 24)
+    server_role = option(
+        "this server's part in disaggregated serving over HTTP; worker: each instance of the YAML is a server"
+        " of its own; leader: it fronts the YAML's servers",
+        choices=("context", "generation", "worker", "leader"),
+    )
+    kv_transfer_timeout_ms = option(
+        "how long a context server keeps a KV cache that nobody fetches, and a generation server waits for"
+        " one, milliseconds",
+        positive,
+        default=60_000,
+    )

@@ -1,0 +1,73 @@
+"""The stages before a run, and the flags of the harness: checkpoint, engine, executor."""
+
+from __future__ import annotations
+
+from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDPOINT
+from mpillm.options.field import Options, option
+from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, STAGES, TOOLS, of_engines, used_by
+from mpillm.options.fields.general import workload_names
+from mpillm.options.parsers import batch_sizes, boolean, flag_dict, http_urls
+
+
+class CheckpointFields(Options, group="checkpoint"):
+    """Stage 1: the checkpoint, quantised or as it was published."""
+
+    llm_quantizer_outdir = option(
+        "folder of the quantised checkpoint", effect=used_by(*MODELS, commands=STAGES, measured=False)
+    )
+    quantizer_lib_path_override = option(
+        "the TensorRT-LLM source tree for quantisation only [default: trtllm_lib_path]", effect=TOOLS
+    )
+    trtllm_lib_path = option("TensorRT-LLM's source tree, whose tools are run", effect=TOOLS)
+    trtllm_checkpoint_flags = option(
+        "flags of the quantisation, key:value,key:value;"
+        " the environment variable TRTLLM_CHECKPOINT_FLAGS overrides them",
+        flag_dict,
+        default={},
+        effect=of_engines(*MODELS),
+    )
+
+
+class BuildFields(Options, group="build"):
+    """Stage 2: the engine."""
+
+    engine_dir = option(
+        "folder of the engine; the ranks of mpillm's own engine map their weights from it",
+        effect=of_engines(*EMBEDDED, *RUNS_ENGINES),
+    )
+    gpu_batch_size = option(
+        "largest batch of an instance, requests: a number, or workload:number,workload:number",
+        batch_sizes(workload_names),
+    )
+    trtllm_build_flags = option(
+        "flags of the engine's build, key:value,key:value;"
+        " the environment variable TRTLLM_BUILD_FLAGS overrides them",
+        flag_dict,
+        default={},
+        effect=BUILT,
+    )
+
+
+class HarnessFields(Options, group="harness"):
+    """Stage 3: the harness, with any core."""
+
+    llm_gen_config_path = option("the model's generation_config.json")
+    trtllm_runtime_flags = option(
+        "flags of the executor, key:value,key:value;"
+        " the environment variable TRTLLM_RUNTIME_FLAGS overrides them",
+        flag_dict,
+        default={},
+    )
+    trtllm_server_urls = option(
+        "HTTP servers that run already, host:port,host:port; behind TLS, or with a path: https://host/path;"
+        " this also sets --core_type",
+        http_urls,
+        aliases=("url",),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    show_steady_state_progress = option(
+        "also show the throughput of the last 30 seconds in the progress line",
+        boolean,
+        default=False,
+        effect=REPORTED,
+    )

@@ -1,0 +1,376 @@
+"""How a value is found: fields, their bindings to parameters of classes, and the configuration in force.
+
+Names and behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation, its published
+source and its users; the code is ours. A parameter gets its value from the first of these that has one:
+
+1. the argument in the call itself;
+2. the command line;
+3. the environment variable of a field with `from_environ`;
+4. the `Configuration` whose `autoapply()` was entered last in this thread (it replaces the one around it);
+5. the field's default, and then the parameter's own.
+
+Outside `autoapply()` a class is an ordinary class, but `Cls.from_fields()` still finds values for its fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections import UserDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from disagg.errors import ConfigError, nearest
+from mpillm.options.command_line import Parser, add_fields
+from mpillm.options.field import AutoConfStrategy as AutoConfStrategy
+from mpillm.options.field import Field as Field
+from mpillm.options.field import Options as Options
+from mpillm.options.field import Reason as Reason
+from mpillm.options.field import option as option
+from mpillm.options.found import COMMAND_LINE, CONFIGURATION, DEFAULT, Found, Level, Origin
+
+T = TypeVar("T", bound=type)
+_BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users read, too
+
+
+class Configuration(UserDict):  # type: ignore[type-arg]
+    """Values by field, and their origins.
+
+    Options (texts by name) and an environment, by default this process's, override them; they override the
+    configuration `below`, if given.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[Any, Any] | None = None,
+        *,
+        origins: Mapping[Field, Origin] | Origin = CONFIGURATION,
+        options: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        below: Configuration | None = None,
+    ) -> None:
+        super().__init__(values or {})
+        self.origins = origins
+        self.options = options
+        self.environ = environ
+        self.below = below
+
+    def subset(self, ctx: Iterable[Hashable], applicable: Iterable[Field]) -> Configuration:
+        """Return the values of `applicable` fields, by name, in the dictionary at the path of keys `ctx`.
+
+        Raises KeyError naming a key of the path that is not there.
+        """
+        values: Any = self.data
+        for key in ctx:
+            if not isinstance(values, Mapping) or key not in values:
+                raise KeyError(f"the configuration has no {key!r} at {tuple(ctx)}")
+            values = values[key]
+        return Configuration({field.name: values[field.name] for field in applicable if field.name in values})
+
+    @contextlib.contextmanager
+    def autoapply(self) -> Iterator[None]:
+        """In the block, and in this thread, give `@autoconfigure`d classes their values."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
+        """Return the values of fields that have one, from all sources."""
+        fields = list(fields)
+        options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
+        found = {field: in_force(self._sources(field, options), field) for field in fields}
+        return {field: one for field, one in found.items() if one is not None}
+
+    def stacked(self, field: Field) -> list[Found]:
+        """Return what each source says of `field`, the lowest first: the one of the highest is in force."""
+        return self._sources(field, self.options or {})
+
+    def _sources(self, field: Field, options: Mapping[str, str]) -> list[Found]:
+        default = [Found(field.default, DEFAULT)] if field.default is not None else []
+        environ = os.environ if self.environ is None else self.environ
+        return [*default, *self._layers(field), *of_user(field, options, environ)]
+
+    def _layers(self, field: Field) -> list[Found]:
+        """Return the values of `field` in this configuration and those below, the lowest first."""
+        layers = self.below._layers(field) if self.below is not None else []
+        if field in self.data:
+            layers.append(
+                Found(
+                    self.data[field],
+                    self.origins if isinstance(self.origins, Origin) else self.origins[field],
+                )
+            )
+        return layers
+
+    def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
+        """Return arguments for `cls` by parameter, without those `given`.
+
+        Raises ConfigError if a field that disallows its default has no value.
+        """
+        wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
+        found = self.resolve(wanted)
+        for field, name in wanted.items():
+            if field.disallow_default and (field not in found or found[field].origin.level is Level.DEFAULT):
+                option = (
+                    f" (--{field.name})"
+                    if field.is_option
+                    else f" (environment variable {field.from_environ})"
+                    if field.from_environ
+                    else ""
+                )
+                raise ConfigError(
+                    f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set,"
+                    " and has no default"
+                )
+        return {name: found[field].value for field, name in wanted.items() if field in found}
+
+
+_current: ContextVar[Configuration | None] = ContextVar("configuration", default=None)
+
+
+def current() -> Configuration | None:
+    """Return the configuration in force in this thread."""
+    return _current.get()
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment in force: the current configuration's, or this process's."""
+    configuration = _current.get()
+    return os.environ if configuration is None or configuration.environ is None else configuration.environ
+
+
+def from_environment(field: Field, variable: str, environ: Mapping[str, str]) -> Found | None:
+    """Return the value of `field` in an environment variable; None if it is not set.
+
+    Raises ConfigError for a wrong value.
+    """
+    if (text := environ.get(variable)) is None:
+        return None
+    where = f"environment variable {variable}"
+    return Found(field.parse(text, where), Origin(Level.ENVIRONMENT, where))
+
+
+def of_user(field: Field, options: Mapping[str, str], environ: Mapping[str, str]) -> list[Found]:
+    """Return what the environment and a command line's texts say of `field`, the lower first.
+
+    Raises ConfigError for a wrong value.
+    """
+    said = []
+    if field.from_environ and (found := from_environment(field, field.from_environ, environ)):
+        said.append(found)
+    if (text := options.get(field.name)) is not None:
+        said.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
+    return said
+
+
+def in_force(sources: Iterable[Found], field: Field) -> Found | None:
+    """Return the value of `field` from what sources say, the lowest first; None if none says anything."""
+    value: Found | None = None
+    for one in sources:
+        value = one.over(value, field.autoconf_strategy)
+    return value
+
+
+def parse_fields(fields: Iterable[Field], args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return values by field name, from the command line `args` (default: this process's) and the
+    environment. Raises ConfigError if an option or a variable has a wrong value."""
+    fields = list(fields)
+    options = option_texts(fields, sys.argv[1:] if args is None else args)
+    found = {field.name: in_force(of_user(field, options, os.environ), field) for field in fields}
+    return {name: one.value for name, one in found.items() if one is not None}
+
+
+def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
+    """Return the texts of `fields` in a command line, which may have other options, too, by name."""
+    parser = Parser(prog="mpillm", add_help=False)
+    add_fields(parser, list(fields))
+    return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
+
+
+def bind(field: Field, arg_name: str | None = None, explicit: bool = True) -> Callable[[T], T]:
+    """Decorate a class: its parameter `arg_name` (default: the field's name) receives the field's value.
+
+    `explicit`: the parameter stands in the signature of `__init__`; without it `**kwargs` may take it. Raises
+    KeyError if it does not stand there, or the field is bound already.
+    """
+
+    def decorate(cls: T) -> T:
+        own, name = dict(vars(cls).get(_BOUND, {})), arg_name or field.name
+        if explicit and name not in (names := _parameters(cls)):
+            raise KeyError(f"{cls.__name__} has no parameter {name}{nearest(name, names)}")
+        if field in own:
+            raise KeyError(f"{cls.__name__}: {field.name} is bound to {own[field]} already")
+        setattr(cls, _BOUND, {field: name, **own})
+        cls.from_fields = classmethod(_from_fields)  # type: ignore[attr-defined]
+        if hasattr(cls, "immediate_dependencies") and not HelpInfo.has(cls):  # an operation
+            HelpInfo.add_configurable_operation(cls)
+        return cls
+
+    return decorate
+
+
+def _parameters(cls: type) -> Collection[str]:
+    """Return the parameters of `cls`, by name.
+
+    An `__init__` that wraps a dataclass's own to take any keyword has no parameters to read: the dataclass's
+    fields are the parameters.
+    """
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    if dataclasses.is_dataclass(cls) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
+        return {*parameters, *(field.name for field in dataclasses.fields(cls) if field.init)}
+    return parameters
+
+
+def bound_fields(cls: type) -> dict[Field, str]:
+    """Return the parameter of each field: in `cls`, and in its bases if its `__init__` takes that."""
+    names = _parameters(cls)
+    bound: dict[Field, str] = dict(vars(cls).get(_BOUND, {}))
+    for base in cls.__mro__[1:]:
+        taken = set(bound.values())
+        for field, name in vars(base).get(_BOUND, {}).items():
+            if name in names and name not in taken:
+                bound.setdefault(field, name)
+    return bound
+
+
+def autoconfigure(cls: T) -> T:
+    """Decorate a class, around `@bind` and `@dataclass`: within `autoapply()` missing arguments are filled
+    in."""
+    plain = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        configuration = _current.get()
+        if configuration is not None:
+            given = (*signature.bind_partial(self, *args, **kwargs).arguments, *kwargs)
+            kwargs = {**configuration.configure(cls, given), **kwargs}
+        plain(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
+    """Make an instance of a class with bound fields from `config`: by default the one in force, or none."""
+    if config is None:
+        config = _current.get() or Configuration()
+    given = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
+    with config.autoapply():
+        return cls(*args, **{**config.configure(cls, given), **kwargs})
+
+
+def _path(keyspace: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
+    return tuple(keyspace) if isinstance(keyspace, (list, tuple)) else (keyspace,)
+
+
+class ConfigurationIndex:
+    """Configurations by a path of keys: system, workload, scenario, setting, …"""
+
+    def __init__(self, index_name: str = "ConfigurationIndex") -> None:
+        """`index_name`: what error messages call it."""
+        self.name = index_name
+        self._configurations: dict[tuple[Hashable, ...], Configuration] = {}
+
+    def register(self, keyspace: Hashable | Sequence[Hashable], config: Configuration) -> None:
+        """Store `config` under a path, or a single key. Raises ConfigError if one is stored there."""
+        path = _path(keyspace)
+        if path in self._configurations:
+            raise ConfigError(f"{self.name} has a configuration {'/'.join(map(str, path))} already")
+        self._configurations[path] = config
+
+    def get(
+        self, keyspace: Hashable | Sequence[Hashable], prefix: Sequence[Hashable] | None = None
+    ) -> Configuration | None:
+        """Return the configuration stored under the path, or None."""
+        return self._configurations.get((*(prefix or ()), *_path(keyspace)))
+
+    def load_module(
+        self,
+        module_path: str,
+        prefix: Sequence[Hashable] | None = None,
+        process_key: Callable[[Any], Hashable | Sequence[Hashable]] | None = None,
+    ) -> None:
+        """Store the configurations in a Python module's dictionary EXPORTS under its keys, which are paths.
+
+        Raises ConfigError if the module has no such dictionary.
+        """
+        exports = getattr(importlib.import_module(module_path), "EXPORTS", None)
+        if not isinstance(exports, dict):
+            raise ConfigError(f"{module_path} has no dictionary EXPORTS of configurations")
+        for key, values in exports.items():
+            path = _path(process_key(key) if process_key else key)
+            checked = {
+                field: field.check(value, f"{module_path}: {field.name}")
+                if isinstance(value, str) or field.from_string
+                else value
+                for field, value in values.items()
+            }
+            self.register(
+                (*(prefix or ()), *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path))
+            )
+
+
+class HelpInfo:
+    """The fields that classes are bound to, and their --help."""
+
+    _dependencies: dict[type, tuple[type, ...]] = {}  # noqa: RUF012 - a registry
+
+    @classmethod
+    def add_configurator_dependency(cls, user: type, used: type) -> None:
+        """Note that `user` makes instances of `used`, so that their fields count as its own."""
+        cls.add_configurator_dependencies(user, (used,))
+
+    @classmethod
+    def add_configurator_dependencies(cls, user: type, used: Iterable[type]) -> None:
+        """Do as `add_configurator_dependency`, for several."""
+        cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
+
+    @classmethod
+    def add_configurable_operation(cls, op: type) -> None:
+        """Note the `immediate_dependencies()` of an operation. Raises ValueError if it has none."""
+        if not hasattr(op, "immediate_dependencies"):
+            raise ValueError(f"{op.__name__} is no operation: it has no immediate_dependencies()")
+        cls.add_configurator_dependencies(op, op.immediate_dependencies() or ())
+
+    @classmethod
+    def has(cls, user: type) -> bool:
+        """Return whether dependencies of a class have been noted."""
+        return user in cls._dependencies
+
+    @classmethod
+    def get_all_dependencies(cls, user: type) -> set[type]:
+        """Return a class with all that it makes instances of, and these in turn."""
+        return set(cls._in_order([user]))
+
+    @classmethod
+    def _in_order(cls, classes: Iterable[type]) -> list[type]:
+        waiting, seen = list(classes), dict[type, None]()
+        while waiting:
+            user = waiting.pop(0)
+            if user not in seen:
+                seen[user] = None
+                waiting += sorted(cls._dependencies.get(user, ()), key=lambda used: used.__qualname__)
+        return list(seen)
+
+    @classmethod
+    def fields(cls, classes: Iterable[type]) -> list[Field]:
+        """Return the fields of classes and of those they make, each once."""
+        return list(dict.fromkeys(field for user in cls._in_order(classes) for field in bound_fields(user)))
+
+    @classmethod
+    def build_help_string(cls, classes: type | Iterable[type]) -> str:
+        """Return the options of a class, or of several, by group, as --help shows them."""
+        parser = Parser(prog="mpillm", add_help=False)
+        add_fields(parser, cls.fields([classes] if isinstance(classes, type) else classes))
+        return parser.format_help()

@@ -1,0 +1,154 @@
+"""The options of a command: from its command line, and whatever else says them, to a `RunConfig`.
+
+`fields` declares them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpillm.options import fields, layers
+from mpillm.options.command_line import Parser, add_fields
+from mpillm.options.field import Field
+from mpillm.options.fields import FIELDS
+from mpillm.options.fields.effects import RUN, SERVE
+from mpillm.options.idle import check_idle
+from mpillm.options.run_config import RunConfig
+from mpillm.options.together import check_compliance, check_together
+
+# What `run` shows in --help.
+RUN_FIELDS = fields.command_fields(
+    *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
+    *("data", "generation", "test", "output", "deadlines"),
+    also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
+)
+
+
+# What `serve` shows.
+SERVE_FIELDS = fields.command_fields(
+    *(
+        "serve",
+        "workload",
+        "topology",
+        "model",
+        "own servers",
+        "triton",
+        "build",
+        "harness",
+        "generation",
+        "deadlines",
+    ),
+    also=("apply_chat_template", "tritonserver", "log_dir", "force"),
+)
+
+
+def parse(
+    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> RunConfig:
+    """Return all fields' values, from the command line, the environment, a user's file and the workload.
+
+    `shown` are in --help, and may be the command's own; other fields are accepted, too, because the commands
+    of a test share their options. The command's `defaults` override the fields'. ConfigError: names the
+    source.
+    """
+    known = with_all(shown)
+    add_fields(parser, known, shown, defaults)
+    return RunConfig.resolved(layers.stated_values(parser.texts(argv), known, defaults))
+
+
+def with_all(shown: Sequence[Field]) -> list[Field]:
+    """Return the fields that a command knows: its own, and those of all others."""
+    return list({field.name: field for field in (*FIELDS, *shown)}.values())
+
+
+# What `run --help` and `serve --help` show without a topic: the options that most users set.
+_MAIN = (
+    *("benchmarks", "scenarios", "model_scale", "core_type", "mode", "disagg_config", "config_file"),
+    *("tensor_parallelism", "pipeline_parallelism", "num_ctx_servers", "ctx_tp_size", "gen_tp_size"),
+    *("model_path", "device", "quantization", "kv_cache_dtype", "max_batch_size", "max_num_tokens"),
+    *(
+        "enable_chunked_context",
+        "kv_cache_free_gpu_mem_fraction",
+        "server",
+        "server_args",
+        "clients_per_server",
+        "server_nodes",
+    ),
+    *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
+    *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
+    *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
+)
+
+
+def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
+    """Return the configuration from a command line of `run`.
+
+    `behind`: of a command that starts runs with the options that are not its own.
+    """
+    parser = Parser(
+        prog="mpillm run",
+        behind=behind,
+        main=_MAIN,
+        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 4 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
+        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100"
+        " --min_duration 10",
+    )
+    config = parse(argv, parser, RUN_FIELDS).with_yaml()
+    check_together(config)
+    check_compliance(config)
+    check_idle(config, RUN)
+    return config
+
+
+# Clients choose their prompts: any that fits the model's context is computed.
+_OF_SERVERS = {fields.on_instance_loss: "continue", fields.enable_chunked_context: True}
+
+
+def parse_serve(argv: Sequence[str]) -> RunConfig:
+    """Return the configuration that a command line of `serve` gives."""
+    parser = Parser(
+        prog="mpillm serve",
+        main=_MAIN,
+        description="Put an OpenAI-compatible HTTP endpoint in front of the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"
+        "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
+    )
+    config = parse(argv, parser, SERVE_FIELDS, _OF_SERVERS).with_yaml()
+    check_together(config)
+    check_idle(config, SERVE)
+    if config.server_role in ("context", "generation"):
+        config.half = config.server_role
+    return config
+
+
+def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the options as typed, without those of these names."""
+    kept: list[str] = []
+    drop = False  # whether the word is the name or a value of such an option
+    for word in argv:
+        if word.startswith("--"):
+            drop = word[2:].partition("=")[0].replace("-", "_") in names
+        if not drop:
+            kept.append(word)
+    return kept
+
+
+def run_name(config: RunConfig) -> str:
+    """Return ``<workload or model>-<scenario>``, for the run directory's name."""
+    return plain_name(f"{model_name(config)}-{config.scenario}")
+
+
+def model_name(config: RunConfig) -> str:
+    """Return what answers: the workload, the model or the core."""
+    return config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
+
+
+def plain_name(text: str) -> str:
+    """Return `text` as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)

@@ -1,0 +1,435 @@
+"""Parsers of options: functions that turn a text into a value or raise ValueError, and say what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from disagg.errors import nearest
+from launch.masking import MASK, learn_secrets, masked_value
+from mpillm.core_names import OTHER, NamedKinds
+from mpillm.options.field import Reason
+
+F = TypeVar("F", bound=Callable[[str], Any])
+N = TypeVar("N", int, float)
+
+_LARGEST = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
+_MOST_SECONDS = 1e9  # 30 years, which fit the clocks of LoadGen and of the system
+
+
+def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
+    """Declare what a parser expects.
+
+    `to_text` turns a file's value (a number, a list) into text for it; `reads_dict`: it takes dictionaries.
+    """
+
+    def mark(function: F) -> F:
+        vars(function).update(expects=what, to_text=to_text, reads_dict=reads_dict)
+        return function
+
+    return mark
+
+
+def _whole(text: str) -> int:
+    """As `int`, without what only Python reads as a number: 1_000, digits of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """As `float`, with the same exceptions, and finite."""
+    if "_" in text or not text.isascii() or not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
+def _listed(value: Any) -> str:
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return ",".join(str(item.value if isinstance(item, enum.Enum) else item) for item in value)
+
+
+def _paired(value: Any) -> str:
+    return ",".join(f"{key}:{item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("key:value,key:value", _paired, reads_dict=True)
+def flag_dict(text: str) -> dict[str, Any]:
+    """``key1:value1,key2:value2``; a value is a bool, None, int, float, or else text."""
+    result: dict[str, Any] = {}
+    for pair in text.split(",") if text.strip() else ():
+        key, colon, value = pair.partition(":")
+        if not (colon and key.strip() and value.strip()):
+            raise Reason(f"'{pair}' is not key:value")
+        read = _literal(value.strip())
+        if result.setdefault(key.strip(), read) != read:
+            raise Reason(f"{key.strip()} is given twice, with different values")
+    return result
+
+
+def _literal(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (_whole, _number):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@expects("true or false")
+def boolean(text: str) -> bool:
+    """true or false, as words or digits."""
+    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
+@expects(f"a whole number of at least 1 and at most {_LARGEST}")
+def positive(text: str) -> int:
+    """Return an int of at least 1."""
+    return _between(_whole(text), 1, _LARGEST)
+
+
+@expects("1 or 2")
+def one_or_two(text: str) -> int:
+    """Return 1 or 2."""
+    return int(_between(_whole(text), 1, 2))
+
+
+@expects(f"a whole number of at least 0 and at most {_LARGEST}")
+def natural(text: str) -> int:
+    """Return an int of at least 0."""
+    return _between(_whole(text), 0, _LARGEST)
+
+
+@expects("whole numbers of at least 1, separated by commas", _listed)
+def integers(text: str) -> tuple[int, ...]:
+    """Ints of at least 1, separated by commas."""
+    return tuple(map(positive, text.split(",")))
+
+
+@expects("words as in a shell", shlex.join)
+def shell_words(text: str) -> tuple[str, ...]:
+    """Words as in a shell, quoted where they have blanks."""
+    words = tuple(shlex.split(text))
+    learn_secrets(words)
+    return words
+
+
+@expects("token ids separated by commas", _listed)
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ints of at least 0, separated by commas."""
+    return tuple(map(natural, text.split(",")))
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds
+_DAY = 86400.0
+_AS = "as 600s, 10min or 600000ms; a bare number is seconds"
+
+
+def _in_seconds(text: str) -> float:
+    text = text.strip()
+    unit = next(filter(text.endswith, _UNITS), "")
+    return _number(text.removesuffix(unit).strip()) * _UNITS[unit or "s"]
+
+
+@expects(f"a duration above 0, {_AS}")
+def seconds(text: str) -> float:
+    """Return a duration above 0, in seconds."""
+    return _above(_in_seconds(text), 0, _MOST_SECONDS)
+
+
+@expects(f"a duration of at most a day, {_AS}")
+def length_of_a_test(text: str) -> float:
+    """Return a duration of at least 0, in seconds.
+
+    More than a day is a mistake: most likely milliseconds, the unit of NVIDIA's min_duration.
+    """
+    value = _between(_in_seconds(text), 0, _MOST_SECONDS)
+    if value > _DAY:
+        bare = text.strip()[-1].isdigit()
+        why = f"{text.strip()}{' s' if bare else ''} are {_spelled(value)}"
+        if bare:
+            why += f"; {text.strip()} ms, as NVIDIA's min_duration counts, are {_spelled(value / 1000)}:"
+            why += f" write {text.strip()}ms"
+        raise Reason(why)
+    return value
+
+
+def _spelled(seconds: float) -> str:
+    for unit, size in (("days", _DAY), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+@expects("a number above 0 and up to 1000000000")
+def rate(text: str) -> float:
+    """Queries per second."""
+    return _above(_number(text), 0, 1e9)
+
+
+@expects("a number of at least 0")
+def not_negative(text: str) -> float:
+    """Return a number of at least 0."""
+    return _between(_number(text), 0, math.inf)
+
+
+@expects("a number of at least 1")
+def at_least_one(text: str) -> float:
+    """Return a number of at least 1."""
+    return _between(_number(text), 1, math.inf)
+
+
+@expects("a number above 0 and up to 1")
+def fraction(text: str) -> float:
+    """Return a number above 0 and up to 1."""
+    return _above(_number(text), 0, 1)
+
+
+def _words(value: Any) -> str:
+    return json.dumps(value if isinstance(value, (list, tuple)) else [value], default=str)
+
+
+@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', _words)
+def stop_words(text: str) -> list[str | list[int]]:
+    """Return one word, or a JSON array of words and of arrays of token ids."""
+    words = json.loads(text) if text.startswith("[") else [text]
+    for word in words:
+        ids = isinstance(word, list) and all(type(token) is int and 0 <= token <= _LARGEST for token in word)
+        if not word or not (ids or isinstance(word, str)):
+            raise ValueError(text)
+    return list(words)
+
+
+@expects("0.99 or 0.999")
+def accuracy(text: str) -> float:
+    """Return the share of the reference accuracy to reach: 0.99 or 0.999, also written 99 or 99.9."""
+    value = _number(text)
+    value = round(value / 100, 6) if value > 1 else value
+    if value not in (0.99, 0.999):
+        raise ValueError(text)
+    return value
+
+
+def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
+    """Make a parser of one batch size, or of one per workload, whose name `workloads` parses."""
+
+    @expects("a batch size, or workload:size,workload:size", _paired)
+    def parse(text: str) -> int | dict[str, int]:
+        if ":" not in text:
+            return positive(text)
+        sizes: dict[str, int] = {}
+        for pair in text.split(","):
+            name, colon, size = pair.partition(":")
+            if not colon:
+                raise Reason(f"'{pair}' is not workload:size")
+            (workload,) = workloads(name)
+            try:
+                read = positive(size)
+            except ValueError:
+                raise Reason(f"'{size}' is not a whole number of at least 1") from None
+            if sizes.setdefault(workload, read) != read:
+                raise Reason(f"{workload} is given twice, with different sizes")
+        return sizes
+
+    return parse
+
+
+@expects("host:port,host:port", _listed)
+def urls(text: str) -> tuple[str, ...]:
+    """Servers as ``host:port,host:port``, each once."""
+    return _each_once(text.split(","), _address)
+
+
+@expects("host:port,host:port", _listed)
+def http_urls(text: str) -> tuple[str, ...]:
+    """As `urls`, or as URLs: their path is what stands before ``/v1``, with that or without."""
+    return _each_once([re.sub(r"(?<=[^/])(/v1)?/*$", "", url.strip()) for url in text.split(",")], _http_url)
+
+
+def _http_url(url: str) -> None:
+    if not re.match(r"https?://[^\s/:]", url):
+        _address(url)
+    elif "/v1/" in url:
+        raise Reason(f"'{url}' goes on behind /v1")
+
+
+def _each_once(found: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+    stripped = tuple(url.strip() for url in found)
+    for url in stripped:
+        check(url)
+        if stripped.count(url) > 1:
+            raise Reason(f"'{url}' is given twice")
+    return stripped
+
+
+def _address(url: str) -> None:
+    host, _, number = url.rpartition(":")
+    if not re.fullmatch(r"[^\s/]+", host):
+        raise Reason(f"'{url}' is not host:port")
+    port(number)
+
+
+def _hosts(value: Any) -> str:
+    return (
+        "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )
+
+
+@expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)
+def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the ports of each host's servers: ``host_0:port_0,port_1|host_1:port_0,port_1``."""
+    result: dict[str, tuple[int, ...]] = {}
+    for part in text.split("|"):
+        host, colon, ports = part.partition(":")
+        if not colon or not host.strip():
+            raise Reason(f"'{part}' is not host:port,port")
+        if host.strip() in result:
+            raise Reason(f"host {host.strip()} is given twice")
+        result[host.strip()] = tuple(map(port, ports.split(",")))
+        if len(set(result[host.strip()])) < len(result[host.strip()]):
+            raise Reason(f"a port of host {host.strip()} is given twice")
+    return result
+
+
+@expects("a port, 1 to 65535")
+def port(text: str) -> int:
+    """Return a TCP port."""
+    number = int(text) if re.fullmatch(r"\s*[0-9]{1,5}\s*", text) else 0
+    if not 0 < number < 65536:
+        raise Reason(f"'{text}' is not a port, 1 to 65535")
+    return number
+
+
+@expects("a port, 1 to 65535, or 0 for any that is free")
+def port_or_any(text: str) -> int:
+    """Return a TCP port, or 0."""
+    return 0 if text.strip() == "0" else port(text)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Secret:
+    """A text that no file and no message shows."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return MASK
+
+    __repr__ = __str__
+
+
+@expects("a text that is not empty")
+def secret(text: str) -> Secret:
+    """Return a key."""
+    if not text.strip():
+        raise ValueError
+    return Secret(text)
+
+
+def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
+    """Make a parser of `known` names or `aliases`, in any letter case, separated by commas, each once."""
+    by_name = {name.lower(): name for name in known} | aliases
+
+    @expects(f"one or several of {', '.join(known)}, separated by commas", _listed)
+    def parse(text: str) -> tuple[str, ...]:
+        found: list[str] = []
+        for word in text.split(","):
+            name = by_name.get(word.strip().lower())
+            if name is None:
+                raise Reason(
+                    f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}"
+                )
+            found.append(name)
+        return tuple(dict.fromkeys(found))
+
+    return parse
+
+
+def one_of(*known: str, **others: str) -> Callable[[str], str]:
+    """Make a parser of one name in `known`, or an alias in `others`, in any letter case."""
+    by_name = {name.lower(): name for name in known} | others
+
+    @expects(f"one of {', '.join(known)}")
+    def parse(text: str) -> str:
+        name = by_name.get(text.lower())
+        if name is None:
+            raise _unknown(text, by_name)
+        return name
+
+    return parse
+
+
+def name_or_class(
+    known: Collection[str],
+    installed: Callable[[], Iterable[str]] = tuple,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[str], str]:
+    """Make a parser of a `known` name, one in `installed()` (called last), or ``package.module:Class``.
+
+    `aliases`: known names by their other names.
+    """
+
+    @expects(f"{', '.join(known)}, or package.module:Class")
+    def parse(text: str) -> str:
+        if ":" in text:
+            return text
+        if text.lower() in aliases:
+            return aliases[text.lower()]
+        if text.lower() in known:
+            return text.lower()
+        names = {*known, *installed()}
+        if text not in names:
+            raise _unknown(text, names)
+        return text
+
+    return parse
+
+
+def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
+    """Make a parser of the name of a kind, in any letter case, or of ``command:WORDS``."""
+
+    @expects(f"{', '.join(kinds.built_in)}, or {OTHER}WORDS")
+    def parse(text: str) -> str:
+        if text.lower() in kinds.built_in:
+            return text.lower()
+        try:
+            kinds.kind_of(text)
+        except ValueError as error:
+            raise Reason(str(error)) from None
+        masked_value(text)  # which notes its secrets
+        return text
+
+    return parse
+
+
+def _unknown(text: str, known: Iterable[str]) -> ValueError:
+    near = nearest(text.lower(), known)
+    return Reason(near.strip(" ()")) if near else ValueError(text)
+
+
+def _between(value: N, least: float, most: float) -> N:
+    if not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _above(value: float, limit: float, most: float) -> float:
+    if not limit < value <= most:
+        raise ValueError(value)
+    return value

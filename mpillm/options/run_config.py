@@ -1,0 +1,237 @@
+"""The values of a run's options, their sources, and what a YAML's sections say: identical on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from disagg.errors import ConfigError
+from launch.masking import masked_value
+from mpillm import workloads
+from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.found import COMMAND_LINE, Found, Level
+from mpillm.options.mitten import Configuration
+from mpillm.options.parsers import Secret
+from mpillm.options.part import Part
+from mpillm.options.resolution import resolve
+from mpillm.options.values import Values
+from mpillm.programs.load_clients.client_files import check_no_client_file
+
+if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
+    from disagg import DisaggConfig
+    from mpillm.options.disagg_values import Stated
+
+T = TypeVar("T")
+
+
+class RunConfig(Values, AllFields):
+    """The values of all fields, and the source of each."""
+
+    def __init__(self, found: Mapping[str, Found], stated: Mapping[str, Found] | None = None) -> None:
+        """`stated`: what `found` was resolved from, if a YAML may come to it."""
+        super().__init__(found)
+        self.stated = dict(stated or found)
+        self.yaml: DisaggConfig | None = None
+        self.sections: Mapping[str, RunConfig] = {}
+        self.half = ""  # of disaggregated serving, if the run is one: context or generation
+        self.part: Part | None = None
+        self.launch_secret = ""  # of the servers that one mpirun has started
+        self._built: dict[type, Any] = {}
+
+    @classmethod
+    def resolved(cls, stated: Mapping[str, Found]) -> RunConfig:
+        """Return all values that follow from what is stated. Raises ConfigError: names the source."""
+        return cls(resolve(stated), stated)
+
+    @property
+    def scenario(self) -> str:
+        """LoadGen's scenario, of a command that has just one."""
+        (scenario,) = self.scenarios
+        return str(scenario)
+
+    @property
+    def benchmark(self) -> str | None:
+        """The workload's name, of a command that has at most one."""
+        return self.benchmarks[0] if self.benchmarks else None
+
+    @property
+    def benchmark_name(self) -> str | None:
+        """The workload's name, with the accuracy target if the user set one: llama2-70b-99.9."""
+        target = f"-{100 * self.accuracy_target:g}" if self.given("accuracy_target") else ""
+        return self.benchmark and self.benchmark + target
+
+    @property
+    def workload(self) -> workloads.Workload | None:
+        """The workload, scaled as this command wants it."""
+        return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
+
+    def with_yaml(self) -> RunConfig:
+        """Return the configuration with the values of the disaggregation YAML that it names, if any.
+
+        `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError:
+        names the file, or a value that the user set otherwise in a higher source. A dry run ignores a missing
+        file.
+        """
+        path = self.disagg_config
+        if not path or (self.dry_run and not Path(path).exists()):
+            return self
+        import disagg
+        from disagg.text_file import read_text
+        from disagg.yaml_text import read
+        from mpillm.options import disagg_values
+
+        try:
+            content = read(read_text(path), path)
+            check_no_client_file("--disagg_config", path, content)
+            yaml = disagg.from_mapping(content, path)
+            whole = self._over(
+                disagg_values.of_the_run(
+                    yaml, path, self.core_type == "trtllm_disagg", is_whole=self.server_role is None
+                )
+            )
+            sections = {
+                name: whole._over(
+                    disagg_values.of_a_section(name, server, path, is_whole=self.server_role is None)
+                )
+                for name, server in yaml.sections
+            }
+        except ConfigError as error:
+            raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
+        made = RunConfig(whole.found, whole.stated)
+        made.yaml, made.sections = yaml, sections
+        for name in made.found if sections else ():  # what all sections have alike is the run's
+            first, *others = (section.found[name] for section in sections.values())
+            if all(other.value == first.value for other in others):
+                made.found[name] = max(first, *others, key=lambda one: one.origin.level) if others else first
+        return made
+
+    def _over(self, yaml: Mapping[str, Stated]) -> RunConfig:
+        """Lay a YAML's values under those of higher sources, which must be the same."""
+        from mpillm.options.disagg_values import lay_yaml
+
+        return RunConfig.resolved(lay_yaml(self.stated, self.found, yaml, self.named))
+
+    def in_section(self, section: str) -> RunConfig:
+        """Return the values that hold for the instances of a YAML's section."""
+        return self.sections.get(section, self)
+
+    @property
+    def entry_section(self) -> RunConfig:
+        """The values that hold for the instances where requests start."""
+        return self.in_section(self.yaml.sections[0][0]) if self.yaml and self.sections else self
+
+    @property
+    def clients_of_a_server(self) -> int:
+        """How many ranks are clients of each server that the run starts; 0: it starts none."""
+        if not self.server:
+            return 0
+        if self.server == "tritonserver" and not self.given("clients_per_server"):
+            return self.triton_num_frontends_per_model
+        return self.clients_per_server if self.given("clients_per_server") else self.server_nodes
+
+    def passed_over(self) -> str:
+        """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
+        said = [
+            f"{name} {found.value}"
+            for name, found in self.found.items()
+            if name not in BY_NAME and found.origin.level is Level.CONTEXT
+        ]
+        return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
+
+    def named(self, name: str) -> str:
+        """Return, for messages, the option with its value and, unless that is from the command line, its
+        source."""
+        field = BY_NAME[name]
+        value = masked_value(field.text(getattr(self, name)))
+        origin = self.origin(name)
+        return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
+
+    def set_by(self, *names: str) -> str:
+        """Return, for messages, a line for each of these options not set on the command line, with its
+        source."""
+        places = {
+            (name, found.origin.where): None
+            for name in names
+            for config in (self, *self.sections.values())
+            if (found := config.found[name]).value
+            and found.origin.level not in (Level.DEFAULT, Level.COMMAND_LINE)
+        }
+        return "".join(f"\n{name} is set by {where}" for name, where in places)
+
+    def explain(self, error: ConfigError) -> str:
+        """Return the message, and where the options that it is about were set."""
+        return str(error) + self.set_by(*error.about)
+
+    def configuration(self) -> Configuration:
+        """Return the values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
+        values = {
+            BY_NAME[name]: found.value
+            for name, found in self.found.items()
+            if found.value is not None and name in BY_NAME
+        }
+        return Configuration(values, options={}, environ={})
+
+    @contextlib.contextmanager
+    def autoapply(self) -> Iterator[None]:
+        """In the block, `configuration` is in force; a ConfigError there says where its options were set."""
+        try:
+            with self.configuration().autoapply():
+                yield
+        except ConfigError as error:
+            raise type(error)(self.explain(error)) from error
+
+    def build(self, cls: type[T]) -> T:
+        """Return the instance of an `@autoconfigure`d class from these values; the same one each time."""
+        if cls in self._built:
+            return cast(T, self._built[cls])
+        with self.autoapply():
+            built = self._built[cls] = cls()
+        return built
+
+    def digest(self) -> str:
+        """Return a hash of all values and of their YAML, equal on ranks that were started alike."""
+        import hashlib  # OpenSSL: milliseconds at the start of every rank
+
+        state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
+        if self.yaml is not None:
+            from disagg import dump
+
+            state.update(dump(self.yaml).encode())
+        return state.hexdigest()
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """Return the first option whose value differs from `other`'s, with both values; "" if none does."""
+        for name, value in self.values.items():
+            if value != other.get(name):
+                level, where = self.origin(name)
+                there, here = masked_value(other.get(name)), masked_value(value)
+                return f"--{name} is {there!r} there and {here!r} here" + (
+                    f" ({where})" if level is Level.YAML else ""
+                )
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``{name: {"value", "source"}}``.
+
+        For a merged dictionary, "source" is by key; if a YAML's sections differ, both are by section.
+        """
+        values = {}
+        for name, found in self.found.items():
+            each = {section: config.found[name] for section, config in self.sections.items()}
+            differ = len({repr(one.value) for one in each.values()}) > 1
+            value, source = found.value, _source(found)
+            if differ:
+                value, source = (
+                    {section: one.value for section, one in each.items()},
+                    {s: _source(one) for s, one in each.items()},
+                )
+            value = str(value) if isinstance(value, Secret) else masked_value(value)
+            values[name] = {"value": value, "source": source}
+        return values
+
+
+def _source(found: Found) -> Any:
+    return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where

@@ -1,0 +1,152 @@
+"""Options that are right by themselves and wrong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disagg.errors import ConfigError
+from mpillm.options import fields
+from mpillm.options.fields import BY_NAME
+from mpillm.options.idle import SIZES_OF_HALVES
+from mpillm.programs.load_clients.kinds import kind_of as harness_kind
+from mpillm.programs.servers.kinds import kind_of
+
+if TYPE_CHECKING:
+    from mpillm.options.run_config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for options of a run that exclude each other. `idle` has those without effect."""
+    for name in ("scenarios", "benchmarks"):
+        if len(getattr(config, name) or ()) > 1:
+            raise ConfigError(
+                f"{config.named(name)}: a run is one test of one workload; start it once for each"
+            )
+    if config.dry_run:
+        raise ConfigError(
+            f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
+        )
+    check_options(config)
+
+
+def check_options(config: RunConfig) -> None:
+    """Raise ConfigError for options that exclude each other in a run, and so in its plan."""
+    if config.min_duration is not None and config.min_duration >= config.test_deadline:
+        raise ConfigError(
+            f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
+            " end the test first"
+        )
+    for least, most in (
+        (fields.min_duration, fields.max_duration),
+        (fields.min_query_count, fields.max_query_count),
+        (fields.min_output_len, fields.max_output_len),
+    ):
+        low, high = config[least], config[most]
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{config.named(least.name)} is more than {config.named(most.name)}")
+    if config.given("output_mean") and config.output_mean > config.max_output_len:
+        raise ConfigError(
+            f"{config.named('output_mean')} is more than {config.named('max_output_len')}, where every answer"
+            " ends"
+        )
+    for name in ("trtllm_server_urls", "triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn"):
+        if config.server and config.given(name):
+            raise ConfigError(
+                f"{config.named('server')} and {config.named(name)} exclude each other: the run starts its"
+                " servers, or there are some"
+            )
+    if config.on_instance_loss == "restart":
+        _check_restart(config)
+    if config.server_nodes > 1:
+        _check_nodes(config)
+    if config.dataset == "synthetic" and config.given("dataset_path"):
+        raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    check_harness(config)
+    check_mode(config)
+
+
+def check_harness(config: RunConfig) -> None:
+    """Raise ConfigError for what only LoadGen does, if another client makes the load."""
+    if not config.harness:
+        return
+    for name in (
+        *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
+        "show_steady_state_progress",
+    ):
+        if name == "test_mode" and harness_kind(config.harness).answers is not None:
+            continue  # `accuracy` scores its answers
+        if config.given(name) and config[BY_NAME[name]] != BY_NAME[name].default:
+            raise ConfigError(
+                f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
+            )
+    if config.scenario == "SingleStream":
+        raise ConfigError(
+            f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"
+        )
+
+
+def _check_nodes(config: RunConfig) -> None:
+    """Raise ConfigError for a server over several nodes that has too few ranks, or can't be."""
+    n = config.server_nodes
+    why = ""
+    if config.mode == "disaggregated":
+        why = f"with {config.named('mode')} each server is on one node"
+    elif config.given("clients_per_server") and config.clients_per_server < n:
+        why = f"{config.named('clients_per_server')} is fewer than that: on each node a rank owns a part"
+    else:
+        size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
+        if config.server and kind_of(config.server).takes("tensor_parallelism") and size % n:
+            why = f"a server of {size} devices can't be split into {n} equal parts"
+    if why:
+        raise ConfigError(f"{config.named('server_nodes')}: {why}", about=["server_nodes"])
+
+
+def _check_restart(config: RunConfig) -> None:
+    why = ""
+    if not config.server:
+        why = "the run starts no servers (--server)"
+    elif kind_of(config.server).client_port:
+        why = f"a {config.server} server is not started again"
+    elif config.harness:
+        why = f"the client of {config.named('harness')} may ask a server itself, and would not hear of it"
+    elif config.server_nodes > 1:
+        why = "a server over several nodes is not started again"
+    elif config.clients_of_a_server > 1:
+        why = f"with {config.named('clients_per_server')} other ranks would not hear of it"
+    if why:
+        raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
+
+
+def check_mode(config: RunConfig) -> None:
+    """Raise ConfigError for sizes of the instances of another mode."""
+    sizes = SIZES_OF_HALVES
+    halves = ("num_ctx_servers", *sizes["context"], "num_gen_servers", *sizes["generation"])
+    for name in sizes[""] if config.mode == "disaggregated" else halves:
+        if config.given(name):
+            raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
+
+
+def check_compliance(config: RunConfig) -> None:
+    """Raise ConfigError for a compliance test that the workload does not have, or in another mode."""
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other:"
+            " the compliance test has its own audit.config"
+        )
+    if (
+        config.compliance_test
+        and config.workload
+        and config.compliance_test not in config.workload.compliance
+    ):
+        raise ConfigError(
+            f"{config.named('compliance_test')}: {config.workload.name} is asked for"
+            f" {' and '.join(config.workload.compliance)}",
+            about=["compliance_test"],
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(
+            f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}"
+        )
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")

@@ -1,0 +1,226 @@
+"""MLCommons' client, `inference-endpoint`: the one that the rules of MLPerf Endpoints ask for.
+
+It is not on the package index: it is installed from a copy of github.com/mlcommons/endpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.command import KnownFailure
+from mpillm.files import as_written, read_object
+from mpillm.programs.load_clients.kind import (
+    HarnessKind,
+    Load,
+    Measured,
+    Request,
+    milliseconds,
+    read_lines,
+    report_of,
+    write_lines,
+)
+
+CONFIG = "inference-endpoint.yaml"
+_PROMPTS = "prompts.jsonl"
+_REPORT = "inference-endpoint"  # the folder
+SUMMARY_LEFT = f"{_REPORT}/performance/result_summary.json"
+"""What it leaves: the summary, and the configuration with all its values."""
+CONFIG_LEFT = f"{_REPORT}/config.yaml"
+EVENTS = f"{_REPORT}/events.jsonl"
+"""What became of each request, in a line for each event."""
+_NAME = "performance"
+_NS = 1e-9
+_MOST_WORKERS = 24  # as it has itself
+_START_S = 300.0  # for its processes: each imports for seconds
+_PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
+
+
+def _words(load: Load) -> Sequence[str]:
+    config(load)  # what it can't do
+    if found := [word for word in load.args if word.partition("=")[0] == "--config"]:
+        raise ValueError(
+            f"takes no second configuration (--harness_args {found[0]}): mpillm writes its configuration"
+            f" ({CONFIG}) from the run's options, such as --concurrency and --max_output_len"
+        )
+    return ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
+
+
+def config(load: Load) -> dict[str, Any]:
+    """Return its configuration. Raises ValueError for what it can't do."""
+    if load.sends_text:
+        raise ValueError(
+            "takes prompts as token ids: name the folder of the model's tokenizer with --model_path"
+        )
+    longest = load.one_length()
+    params: dict[str, Any] = {
+        "name": load.model,
+        "temperature": load.temperature,
+        "top_p": load.top_p,
+        "max_new_tokens": longest,
+        "streaming": "on",
+    }
+    if load.top_k:
+        params["top_k"] = load.top_k
+    # It has no ignore_eos; as many tokens at least mean the same.
+    params["min_new_tokens"] = longest if load.ignores_stop() else min(max(load.shortest, 1), longest)
+    if load.tokenizer:
+        params["tokenizer_name"] = load.tokenizer
+    pattern: dict[str, Any] = {"type": "max_throughput"}
+    if load.rate is not None:
+        pattern = {"type": "poisson", "target_qps": load.rate}
+    elif load.concurrency is not None:
+        pattern = {"type": "concurrency", "target_concurrency": load.concurrency}
+    return {
+        "name": "mpillm",
+        "type": "offline" if pattern["type"] == "max_throughput" else "online",
+        "model_params": params,
+        "datasets": [{"name": _NAME, "type": "performance", "path": str(load.folder / _PROMPTS)}],
+        "settings": {
+            "runtime": {
+                "min_duration_ms": load.min_duration_ms,  # noted only: the number of requests is made for it
+                "n_samples_to_issue": len(load.order),
+                "scheduler_random_seed": load.seeds.arrivals,
+                "dataloader_random_seed": load.seeds.samples,
+            },
+            "load_pattern": pattern,
+            "client": {
+                "num_workers": _workers(len(load.urls)),
+                "worker_initialization_timeout": _START_S,
+                "stream_all_chunks": load.all_chunks,
+            },
+        },
+        "endpoint_config": {"endpoints": list(load.urls), "api_type": "openai_completions"},
+        "report_dir": str(load.folder / _REPORT),
+    }
+
+
+def _workers(n_urls: int) -> int:
+    """Return how many processes send requests, each URL by as many; its own number is 10 at least."""
+    wanted = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return n_urls * math.ceil(wanted / n_urls)
+
+
+def _write(load: Load) -> None:
+    """Write its configuration and the data set, of which it draws samples by itself, with LoadGen's seeds."""
+    write_lines(load.folder / _PROMPTS, ({"input_tokens": sample.tokens} for sample in load.samples))
+    text = yaml.safe_dump(config(load), sort_keys=False)
+    (load.folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _read(load: Load) -> Measured:
+    report = report_of(load.folder / SUMMARY_LEFT)
+    problems = []
+    if not report.get("complete", True):
+        problems.append(f"its report is not complete: it says {report.get('state')}")
+    lengths = report["output_sequence_lengths"]
+    return Measured(
+        " ".join(filter(None, (str(report["version"]), str(report.get("git_sha") or "")))),
+        int(report["n_samples_completed"]) - int(report["n_samples_failed"]),
+        int(report["n_samples_failed"]),
+        (report["duration_ns"] or 0) * _NS,
+        lengths.get("total"),
+        {
+            name: _statistics(found)
+            for name, theirs in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("latency_ms", "latency"))
+            if (found := report[theirs]).get("percentiles")
+        },
+        tuple(problems),
+        _requests(load),
+    )
+
+
+def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return them in milliseconds; of an answer in one piece it may note the end before the first token."""
+    made = milliseconds({**found, **found["percentiles"]}, 1e-6, **_PERCENTILES)
+    return {name: max(figure, 0.0) for name, figure in made.items()}
+
+
+def _requests(load: Load) -> list[Request]:
+    """Return what became of each request, from the client's log of events; none without one."""
+    if not (load.folder / EVENTS).exists():
+        return []
+    samples = _samples(load.folder)
+    issued: dict[str, float] = {}
+    first: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    found = []
+    for event in read_lines(load.folder / EVENTS, len(load.order)):
+        what, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
+        if one not in samples:
+            continue
+        if what == "sample.issued":
+            issued[one] = at
+        elif what == "sample.recv_first":
+            first[one] = at
+        elif what.startswith("error."):
+            errors[one] = str(event["data"])
+        elif what == "sample.complete" and one in issued:
+            sample = samples[one]
+            tokens = _tokens(load, sample, event)
+            found.append(
+                Request(
+                    issued[one], min(first.get(one, math.nan), at), at, sample, tokens, errors.get(one, "")
+                )
+            )
+    return found
+
+
+def _samples(folder: Path) -> dict[str, int]:
+    """Return the sample of each request."""
+    found: dict[str, int] = read_object(folder / _REPORT / "sample_idx_map.json").get(_NAME, {})
+    return found
+
+
+def _answers(folder: Path, n_requests: int) -> dict[int, str]:
+    """Return the texts of all answers; a failed request has none."""
+    texts, failed = {}, set()
+    with as_written(folder / EVENTS):
+        samples = _samples(folder)
+        for event in read_lines(folder / EVENTS, n_requests):
+            if (sample := samples.get(event["sample_uuid"])) is None:
+                continue
+            if event["event_type"] == "sample.complete":
+                texts[sample] = text_of(event.get("data"))
+            elif event["event_type"].startswith("error."):
+                failed.add(sample)
+    return {sample: text for sample, text in texts.items() if sample not in failed}
+
+
+def _tokens(load: Load, sample: int, event: Mapping[str, Any]) -> int:
+    """Return how many tokens an answer has: the client keeps its text alone."""
+    if event.get("finish_reason") == "length":
+        return load.lengths[sample]
+    return load.count_tokens(text_of(event.get("data")))
+
+
+def text_of(data: Any) -> str:
+    """Return an answer's text: of a stream the client keeps the first piece and the rest."""
+    if not isinstance(data, list) or len(data) < 2 or data[0] != "TextModelOutput":
+        return ""
+    return "".join(data[1]) if isinstance(data[1], list) else str(data[1] or "")
+
+
+INFERENCE_ENDPOINT = HarnessKind(
+    "inference-endpoint",
+    _words,
+    _read,
+    _write,
+    environment={"HF_HUB_OFFLINE": "1"},  # all that it needs is here
+    answers=_answers,
+    many_urls=True,
+    install="install it from a copy of github.com/mlcommons/endpoints (Python 3.12), and have it in PATH",
+    failures=(
+        KnownFailure(r"Config error:", "it does not take its configuration", f"look at {CONFIG}"),
+        KnownFailure(
+            r"Workers failed to initialize within",
+            "its processes took too long to start",
+            "something else uses the cores of this host",
+        ),
+    ),
+)

@@ -1,0 +1,66 @@
+"""SGLang's OpenAI server: `sglang serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from launch.command import Command, KnownFailure
+from mpillm.programs.servers.kind import ServerKind, Wanted, named, switch
+
+
+def _words(wanted: Wanted) -> Sequence[str]:
+    return (
+        *("sglang", "serve", "--model-path", wanted.model),
+        *("--served-model-name", wanted.name, "--host", wanted.host, "--port", str(wanted.port)),
+        "--enable-metrics",
+    )
+
+
+def _chunks(value: Any) -> Sequence[str]:
+    return () if value else ("--chunked-prefill-size", "-1")
+
+
+def _of_nodes(wanted: Wanted) -> Command:
+    part = wanted.part
+    nodes = ("--nnodes", str(part.n), "--node-rank", str(part.node))
+    return Command((*nodes, "--dist-init-addr", f"{part.host}:{part.port}"), {})
+
+
+SGLANG = ServerKind(
+    "sglang",
+    _words,
+    {
+        "tensor_parallelism": named("--tp-size"),
+        "pipeline_parallelism": named("--pp-size"),
+        "moe_expert_parallelism": named("--ep-size"),
+        "load_format": named("--load-format"),
+        "dtype": named("--dtype"),
+        "quantization": named("--quantization", fp8="fp8"),
+        "kv_cache_dtype": named("--kv-cache-dtype", auto="auto", bfloat16="bfloat16", fp8="fp8_e4m3"),
+        "kv_cache_free_gpu_mem_fraction": named("--mem-fraction-static"),
+        "max_batch_size": named("--max-running-requests"),
+        "max_num_tokens": lambda n: ("--max-prefill-tokens", str(n), "--chunked-prefill-size", str(n)),
+        "max_seq_len": named("--context-length"),
+        "enable_kv_cache_reuse": switch(off="--disable-radix-cache"),
+        "enable_chunked_context": _chunks,
+    },
+    always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
+    failures=(
+        KnownFailure(
+            r"Not enough memory. Please try to increase --mem-fraction-static",
+            "its KV cache gets no memory beside the weights",
+            "raise --kv_cache_free_gpu_mem_fraction or --tensor_parallelism",
+        ),
+        KnownFailure(
+            r"Capture .{0,200}[Gg]raph failed",
+            "its graphs could not be captured, most often for want of GPU memory",
+            "lower --kv_cache_free_gpu_mem_fraction, or add --disable-cuda-graph to --server_args",
+        ),
+    ),
+    names_model=True,
+    of_nodes=_of_nodes,
+    install="pip install sglang, or activate the environment that has it",
+    no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
+    " send; its own router does: start them by hand, and name that with --trtllm_server_urls",
+)

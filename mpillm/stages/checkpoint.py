@@ -1,0 +1,110 @@
+"""What every core's engine is made of: a checkpoint with its flags, and a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, about
+from mpillm.options import fields
+from mpillm.options.flags import overlaid
+from mpillm.options.mitten import autoconfigure, bind
+from mpillm.stages.preconditions import Layout
+
+PARALLELISM = {
+    "tp_size": "tensor_parallelism",
+    "pp_size": "pipeline_parallelism",
+    "moe_ep_size": "moe_expert_parallelism",
+}
+"""Names of the tools, and ours."""
+
+CHECKPOINT_SOURCE = "--trtllm_checkpoint_flags"
+BUILD_SOURCE = "--trtllm_build_flags"
+
+
+@autoconfigure
+@bind(fields.tensor_parallelism, "tp_size")
+@bind(fields.pipeline_parallelism, "pp_size")
+@bind(fields.moe_expert_parallelism, "ep_size")
+@bind(fields.trtllm_checkpoint_flags, "checkpoint_flags")
+@bind(fields.trtllm_build_flags, "build_flags")
+@dataclass
+class EngineLayout:
+    """An engine's layout.
+
+    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words
+    (`tp_size`): all must agree.
+    """
+
+    tp_size: int | None = None
+    pp_size: int | None = None
+    ep_size: int | None = None
+    checkpoint_flags: Mapping[str, Any] = field(default_factory=dict)
+    build_flags: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
+        self.layout = Layout(*(self._size(native, size) for native, size in given))
+
+    @about(*PARALLELISM.values(), "trtllm_checkpoint_flags", "trtllm_build_flags")
+    def _size(self, native: str, given: int | None) -> int:
+        option = PARALLELISM[native]
+        places: dict[str, Any] = {f"--{option}": given}
+        for source, flags in ((CHECKPOINT_SOURCE, self.checkpoint_flags), (BUILD_SOURCE, self.build_flags)):
+            places |= {f"{source}: {name}": flags.get(name) for name in (option, native)}
+        found = [(place, size) for place, size in places.items() if size is not None]
+        for place, size in found:
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"{place} {size}: expected a whole number of at least 1")
+            if size != found[0][1]:
+                raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
+        return found[0][1] if found else 1
+
+
+_SIZES = {*PARALLELISM, *PARALLELISM.values()}
+
+
+def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags without those that `EngineLayout` reads."""
+    return {name: value for name, value in flags.items() if name not in _SIZES}
+
+
+@autoconfigure
+@bind(fields.model_path)
+@bind(fields.llm_quantizer_outdir, "output_path")
+@bind(fields.trtllm_checkpoint_flags, "flags")
+@dataclass
+class QuantizerConfig:
+    """The source of a checkpoint, its place, and the flags of the tool that makes it.
+
+    The flag `qformat` asks for quantisation; without it the weights keep their type. TRTLLM_CHECKPOINT_FLAGS
+    overrides the flags, from a caller or the field.
+    """
+
+    model_path: str | None = None
+    output_path: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    # what the flags say of the parallelism, for `EngineLayout`
+    sizes: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.model_path:
+            raise ConfigError("generate-engines needs --model_path: the Hugging Face folder of the model")
+        flags = overlaid(fields.trtllm_checkpoint_flags, self.flags)
+        self.flags = without_parallelism(flags)
+        self.sizes = {name: value for name, value in flags.items() if name in _SIZES}
+
+    @property
+    def qformat(self) -> str:
+        """The format that the flags ask for; full_prec without one."""
+        return str(self.flags.get("qformat", "full_prec"))
+
+    def folder(self, layout: str) -> Path:
+        """Return the checkpoint's place: as given, or under build/checkpoints by model, format and layout."""
+        if self.output_path:
+            return Path(self.output_path)
+        assert self.model_path is not None
+        return Path("build/checkpoints") / f"{Path(self.model_path).name}-{self.qformat}-{layout}"

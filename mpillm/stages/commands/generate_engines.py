@@ -1,0 +1,66 @@
+"""``python -m mpillm generate-engines``: from a model to an engine, for each workload and scenario named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.errors import ConfigError
+from mpillm.core_names import BUILT_IN, found_at
+from mpillm.cores.registry import BackendRegistry
+from mpillm.errors import ExitCode
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import MODEL_AND_LIMITS, SIZES, command_fields
+from mpillm.options.run_config import RunConfig
+from mpillm.stages.operation import Operation, execute
+from mpillm.stages.stage_options import parse_each, tell_idle
+
+_ALSO = (
+    "core_type",
+    *SIZES,
+    *MODEL_AND_LIMITS,
+    "trtllm_runtime_flags",
+    "dtype",
+    "quantization",
+    "llm_gen_config_path",
+    "build_deadline",
+)
+_SHOWN = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
+
+
+def engine_stages(config: RunConfig) -> Operation:
+    """Return the last stage of `generate-engines` for a test; the stages before it are its dependencies."""
+    with config.autoapply():
+        path = BackendRegistry.declared(config.core_type).engine_stages
+        if path is None:
+            able = [name for name in BUILT_IN if BackendRegistry.declared(name).engine_stages]
+            raise ConfigError(
+                f"--core_type {config.core_type}: nothing to build; generate-engines builds for"
+                f" {', '.join(able)}",
+                about=["core_type"],
+            )
+        stages: Operation = found_at(path)(config)
+    return stages
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make what is not up to date, and print where it is."""
+    parser = Parser(
+        prog="mpillm generate-engines",
+        description="Quantise a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own."
+        " What is up to date is kept.",
+        epilog="examples:\n"
+        "  python -m mpillm generate-engines --model_path build/models/smollm2-135m"
+        " --trtllm_checkpoint_flags=qformat:int8_wo\n"
+        "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR"
+        " --trtllm_lib_path build/TRTLLM"
+        " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
+    )
+    configs = parse_each(argv, parser, _SHOWN)
+    tell_idle(configs)
+    stages = [engine_stages(config) for config in configs]
+    with configs[0].autoapply():
+        execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
+    if not configs[0].dry_run:
+        for stage in dict.fromkeys(str(stage.output) for stage in stages):
+            print(stage)
+    return ExitCode.DONE

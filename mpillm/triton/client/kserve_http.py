@@ -1,0 +1,131 @@
+"""Requests to a tritonserver over HTTP: KServe's JSON, and Triton's `generate` and `generate_stream`."""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPResponse
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from launch.bounded_http import MOST_ANSWER, Bounded, ReplyError
+from launch.outside import one_line
+from mpillm.triton.client.connection import AnswerError, Response, Tensors, as_answer
+
+_KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
+_TYPES: Mapping[str, Any] = {
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+    "UINT64": np.uint64,
+    "BOOL": np.bool_,
+    "BYTES": object,
+}
+
+
+class HttpConnection:
+    """Keeps a connection open, as a context, for one request at a time."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Connect when a request is made; an answer may take `timeout_s` as a whole.
+
+        Raises AnswerError for a wrong address.
+        """
+        self.url = url
+        self._timeout_s = timeout_s
+        try:
+            self._server = Bounded(url)
+        except ReplyError as error:
+            raise AnswerError(f"{url}: {error}") from None
+
+    def __enter__(self) -> HttpConnection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.__exit__(kind, error, trace)
+
+    def ask(
+        self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
+    ) -> Iterator[Response]:
+        """Yield the response to a request. Raises AnswerError if it fails, or the model is decoupled."""
+        body: dict[str, Any] = {
+            "id": request_id,
+            "inputs": [
+                {
+                    "name": name,
+                    "shape": [*value.shape],
+                    "datatype": _KINDS[value.dtype.str[1:]],
+                    "data": value.reshape(-1).tolist(),
+                }
+                for name, value in tensors.items()
+            ],
+        }
+        if outputs:
+            body["outputs"] = [{"name": name} for name in outputs]
+        with self._answer(f"{model}/infer", body) as response:
+            answer = _object(response.read())
+            yield {
+                output["name"]: _array(output["data"], output["datatype"]).reshape(output["shape"])
+                for output in answer["outputs"]
+            }
+
+    def generate(self, model: str, values: Mapping[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
+        """Yield the answer of `generate`, or those of `generate_stream` as they come.
+
+        Raises AnswerError if the request fails.
+        """
+        with self._answer(f"{model}/generate{'_stream' if stream else ''}", values) as response:
+            if not stream:
+                yield _object(response.read())
+                return
+            while line := response.readline():
+                if line.startswith(b"data:"):
+                    part = _object(line[5:])
+                    if "error" in part:
+                        raise AnswerError(one_line(str(part["error"])) or "an error without a reason")
+                    yield part
+
+    @contextlib.contextmanager
+    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+        """Post; what goes wrong until the answer is read raises AnswerError, and closes the connection.
+
+        The next request opens another.
+        """
+        data = json.dumps(body).encode()
+        try:
+            with (
+                as_answer(self.url),
+                self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response,
+            ):
+                if response.status != http.HTTPStatus.OK:
+                    raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
+                yield response
+        except ReplyError as error:
+            raise AnswerError(f"{self.url}: {error}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    made = json.loads(body)
+    if not isinstance(made, dict):
+        raise TypeError("it sent something that is no JSON object")
+    return made
+
+
+def _said(body: bytes) -> str:
+    """Return the message of an error, or the beginning of it."""
+    try:
+        return one_line(str(json.loads(body)["error"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return one_line(body)
+
+
+def _array(data: Sequence[Any], kind: str) -> Any:
+    if kind == "BYTES":
+        return np.array([text.encode() for text in data], object)
+    return np.array(data, _TYPES[kind])

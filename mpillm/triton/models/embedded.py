@@ -1,0 +1,317 @@
+"""The `tensorrt_llm` model with the embedded engine, for Triton's Python backend.
+
+Each instance of the model has one engine. `execute` only reads requests and hands them over: it returns at
+once, and responses are sent from the engine's thread, in decoupled mode one for each step that streams.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+# Only inside tritonserver: its Python backend brings it.
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from launch.logs import log_to
+from mpillm.core_names import DEFAULT
+from mpillm.engine.lora import Adapter, Adapters
+from mpillm.engine.special import Special
+from mpillm.files import excerpt
+from mpillm.options.core_config import CoreConfig
+from mpillm.triton.models.engine_metrics import EngineMetrics
+from mpillm.triton.models.engine_ranks import join, make_core
+from mpillm.triton.models.engine_thread import Answer, EngineThread, TakesSpecial
+from mpillm.triton.models.requests import Asked, Refused, Tensors, read
+from mpillm.triton.parameters import in_vain, text_parameter
+
+_log = logging.getLogger(__name__)
+_LORA_BYTES = 1 << 30  # of adapters that are kept, unless `lora_cache_host_memory_bytes` says otherwise
+_CHECK_S = 0.1  # for requests that were cancelled, unless `cancellation_check_period_ms` says otherwise
+_POLICIES = {"max_utilization": "max_util", "guaranteed_no_evict": "no_evict"}
+
+
+def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
+    """What the engine is built from: the parameter `core_config` (JSON), under those of TensorRT-LLM's model.
+
+    ConfigError: a parameter is wrong.
+    """
+    given = partial(_given, model_config["parameters"])
+    values: dict[str, Any] = given("core_config", _core_values) or {}
+    stated = {
+        "kv_cache_tokens": given("max_tokens_in_paged_kv_cache", int),
+        "kv_cache_fraction": given("kv_cache_free_gpu_mem_fraction", float),
+        "enable_kv_cache_reuse": given("enable_kv_cache_reuse", as_bool),
+        "enable_chunked_context": given("enable_chunked_context", as_bool),
+        "batch_scheduler_policy": given("batch_scheduler_policy", _POLICIES.__getitem__),
+    }
+    if given("gpt_model_type", str) == "V1":
+        stated["batch_scheduler_policy"] = "static"
+    values |= {name: value for name, value in stated.items() if value is not None}
+    if values.get("end_ids") is not None:
+        values["end_ids"] = tuple(values["end_ids"])
+    values.setdefault("n_threads", len(os.sched_getaffinity(0)))
+    return CoreConfig(core_type=DEFAULT, **values)
+
+
+def _given(
+    parameters: Mapping[str, Mapping[str, str]], name: str, convert: Callable[[str], Any], most: int = 1 << 62
+) -> Any:
+    """Return a parameter's value; None if it has none. Raises ConfigError."""
+    value = text_parameter(parameters, name)
+    try:
+        made = None if value is None else convert(value)
+        if isinstance(made, int) and abs(made) > most:
+            raise ValueError
+    except (ValueError, KeyError, RecursionError) as error:
+        why = f" ({error})" if convert is _core_values else ""
+        raise ConfigError(f"parameter {name}: {excerpt(value)} is not possible here{why}") from None
+    return made
+
+
+def _core_values(text: str) -> dict[str, Any]:
+    """Read the parameter `core_config`. Raises ValueError."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("not an object")
+    hints = get_type_hints(CoreConfig)
+    for name, value in values.items():
+        if name == "core_type" or name not in hints or not _fits(value, hints[name]):
+            raise ValueError(f"{excerpt(name)}: {excerpt(value)}")
+    return values
+
+
+_IN_JSON = {tuple: list, Mapping: dict}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of a field's type; whole numbers are, of a list of them."""
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        plain = get_origin(kind) or kind
+        if type(value) is _IN_JSON.get(plain, plain) or (plain is float and type(value) is int):
+            return kind != tuple[int, ...] or all(type(one) is int for one in value)
+    return False
+
+
+def as_bool(value: str) -> bool:
+    """As TensorRT-LLM's model reads it."""
+    return value.lower() in ("1", "true")
+
+
+class TritonPythonModel:
+    """What Triton's Python backend makes of each instance."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the engine; an exception is shown in the server's log, and the model is not ready."""
+        faulthandler.enable()  # a crash of the process shows where in Python its threads were
+        log_to(sys.stderr, f"{args['model_name']}: %(levelname)s %(message)s")
+        config = json.loads(args["model_config"])
+        parameters = config["parameters"]
+        self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self._exclude_input = as_bool(text_parameter(parameters, "exclude_input_in_output") or "false")
+        given = partial(_given, parameters)
+        self._requests: dict[int, _Request] = {}  # that are open
+        self._lock = threading.Lock()
+        try:
+            period_ms = given("cancellation_check_period_ms", int)
+            cache_bytes = given("lora_cache_host_memory_bytes", int)
+            self._adapters = Adapters(cache_bytes or _LORA_BYTES)
+            self._max_beam_width = given("max_beam_width", int) or 1
+            core_options = core_config(config)
+            if line := in_vain({name: value.get("string_value", "") for name, value in parameters.items()}):
+                _log.warning("%s", line)
+            self._ranks = join(
+                core_options, text_parameter(parameters, "executor_worker_path") or sys.executable
+            )
+            core = make_core(core_options, self._ranks)
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        began = time.monotonic()
+        core.load()
+        if self._ranks is not None and self._ranks.rank > 0:
+            _log.info("follows rank 0")
+            self._ranks.follow(core)
+            raise pb_utils.TritonModelException("rank 0 of the engine has ended")
+        core.run_health_check()
+        _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
+        self._core = core
+        self._metrics = EngineMetrics(cast(Any, core).engine, args["model_name"], args["model_version"])
+        self._engine = EngineThread(
+            core,
+            period_ms / 1000 if period_ms else _CHECK_S,
+            self._look,
+            None if self._ranks is None else self._ranks.why_failed,
+        )
+        if self._ranks is not None:
+            self._ranks.watch(self._engine.fail)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Hand them to the engine. Each gets its responses from its sender."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                if (stop := tensors.get("stop")) is not None and bool(np.any(stop)):
+                    self._stop(request.request_id())
+                    sender.send(pb_utils.InferenceResponse([]), flags=_FINAL)
+                    continue
+                asked = [self._read(row) for row in _rows(tensors)]
+                if not self._is_decoupled:
+                    _check_single(asked)
+            except Refused as error:
+                _fail(sender, str(error))
+                continue
+            opened = _Request(request.request_id(), sender, asked, self._forget)
+            with self._lock:
+                self._requests[id(opened)] = opened
+            self._engine.submit(opened.answers)
+
+    def _read(self, tensors: Tensors) -> Asked:
+        can = self._core if isinstance(self._core, TakesSpecial) else None
+        return read(
+            tensors,
+            self._exclude_input,
+            takes_special=can is not None and can.takes_special,
+            max_beam_width=self._max_beam_width,
+            find_adapter=self._adapter if can is not None and can.takes_adapters else None,
+        )
+
+    def _adapter(self, task_id: int, weights: NDArray[Any] | None, config: NDArray[Any] | None) -> Adapter:
+        def make() -> Adapter:
+            assert weights is not None and config is not None
+            assert isinstance(self._core, TakesSpecial)
+            return self._core.make_adapter(weights, config)
+
+        try:
+            return self._adapters.get(task_id, None if weights is None or config is None else make)
+        except (LookupError, ValueError) as error:
+            raise Refused(str(error.args[0])) from error
+
+    def finalize(self) -> None:
+        """End the engine; open requests get an error."""
+        self._engine.stop()
+        self._metrics.close()
+        if self._ranks is not None:
+            self._ranks.stop()
+
+    def _stop(self, request_id: str) -> None:
+        if not request_id:
+            raise Refused("stop: the request has no id, so nothing can be stopped by it")
+        with self._lock:
+            named = [one for one in self._requests.values() if one.request_id == request_id]
+        self._engine.cancel([answer for one in named for answer in one.answers])
+
+    def _look(self) -> None:
+        """Look for requests that were cancelled, and tell what the engine does. On the engine's thread."""
+        self._metrics.update()
+        with self._lock:
+            gone = [one for one in self._requests.values() if one.sender.is_cancelled()]
+        self._engine.cancel([answer for one in gone for answer in one.answers])
+
+    def _forget(self, request: _Request) -> None:
+        with self._lock:
+            del self._requests[id(request)]
+
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def _rows(tensors: Tensors) -> list[Tensors]:
+    """Return the inputs of each prompt of a request. Refused: they are not of one batch."""
+    sizes = {len(value) for value in tensors.values()}
+    if len(sizes) != 1:
+        raise Refused(f"the inputs are of batches of {' and '.join(map(str, sorted(sizes)))}")
+    return [{name: value[i] for name, value in tensors.items()} for i in range(sizes.pop())]
+
+
+def _check_single(asked: list[Asked]) -> None:
+    if any(one.streaming for one in asked):
+        raise Refused("streaming: the model is not decoupled")
+    if len(asked) > 1:
+        raise Refused(
+            f"a batch of {len(asked)}: the model is not decoupled, so it can answer one prompt only"
+        )
+
+
+def _fail(sender: Any, message: str) -> None:
+    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message)), flags=_FINAL)
+
+
+class _Request:
+    """A request that is open: an answer for each of its prompts. The last response carries the final flag."""
+
+    def __init__(
+        self, request_id: str, sender: Any, asked: list[Asked], ended: Callable[[_Request], None]
+    ) -> None:
+        self.request_id = request_id
+        self.sender = sender
+        self.answers = [Answer(one, self._told) for one in asked]
+        self._n_open = len(asked)
+        self._ended = ended
+
+    def _told(self, answer: Answer, tokens: Sequence[int], is_final: bool, error: str) -> None:
+        self._n_open -= is_final
+        flags = _FINAL if self._n_open == 0 else 0
+        if self._n_open == 0:
+            self._ended(self)
+        if error:
+            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(error))
+        else:
+            response = pb_utils.InferenceResponse(
+                [pb_utils.Tensor(name, value) for name, value in self._outputs(answer, tokens).items()]
+            )
+        self.sender.send(response, flags=flags)
+        if self._n_open == 0:
+            # Their circle would keep the sender, and Triton waits for every sender before it unloads a model.
+            self.answers.clear()
+
+    def _outputs(self, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
+        asked = answer.asked
+        before = [] if asked.streaming or asked.exclude_input else asked.prompt
+        new = slice(answer.n_told - len(tokens), answer.n_told)
+        beams = answer.beams() or [([*tokens], answer.logprobs[new], sum(answer.logprobs[: new.stop]))]
+        n = max(len(ids) for ids, _, _ in beams)
+        ids = np.zeros((1, len(beams), len(before) + n), np.int32)
+        log_probs, sums = np.zeros((1, len(beams), n), np.float32), np.zeros((1, len(beams)), np.float32)
+        for i, (new_ids, each, together) in enumerate(beams):
+            ids[0, i, : len(before) + len(new_ids)] = [*before, *new_ids]
+            if asked.log_probs:  # zeros where nobody asks, as TensorRT-LLM's model answers
+                log_probs[0, i, : len(each)], sums[0, i] = each, together
+        outputs = {
+            "output_ids": ids,
+            "sequence_length": np.array([[len(before) + len(new_ids) for new_ids, _, _ in beams]], np.int32),
+            "batch_index": np.array([[self.answers.index(answer)]], np.int32),
+            "sequence_index": np.zeros((1, 1), np.int32),
+            "cum_log_probs": sums,
+            "output_log_probs": log_probs,
+        }
+        if asked.special is not None:
+            outputs |= _logits(asked.special, new)
+        if asked.num_input_tokens:
+            outputs["num_input_tokens"] = np.array([[len(asked.prompt)]], np.int32)
+        if asked.num_output_tokens:
+            outputs["num_output_tokens"] = np.array([[len(answer.tokens)]], np.int32)
+        return outputs
+
+
+def _logits(special: Special, new: slice) -> dict[str, Any]:
+    """Those that a request wants: of its prompt (in each response, as TensorRT-LLM), and of `new` tokens."""
+    logits = {}
+    if special.keeps_context_logits and special.context_logits:
+        logits["context_logits"] = np.concatenate(special.context_logits)[None]
+    if special.keeps_generation_logits:
+        rows = special.generation_logits[new]
+        logits["generation_logits"] = np.array([[rows]], np.float32)
+    return logits

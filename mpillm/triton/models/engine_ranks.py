@@ -1,0 +1,226 @@
+"""The ranks of one engine behind Triton.
+
+Leader mode: mpirun starts a tritonserver for each rank, and all load the model. Rank 0 of MPI's world leads
+and serves; the others follow it and never return from the model's initialisation, as with TensorRT-LLM's
+backend. Orchestrator mode (`ORCHESTRATOR` is 1 in the server's environment): there is one server, and its
+model starts the processes that follow it by MPI_Comm_spawn.
+
+When a process ends, its kernel closes its lifeline. So the leader knows whose end it was, even while its
+engine waits for that rank in MPI; and who follows does not outlive its leader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disagg.errors import ConfigError
+from launch.check_world import WrongLauncher
+from launch.environment import clean_environment
+from launch.interfaces import own_addresses
+from launch.launcher import EveryRankError
+from mpillm.comms.communicators import InstanceComms
+from mpillm.comms.lifeline import Lifeline, Lifelines
+from mpillm.comms.start import node_name, start_mpi
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.options.core_config import CoreConfig
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"
+WORKER = "mpillm.triton.models.spawned_rank"
+"""What MPI_Comm_spawn starts, as a module of the Python that `executor_worker_path` names."""
+
+_log = logging.getLogger(__name__)
+_START_S = 60.0
+_LOOK_S = 0.1
+_EXPLAIN_S = 2.0  # for a lifeline to end, after MPI has failed
+_END_S = 5.0
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1200e-6
+_STOP = 1
+
+
+def join(config: CoreConfig, python: str) -> Ranks | None:
+    """Find or start the other ranks of an engine; None for one of a single rank.
+
+    `python`: whose MPI library it is, and what runs the spawned ranks. ConfigError: they are not there.
+    """
+    if config.tp_size == 1:
+        return None
+    prefix = Path(python).absolute().parent.parent
+    # mpi4py looks beside the Python that runs it, which here is the server's.
+    os.environ.setdefault("MPI4PY_LIBMPI", f"{prefix / 'lib'}:")
+    try:
+        if os.environ.get(ORCHESTRATOR) == "1":
+            return _spawn(config, python)
+        world = start_mpi(["run-llm-server"], _START_S)
+    except WrongLauncher as error:
+        raise ConfigError(error.problem) from None
+    except EveryRankError as error:
+        raise ConfigError(str(error)) from None
+    if world.size != config.tp_size:
+        raise ConfigError(
+            f"the engine has {config.tp_size} ranks, and MPI's world {world.size}: start a tritonserver for"
+            f" each rank under mpirun, or one with {ORCHESTRATOR}=1; run-llm-server does either"
+        )
+    return Ranks(world)
+
+
+def _spawn(config: CoreConfig, python: str) -> Ranks:
+    """Start the other ranks on this host, and send them what they are built from."""
+    folder = str(Path(python).parent)
+    clean = clean_environment(os.environ)
+    for name in set(os.environ) - set(clean):
+        del os.environ[name]
+    # MPI starts a program of its own, which it looks for there; the server's libraries are not for it.
+    os.environ["PATH"] = f"{folder}:{clean.get('PATH', os.defpath)}"
+    os.environ.pop("LD_LIBRARY_PATH", None)
+    if os.geteuid() == 0:
+        os.environ |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    alone = start_mpi(["run-llm-server"], _START_S, spawns=True)
+    from mpi4py import MPI
+
+    n = config.tp_size - 1
+    try:
+        world = alone.Spawn(python, ["-m", WORKER], maxprocs=n).Merge(high=False)
+    except MPI.Exception as error:
+        raise ConfigError(f"MPI_Comm_spawn has not started {n} processes of {python}: {error}") from None
+    world.bcast(config, 0)
+    return Ranks(world)
+
+
+def spawned() -> tuple[Ranks, CoreConfig]:
+    """Join who has spawned this process; what its core is built from."""
+    start_mpi([WORKER], _START_S, spawns=True)
+    from mpi4py import MPI
+
+    world = MPI.Comm.Get_parent().Merge(high=True)
+    config: CoreConfig = world.bcast(None, 0)
+    return Ranks(world), config
+
+
+def make_core(config: CoreConfig, ranks: Ranks | None) -> LLMCore:
+    """Make this rank's core, without weights. ConfigError."""
+    own = config if ranks is None else ranks.own(config)
+    kind = BackendRegistry.get(config.core_type)
+    kind.check(own)
+    return kind(own, None if ranks is None else ranks.comms)
+
+
+class Ranks:
+    """All ranks of an engine; rank 0 leads. Made by all of them at the same time."""
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        world.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = world.rank, world.size
+        self._control = world
+        self.comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
+        self._node_ranks = world.Split_type(MPI.COMM_TYPE_SHARED).size
+        self._processes: list[tuple[str, int]] = world.allgather((node_name(), os.getpid()))
+        self._lifelines = Lifelines(("127.0.0.1", *own_addresses())) if self.rank == 0 else None
+        address = world.bcast(self._lifelines.address if self._lifelines else None, 0)
+        self._lifeline = Lifeline(address, self.rank) if self.rank else None
+
+    def own(self, config: CoreConfig) -> CoreConfig:
+        """Return what this rank's core is built from.
+
+        `config`: the engine's, with all of this host's threads.
+        """
+        return dataclasses.replace(
+            config,
+            tp_rank=self.rank,
+            ep_rank=self.rank % config.ep_size,
+            rank=self.rank,
+            n_threads=max(1, config.n_threads // self._node_ranks),
+            node_ranks=self._node_ranks,
+        )
+
+    # --- the leader ---
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call `lost` once, on a thread, with the names of ranks that have ended."""
+
+        def look() -> None:
+            while not (text := self.lost()):
+                time.sleep(_LOOK_S)
+            lost(text)
+
+        threading.Thread(target=look, name="mpillm-ranks", daemon=True).start()
+
+    def lost(self, wait_s: float = 0.0) -> str:
+        """Return which ranks have ended, in a sentence; empty if none has within `wait_s`."""
+        assert self._lifelines is not None
+        end = time.monotonic() + wait_s
+        while not (ended := self._lifelines.ended) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        if not ended:
+            return ""
+        named = (
+            f"rank {rank} (process {self._processes[rank][1]} on {self._processes[rank][0]})"
+            for rank in ended
+        )
+        return f"{' and '.join(sorted(named))} of the engine has ended: start the server again"
+
+    def why_failed(self) -> str:
+        """As `lost`, right after MPI has failed."""
+        return self.lost(_EXPLAIN_S)
+
+    # --- those who follow ---
+
+    def follow(self, core: LLMCore) -> None:
+        """Run the leader's steps until it says that it ends. This process does not outlive it."""
+        lifeline = self._lifeline
+        assert lifeline is not None
+
+        def look() -> None:
+            while not lifeline.ended():
+                time.sleep(_LOOK_S)
+            _log.error("rank 0 of the engine has ended")
+            time.sleep(_LOOK_S)  # it may have said so
+            os._exit(1)
+
+        threading.Thread(target=look, name="mpillm-ranks", daemon=True).start()
+        pause = _FIRST_SLEEP_S
+        while not self._control.Iprobe(0, _STOP):
+            if core.has_work():
+                core.poll_responses()
+                pause = _FIRST_SLEEP_S
+            else:
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_SLEEP_S)
+        self._control.recv(source=0, tag=_STOP)
+        _leave_mpi()
+
+    def stop(self) -> None:
+        """Tell all who follow that this is the end, and leave MPI with them."""
+        from mpi4py import MPI
+
+        if self.lost():
+            os._exit(0)  # MPI would wait for the lost
+        with contextlib.suppress(MPI.Exception):
+            for rank in range(1, self.size):
+                self._control.send(None, rank, _STOP)
+            _leave_mpi()
+
+
+def _leave_mpi() -> None:
+    """Finalize MPI, which waits for every rank and holds the GIL: a signal ends this process otherwise."""
+    from mpi4py import MPI
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _END_S)
+    MPI.Finalize()
+    signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,63 @@
+"""`tritonserver`, with a model repository of `generate-triton-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from disagg.errors import ConfigError
+from launch.command import KnownFailure
+from mpillm.programs.servers.kind import ServerKind, Wanted
+from mpillm.triton.tritonserver import (
+    More,
+    Ports,
+    find_tritonserver,
+    mpirun_words,
+    read_repository,
+    triton_server,
+)
+
+GRPC, METRICS = "grpc", "metrics"
+
+
+def _words(wanted: Wanted) -> Sequence[str]:
+    folder = Path(f"{wanted.model}_{wanted.place}")
+    try:
+        repo = read_repository(folder, "--triton_model_repo")
+        program = find_tritonserver(wanted.program)
+    except ConfigError as error:
+        raise ValueError(f"{error}; generate-triton-config makes a repository for each server") from None
+    addresses = [f"--{what}-address={wanted.host}" for what in ("http", GRPC, METRICS)]
+    if len(repo.parallel) > 1:
+        raise ValueError(f"{folder} has several models of several ranks: run-llm-server starts such a server")
+    http, grpc, metrics = wanted.port, wanted.more_ports[GRPC], wanted.more_ports[METRICS]
+    ports = Ports(cast(int, http), cast(int, grpc), cast(int, metrics))  # names, where the line is only shown
+    return triton_server(wanted.place, program, repo, ports, mpirun_words(repo), More(addresses)).command.argv
+
+
+TRITONSERVER = ServerKind(
+    "tritonserver",
+    _words,
+    {},
+    health="/v2/health/ready",
+    failures=(
+        KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
+        KnownFailure(
+            r"failed to read text proto from",
+            "it could not read the config.pbtxt of a model",
+            "correct the file that its log names",
+        ),
+        KnownFailure(
+            r"failed to load '[^']*' version \d+|UNAVAILABLE: ",
+            "it could not load a model",
+            "look at the lines with 'failed to load' in its log",
+        ),
+    ),
+    core_type="triton_grpc",
+    model_option="triton_model_repo",
+    more_ports=(GRPC, METRICS),
+    client_port=GRPC,
+    metrics_port=METRICS,
+    takes_gpus=False,  # the repository says which GPUs a model has
+)

@@ -1,0 +1,49 @@
+"""The cores `trtllm_endpoint` and `trtllm_disagg`: clients of `trtllm-serve` and of servers like it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disagg.errors import ConfigError, about
+from mpillm.cores.base import StatedLimits
+from mpillm.cores.clients import EARLIER
+from mpillm.cores.openai_client.endpoint_core import EndpointCore
+from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
+from mpillm.options.core_config import CoreConfig
+from mpillm.stages.start_records import RecordedStarts
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
+
+
+class TrtllmEndpointCore(EndpointCore):
+    """Servers of `--trtllm_server_urls`."""
+
+    engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
+    servers = "mpillm.trtllm.servers:endpoint_servers"
+    config_class = TrtllmEndpointConfig
+
+
+class TrtllmDisaggCore(EndpointCore):
+    """The leader of `trtllm-serve disaggregated`, which its YAML names."""
+
+    engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
+    servers = "mpillm.trtllm.servers:disaggregated_servers"
+    disagg_yaml = "mpillm.trtllm.served:disagg_yaml"
+    config_class = TrtllmDisaggEndpointConfig
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        path = TrtllmDisaggEndpointConfig().disagg_config_path
+        if path is not None and config.server is None:
+            self.starts = RecordedStarts(Path(path), EARLIER * self._harness.load_deadline)
+
+    @classmethod
+    @about("core_type", "disagg_config")
+    def check(cls, config: CoreConfig) -> StatedLimits | None:
+        if TrtllmDisaggEndpointConfig().disagg_config_path is None:
+            raise ConfigError(
+                "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
+            )
+        return super().check(config)

@@ -1,0 +1,155 @@
+"""Describe what TensorRT-LLM's servers serve: the stages' model, their options from ours, and their YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import disagg
+from disagg import DisaggConfig, ServerConfig
+from disagg.errors import ConfigError
+from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.options.disagg_values import CORE, ROUTER, same
+from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.options.run_config import RunConfig
+from mpillm.stages.checkpoint import QuantizerConfig
+from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMQuantizerOp
+
+
+class Served(NamedTuple):
+    """What trtllm-serve reads: the folder that generate-engines makes, if any, or the published model."""
+
+    model: str
+    tokenizer: str | None  # None: the model's
+    backend: str  # in trtllm-serve's words
+    is_made: bool  # by generate-engines
+    said: str  # the options that decided it
+
+
+def served(config: RunConfig) -> Served:
+    """Return what the options name to serve, whether it exists or not.
+
+    Raises ConfigError if they name no model.
+    """
+    backend = backend_of(config)
+    path = config.model_path
+    with config.autoapply():
+        if backend == "tensorrt":
+            if config.engine_dir:
+                return Served(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
+            engine = str(TRTLLMBuilderOp().output)
+            return Served(
+                engine,
+                path,
+                backend,
+                True,
+                f"{config.named('model_path')}, from which generate-engines makes {engine}",
+            )
+        if config.llm_quantizer_outdir:
+            return Served(
+                str(config.llm_quantizer_outdir), None, backend, True, config.named("llm_quantizer_outdir")
+            )
+        if not path:
+            raise ConfigError(
+                f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir of"
+                " generate-engines",
+                about=["core_type"],
+            )
+        if QuantizerConfig().qformat == "full_prec":
+            return Served(str(path), None, backend, False, config.named("model_path"))
+        checkpoint = str(TRTLLMQuantizerOp(export_hf=True).output)
+        return Served(
+            checkpoint,
+            None,
+            backend,
+            True,
+            f"{config.named('model_path')}, from which generate-engines makes {checkpoint}",
+        )
+
+
+def backend_of(config: RunConfig) -> str:
+    return {"cpp": "tensorrt", "pytorch": "pytorch"}[config.build(TrtllmEndpointConfig).backend_type]
+
+
+def llm_api_options(config: RunConfig) -> dict[str, Any]:
+    """Return TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
+    flags = config.trtllm_runtime_flags  # with the defaults of those that are options, and checked
+    cache: dict[str, Any] = {"free_gpu_memory_fraction": flags["kvcache_free_gpu_mem_frac"]}
+    cache["enable_block_reuse"] = bool(flags.get("enable_kv_cache_reuse", config.enable_kv_cache_reuse))
+    dtype = config.trtllm_checkpoint_flags.get("kv_cache_dtype")
+    # An engine has its own, which its backend refuses to override
+    if dtype and backend_of(config) == "pytorch":
+        cache["dtype"] = dtype
+    return {
+        "kv_cache_config": cache,
+        "scheduler_config": {
+            "capacity_scheduler_policy": SCHEDULER_POLICIES[flags["batch_scheduler_policy"]],
+            "context_chunking_policy": CHUNKING_POLICIES[flags["context_chunking_policy"]],
+        },
+        "enable_chunked_prefill": flags["enable_chunked_context"],
+    }
+
+
+def disagg_yaml(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
+    """Return the YAML of the options with what TensorRT-LLM's workers need besides: the model, and flags."""
+    what = served(config)
+    if what.is_made and not Path(what.model).is_dir():
+        print(
+            f"# {what.said}: there is no folder {what.model} yet; generate-engines makes it", file=sys.stderr
+        )
+    options = llm_api_options(config)
+    cache = options.pop("kv_cache_config")
+    if what.tokenizer:
+        options["tokenizer"] = what.tokenizer
+
+    def section(_: str, server: ServerConfig) -> ServerConfig:
+        extra = {**server.extra, **options}
+        if what.backend != "pytorch":
+            # an argument of the PyTorch backend, which the others refuse
+            extra.pop("disable_overlap_scheduler", None)
+        return dataclasses.replace(server, kv_cache_config={**server.kv_cache_config, **cache}, extra=extra)
+
+    made = dataclasses.replace(made.with_sections(section), model=what.model, backend=what.backend)
+    return disagg.parse(disagg.dump(made), "generated configuration")
+
+
+def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
+    """Check the YAML, all that trtllm-serve reads.
+
+    Raises ConfigError if it lacks something or contradicts an option.
+    """
+    again = "run generate-disagg-config again with these options, or leave them out"
+    if yaml.model is None:
+        raise ConfigError(
+            f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}"
+        )
+    if any(
+        map(config.given, ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"))
+    ):
+        what = served(config)
+        if not same("model_path", what.model, yaml.model):
+            raise ConfigError(
+                f"{what.said}, but {path}: model is {yaml.model}, which would be served; {again}"
+            )
+    backend = {"trt": "tensorrt"}.get(yaml.backend or "pytorch", yaml.backend or "pytorch")
+    if "trtllm_backend" in config.trtllm_runtime_flags and backend != backend_of(config):
+        flag = config.trtllm_runtime_flags["trtllm_backend"]
+        raise ConfigError(
+            f"trtllm_runtime_flags trtllm_backend {flag}, but {path}: backend is {backend}; {again}"
+        )
+    ports = {"server_port": ("port", yaml.port)}
+    urls = [url for _, server in yaml.sections for url in server.urls]
+    if urls:
+        ports["worker_start_port"] = "the first port of urls", int(urls[0].rpartition(":")[2])
+    for name, (what_port, port) in ports.items():
+        if config.given(name) and getattr(config, name) != port:
+            raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
+    for section, server in yaml.sections:
+        for place in (*CORE, ROUTER):
+            if config.given(place.field.name) and place.value_in(server) is None:
+                raise ConfigError(
+                    f"{config.named(place.field.name)}, but there is no {section}.{place.name} in"
+                    f" {path}; {again}"
+                )

@@ -1,0 +1,103 @@
+"""Describe TensorRT-LLM's servers for `run-llm-server`: one per URL, or those of a disaggregation YAML."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from disagg.errors import ConfigError
+from launch.command import NotHere
+from launch.environment import launch_type
+from launch.launcher import one_of_several
+from launch.places import SERVERS
+from mpillm.devices import visible_gpus
+from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.options.run_config import RunConfig
+from mpillm.stages.disagg_servers import disaggregated_servers as launched
+from mpillm.stages.disagg_workers import yaml_of_servers
+from mpillm.stages.preconditions import lacking
+from mpillm.stages.servers import Server, ports_here
+from mpillm.trtllm import trtllm_serve
+from mpillm.trtllm.engines import TRTLLMLibraryLoader
+from mpillm.trtllm.installed import check_gpus, program_or_name
+from mpillm.trtllm.served import check_agreement, llm_api_options, served
+
+_EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"
+
+
+def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
+    """Return a `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
+    harness = config.build(TrtllmEndpointConfig)
+    what = served(config)
+    if what.is_made and not Path(what.model).is_dir():
+        lacking(config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it"))
+    cut = TRTLLMLibraryLoader(
+        tp_size=config.tensor_parallelism,
+        pp_size=config.pipeline_parallelism,
+        ep_size=config.moe_expert_parallelism,
+        build_flags=config.trtllm_build_flags,
+    ).layout
+    gpus = visible_gpus()
+    if config.trtllm_server_urls:
+        ports = [*ports_here(config.trtllm_server_urls).values()]
+        if not ports:
+            raise ConfigError(
+                f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host"
+                f" ({socket.gethostname()})",
+                about=["trtllm_server_urls"],
+            )
+    else:
+        ports = [trtllm_serve.FIRST_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
+    try:
+        check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    except NotHere as error:
+        lacking(config, error)
+    flags = {**harness.build_flags, **harness.runtime_flags}
+    sizes = {
+        "tp_size": cut.tp_size,
+        "pp_size": cut.pp_size,
+        "ep_size": cut.ep_size if cut.ep_size > 1 else None,
+    }
+    limits = {
+        name: flags.get(name)
+        for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")
+    }
+    return trtllm_serve.endpoints(
+        program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL),
+        [what.model, *(["--tokenizer", str(what.tokenizer)] if what.tokenizer else [])],
+        config.server_host,
+        ports,
+        {
+            "backend": what.backend,
+            **sizes,
+            **limits,
+            "max_seq_len": config.max_seq_len or flags.get("max_seq_len"),
+        },
+        (_EXTRA_OPTIONS, yaml.safe_dump(llm_api_options(config), sort_keys=False)),
+        cut.ranks,
+        None if gpus is None else len(gpus),
+    )
+
+
+def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
+    """Return workers, leader or both.
+
+    A worker is a rank of the mpirun around this process if there is one; otherwise an mpirun of all workers
+    is started here.
+    """
+    path = config.disagg_config
+    if not path:
+        raise ConfigError(
+            "--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes"
+            " that file",
+            about=["core_type"],
+        )
+    made = yaml_of_servers(config, path)
+    if Path(path).exists():
+        check_agreement(config.with_yaml(), path, made)
+    serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
+    programs = trtllm_serve.disaggregated(serve, path, config.load_deadline, config.stall_timeout)
+    return launched(programs, path, made, launch_type(), one_of_several())

@@ -1,0 +1,144 @@
+"""Kinds of servers: their command lines, what they refuse, and what they make of a log."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import yaml
+
+from mpillm.programs.servers.kind import Part, Wanted
+from mpillm.programs.servers.kinds import kind_of
+
+VALUES = {
+    "tensor_parallelism": 4,
+    "max_batch_size": 8,
+    "kv_cache_dtype": "fp8",
+    "enable_chunked_context": True,
+}
+
+
+def words(kind: str, values: dict[str, Any], **more: Any) -> list[str]:
+    wanted = Wanted("/models/it", "it", "127.0.0.1", 8123, values, base="run/server_0")
+    return list(kind_of(kind).command(wanted._replace(**more)).argv)
+
+
+def test_vllm() -> None:
+    made = words("vllm", VALUES, args=("--enforce-eager",))
+    assert made[:3] == ["vllm", "serve", "/models/it"] and made[-1] == "--enforce-eager"
+    line = " ".join(made)
+    for part in (
+        *("--served-model-name it", "--port 8123", "--tensor-parallel-size 4", "--max-num-seqs 8"),
+        *("--kv-cache-dtype fp8", "--enable-chunked-prefill", "--no-enable-prefix-caching"),
+    ):
+        assert part in line
+    assert "--enable-prefix-caching" in words("vllm", {"enable_kv_cache_reuse": True})
+
+
+def test_sglang() -> None:
+    line = " ".join(words("sglang", VALUES))
+    for part in ("--tp-size 4", "--kv-cache-dtype fp8_e4m3", "--disable-radix-cache", "--enable-metrics"):
+        assert part in line
+    assert "--disable-radix-cache" not in words("sglang", {"enable_kv_cache_reuse": True})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ValueError: Not enough memory. Please try to increase --mem-fraction-static.", "gets no memory"),
+        ("Exception: Capture cuda graph failed: CUDA error: out of memory", "could not be captured"),
+        ("max_total_num_tokens=20000, chunked_prefill_size=4096", ""),
+    ],
+)
+def test_what_sglang_s_log_means(line: str, said: str) -> None:
+    found = kind_of("sglang").explain(line)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
+    """Of two sizes of chunks its parser takes the last: none, whatever a step may hold."""
+    made = words("sglang", {"enable_chunked_context": False, "max_num_tokens": 4096})
+    assert made[made.index("--max-prefill-tokens") + 1] == "4096"
+    sizes = [after for word, after in pairwise(made) if word == "--chunked-prefill-size"]
+    assert sizes[-1] == "-1"
+
+
+def test_trtllm_serve_has_a_file() -> None:
+    line = " ".join(words("trtllm-serve", VALUES))
+    assert "--tp_size 4" in line and "--extra_llm_api_options run/server_0.yaml" in line
+    text = kind_of("trtllm-serve").file_text(Wanted("m", "m", "h", 1, VALUES))
+    assert yaml.safe_load(text)["kv_cache_config"] == {"enable_block_reuse": False, "dtype": "fp8"}
+
+
+def test_own_serve_has_as_many_ranks_as_its_layout() -> None:
+    line = " ".join(words("mpillm", {"tensor_parallelism": 2, "pipeline_parallelism": 2}))
+    assert "mpirun -n 5 serve" in line and "--tensor_parallelism 2" in line
+
+
+def test_halves_of_own_serve_have_no_control_rank() -> None:
+    line = " ".join(words("mpillm", {"tensor_parallelism": 2}, role="context"))
+    assert "mpirun -n 2 serve" in line and line.endswith("--server_role context")
+
+
+def test_parts_of_servers_over_several_nodes() -> None:
+    first, second = (Part(index, 2, "h1", 4711) for index in (0, 1))
+    line = " ".join(words("vllm", VALUES, part=first, address="10.0.0.1"))
+    assert line.endswith("--nnodes 2 --node-rank 0 --master-addr h1 --master-port 4711")
+    line = " ".join(words("vllm", VALUES, part=second, address="10.0.0.2"))
+    assert line.endswith("--nnodes 2 --node-rank 1 --master-addr h1 --master-port 4711 --headless")
+    wanted = Wanted("m", "m", "h", 1, VALUES, part=second, address="10.0.0.2")
+    assert kind_of("vllm").command(wanted).env["VLLM_HOST_IP"] == "10.0.0.2"
+    line = " ".join(words("sglang", VALUES, part=second))
+    assert line.endswith("--nnodes 2 --node-rank 1 --dist-init-addr h1:4711")
+    kind = "command:srv {port} --of {node}/{nodes}@{first_host}:{first_port}"
+    assert words(kind, {}, part=second)[-1] == "1/2@h1:4711"
+    for other in ("mpillm", "command:srv {port}"):
+        with pytest.raises(ValueError, match=r"server_nodes 2: a .* server is started on one node"):
+            words(other, {}, part=first)
+
+
+def test_any_command() -> None:
+    kind = "command:srv --listen {host}:{port} '{model} {name}' --tp={tp} --gpus {devices}"
+    made = words(kind, {"tensor_parallelism": 2}, devices=("3", "5"))
+    assert made == ["srv", "--listen", "127.0.0.1:8123", "/models/it it", "--tp=2", "--gpus", "3,5"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("vlm", "did you mean 'vllm'"),
+        ("command:srv", "with {port} in them"),
+        ("command:srv {port} {gpu}", "{gpu} is none of {model}"),
+        ("command:srv 'x {port}", "No closing quotation"),
+    ],
+)
+def test_what_is_no_kind(kind: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        kind_of(kind)
+
+
+def test_values_that_a_kind_can_not_take_are_named() -> None:
+    with pytest.raises(ValueError, match="quantization int8: a vllm server has only fp8"):
+        words("vllm", {"quantization": "int8"})
+    with pytest.raises(ValueError, match="tensor_parallelism: a command: server has nothing like it"):
+        words("command:srv {port}", {"tensor_parallelism": 2})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", "too little memory"),
+        (
+            "Free memory on device cuda:0 (1/80 GiB) is less than desired GPU memory utilization",
+            "hold memory",
+        ),
+        ("vllm: error: unrecognized arguments: --nonsense", "does not know one of its options"),
+        ("OSError: [Errno 98] Address already in use", "has taken its port"),
+        ("ModuleNotFoundError: No module named 'torchvision'", "lacks this package"),
+        ("all is well", ""),
+    ],
+)
+def test_what_a_log_means(line: str, said: str) -> None:
+    found = kind_of("vllm").explain(f"before\n{line}\nafter")
+    assert said in found and bool(found) == bool(said)

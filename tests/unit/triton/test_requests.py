@@ -1,0 +1,151 @@
+"""What a request to the `tensorrt_llm` model asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.engine.lora import Adapter
+from mpillm.triton.core.tensors import word_list as list_of_words
+from mpillm.triton.models.requests import Asked, Refused, read, word_list
+
+BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
+
+
+def asked(**tensors: Any) -> Asked:
+    return read({name: np.array(value) for name, value in {**BASE, **tensors}.items()}, exclude_input=False)
+
+
+def test_what_is_not_said() -> None:
+    assert asked() == Asked([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
+
+
+def test_what_is_said() -> None:
+    said = asked(
+        temperature=[0.5],
+        runtime_top_k=[3],
+        runtime_top_p=[0.25],
+        seed=[9],
+        min_tokens=[2],
+        end_id=[1],
+        stop_words_list=[[7, 8, 9, 0], [1, 3, -1, -1]],
+        streaming=[True],
+        exclude_input_in_output=[True],
+    )
+    expected = Asked([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
+    assert replace(said, special=None) == expected
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sampling"),
+    [
+        ({"runtime_top_k": [1], "temperature": [0.7]}, (0.0, 0, 1.0)),
+        ({"runtime_top_p": [0.5]}, (1.0, 0, 0.5)),
+        ({"runtime_top_p": [0.0]}, (0.0, 0, 1.0)),
+        ({"runtime_top_k": [0], "temperature": [0.7]}, (pytest.approx(0.7), 0, 1.0)),
+    ],
+)
+def test_sampling(tensors: dict[str, Any], sampling: tuple[float, int, float]) -> None:
+    said = asked(**tensors)
+    assert (said.temperature, said.top_k, said.top_p) == sampling
+
+
+@pytest.mark.parametrize(("end_id", "meant"), [(-1, -1), (-2, None), (2, 2)])
+def test_end_ids(end_id: int, meant: int | None) -> None:
+    assert asked(end_id=[end_id]).end_id == meant
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    asked(
+        beam_width=[1],
+        repetition_penalty=[1.0],
+        return_log_probs=[False],
+        bad_words_list=np.zeros((2, 0), np.int32),
+        embedding_bias=np.zeros(0, np.float32),
+        pad_id=[0],
+        decoder_input_ids=[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"beam_width": [5]}, "beam_width 5: the model's max_beam_width is 4"),
+        ({"beam_width": [2], "streaming": [True]}, "streaming: not with a beam_width above 1"),
+        ({"beam_width": [2], "stop_words_list": [[7], [1]]}, "stop_words_list: not with a beam_width"),
+        ({"beam_width": [2], "temperature": [0.5]}, "temperature: not with a beam_width above 1"),
+        ({"beam_width": [2], "runtime_top_p": [0.5]}, "runtime_top_p: not with a beam_width above 1"),
+        ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has it only on CPUs"),
+        ({"lora_weights": [[1.0]]}, "lora_weights: the embedded engine has it only on CPUs"),
+        ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
+        ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
+        ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
+        ({"input_lengths": [0]}, "input_lengths: must be at least 1"),
+        ({"input_lengths": [5]}, "input_lengths 5: there are 4 input_ids"),
+        ({"input_ids": []}, "input_ids: it is missing or empty"),
+        ({"stop_words_list": [[7], [2]]}, "a list of words ends one at 2, of 1 tokens"),
+        ({"stop_words_list": [7, 1]}, r"has the shape \[2\]: expected \[2, n\]"),
+    ],
+)
+def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=f"^{message}|{message}"):
+        asked(**tensors)
+
+
+def test_weights_without_an_id_are_of_their_request() -> None:
+    """As the README of the backend sends them: --lora-path alone."""
+    adapter, found = Adapter.__new__(Adapter), []
+
+    def find(task_id: int, weights: Any, config: Any) -> Adapter:
+        found.append((task_id, weights.tolist(), config.tolist()))
+        return adapter
+
+    tensors = {**BASE, "lora_weights": [[1.0, 2.0]], "lora_config": [[1, 0, 1]]}
+    arrays = {name: np.array(value) for name, value in tensors.items()}
+    special = read(arrays, exclude_input=False, find_adapter=find).special
+    assert special is not None and special.adapter is adapter
+    assert found == [(0, [[1.0, 2.0]], [[1, 0, 1]])]
+
+
+def test_what_few_ask_for() -> None:
+    said = asked(
+        temperature=[0.5],
+        presence_penalty=[1.0],
+        frequency_penalty=[2.0],
+        repetition_penalty=[1.5],
+        bad_words_list=[[7, 8, 9], [1, 3, -1]],
+        embedding_bias=[0.0, 1.0],
+        return_context_logits=[True],
+        return_generation_logits=[False],
+        min_tokens=[2],
+        end_id=[3],
+    ).special
+    assert said is not None and said.bias is not None and said.bias.tolist() == [0, 1]
+    penalties = said.repetition_penalty, said.presence_penalty, said.frequency_penalty
+    assert penalties == (1.5, 0.5, 1.0), "presence and frequency count after the temperature"
+    assert said.bad_words == ((7,), (8, 9)) and said.not_yet == (3,)
+    assert (said.keeps_context_logits, said.keeps_generation_logits) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"bad_words_list": [[7], [1]]},
+        {"return_generation_logits": [True]},
+        {"embedding_bias": [0.0, 1.0]},
+        {"frequency_penalty": [0.5]},
+    ],
+)
+def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
+    """An engine of several stages refuses them by the tensor's name."""
+    values = {name: np.array(value) for name, value in {**BASE, **tensors}.items()}
+    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only without"):
+        read(values, exclude_input=False, takes_special=False)
+
+
+def test_words_there_and_back() -> None:
+    words = ((7,), (8, 9), (10, 11, 12))
+    assert word_list(list_of_words(words)) == words
