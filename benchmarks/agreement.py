@@ -168,7 +168,7 @@ def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
     """Logits of every token of as many of the last prompts as fit; call this on all ranks of the instance."""
     import torch
 
-    from mpillm.engine.step import Span, Step
+    from mpillm.engine.schedule.step import Span, Step
 
     step, block = Step(), 1
     for slot, prompt in enumerate(reversed(prompts)):

@@ -52,10 +52,10 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     import torch
 
     from benchmarks.decode_parts import seconds_of
-    from mpillm.engine.gpu_steps import use_gpu
-    from mpillm.engine.model.ops import Partial, Rounded
+    from mpillm.engine.kernels.ops import Partial, Rounded
     from mpillm.engine.parallel.nccl import NcclComm
     from mpillm.engine.parallel.shared_rows import SharedRows
+    from mpillm.engine.run.gpu_steps import use_gpu
 
     kernels = use_gpu(f"cuda:{device}")
     nccl, width = NcclComm.of(world), config.hidden_size

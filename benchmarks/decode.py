@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.dtypes import N_BYTES
-from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.entries import layer_bytes
+from mpillm.engine.shape.model_info import ModelInfo, check_model
+from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.speculation.check_speculation import check_speculation
-from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
-from mpillm.engine.weights.entries import layer_bytes
 from mpillm.experiments.bench.bench_engine import Options as OfEngine
 from mpillm.experiments.bench.roofline import Roofline
 from mpillm.options.core_config import CoreConfig
@@ -27,7 +27,7 @@ from mpillm.options.values import Values
 if TYPE_CHECKING:
     from benchmarks.decode_parts import Rates
     from benchmarks.decode_steps import Decoded
-    from mpillm.engine.worker import Worker
+    from mpillm.engine.run.worker import Worker
     from mpillm.experiments.bench.roofline import Energy, Part
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
@@ -163,7 +163,7 @@ def _worker(core: CoreConfig, info: ModelInfo) -> Worker:
     import torch
 
     from mpillm.engine.parallel.groups import Groups
-    from mpillm.engine.worker import Worker
+    from mpillm.engine.run.worker import Worker
 
     worker = Worker.on_gpu(
         info,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks.power_readings import PowerReader
-from mpillm.engine.dtypes import N_BYTES
-from mpillm.engine.graphs import capture
+from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.tensors.graphs import capture
 from mpillm.experiments.bench.roofline import Energy, Part, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mpillm.engine.model_part import ModelPart
+    from mpillm.engine.model.model_part import ModelPart
 
 _REPLAYS = 5
 _READ = 1 << 30  # bytes, many times what the caches hold

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from benchmarks.power_readings import PowerReader, Reading
 from disagg.errors import ConfigError
-from mpillm.engine.cache.kv_cache import NULL_BLOCK
-from mpillm.engine.cache.near_blocks import n_unseen
 from mpillm.engine.engine import Engine
-from mpillm.engine.engine_limits import EngineLimits
-from mpillm.engine.model_part import ModelPart
-from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK
+from mpillm.engine.schedule.engine_limits import EngineLimits
+from mpillm.engine.schedule.near_blocks import n_unseen
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
-from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Span, Step
-from mpillm.engine.worker import Worker
+from mpillm.engine.tensors.staging import Sampled
 from mpillm.options.core_config import CoreConfig
 
 WARM_UP = 4  # steps

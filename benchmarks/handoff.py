@@ -77,7 +77,7 @@ class _Figures(NamedTuple):
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     """Call this on both ranks of an mpirun with two; rank 0 prints."""
-    from mpillm.engine.model.read_config import load_model_config
+    from mpillm.engine.shape.read_config import load_model_config
 
     what = "MPI" if device is None else "NCCL"
     if world.rank == 0:
@@ -137,8 +137,9 @@ class _Bench:
 
         from mpillm.comms.mover import Peer
         from mpillm.engine.cache.kv_cache import KVCache
-        from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-        from mpillm.engine.parallel.layout import Layout
+        from mpillm.engine.handoff.transfers import Transfers
+        from mpillm.engine.schedule.transfer import Kind, Transfer
+        from mpillm.engine.shape.layout import Layout
 
         size, random = self._config.tokens_per_block, np.random.default_rng(7)
         n_blocks = -(-n_tokens // size)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.engine.model.model_info import check_model, model_info
+from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields import Field, integers, positive
 from mpillm.options.fields.model import ModelFields
@@ -93,7 +93,7 @@ def main(config: Options) -> int:
 
 def _compare(core: CoreConfig, engine: Path, repeats: int) -> None:
     check_model(core)
-    from mpillm.engine.weights.build_engine import build
+    from mpillm.engine.build_engine import build
 
     started = time.perf_counter()
     build(str(core.model_path), engine, core.tp_size, dtype=core.dtype, quantization=core.quantization)
@@ -157,8 +157,8 @@ def _load(core: CoreConfig, sender: Connection[Loaded, None]) -> None:
     import torch
 
     from mpillm.engine.parallel.groups import Groups
-    from mpillm.engine.step import Span, Step
-    from mpillm.engine.worker import Worker
+    from mpillm.engine.run.worker import Worker
+    from mpillm.engine.schedule.step import Span, Step
 
     torch.set_num_threads(core.n_threads)
     imports = _peak_bytes()

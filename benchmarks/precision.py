@@ -18,7 +18,7 @@ from benchmarks.agreement import agreeing, answer
 from disagg.errors import ConfigError
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.model_info import check_model
+from mpillm.engine.shape.model_info import check_model
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields import Field, positive
 from mpillm.options.fields.model import ModelFields
@@ -215,7 +215,7 @@ def _groups(texts: Tokens) -> Iterator[Tokens]:
 
 def _logits(core: Any, texts: Tokens) -> Any:
     """Return the logits of every token, from one step of an idle engine."""
-    from mpillm.engine.step import Span, Step
+    from mpillm.engine.schedule.step import Span, Step
 
     step, block = Step(), 1
     for slot, text in enumerate(texts):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.kernels.cpu_products import cpu_products
-from mpillm.engine.model.linear import uncompiled
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.kernels.linear import uncompiled
+from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.model_config import ModelConfig
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.errors import ExitCode
 from mpillm.options.fields import Field, integers, positive
 from mpillm.options.fields.model import ModelFields

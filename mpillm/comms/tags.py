@@ -8,7 +8,7 @@ import enum
 class Tag(enum.IntEnum):
     """Tags are unique over all communicators, so that a stray message shows what its sender meant.
 
-    `messages.py` says what those of control and route carry, `engine/engine_messages.py` those of the engine.
+    `messages.py` says what those of control and route carry, `engine_messages.py` those of the engine.
     """
 
     # control

@@ -25,9 +25,9 @@ from mpillm.core_names import brought
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
-from mpillm.engine import compilations
-from mpillm.engine.context_piece import context_piece
-from mpillm.engine.load_torch import load_torch
+from mpillm.engine.run import compilations
+from mpillm.engine.schedule.context_piece import context_piece
+from mpillm.engine.tensors.load_torch import load_torch
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
 from mpillm.options.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.cache.two_caches import TwoCaches
     from mpillm.engine.engine import Engine
+    from mpillm.engine.extras.lora import Adapter
+    from mpillm.engine.extras.special import Special
     from mpillm.engine.handoff.host_end import Cache, HostEnd
     from mpillm.engine.handoff.host_mover import HostMover
     from mpillm.engine.handoff.pinned import Pinned
-    from mpillm.engine.handoff.transfer import Transfers
-    from mpillm.engine.lora import Adapter
-    from mpillm.engine.model.model_info import ModelInfo
-    from mpillm.engine.special import Special
-    from mpillm.engine.worker import Follower, Worker
+    from mpillm.engine.handoff.transfers import Transfers
+    from mpillm.engine.run.worker import Follower, Worker
+    from mpillm.engine.shape.model_info import ModelInfo
 
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
@@ -85,7 +85,7 @@ class TorchCore(LLMCore):
 
         Memory is not checked: another rank of the node may be loading already.
         """
-        from mpillm.engine.model.model_info import model_info
+        from mpillm.engine.shape.model_info import model_info
 
         super().__init__(config, comms)
         self.info = model_info(config)
@@ -101,7 +101,7 @@ class TorchCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
-        from mpillm.engine.model.model_info import check_model
+        from mpillm.engine.shape.model_info import check_model
         from mpillm.engine.speculation.check_speculation import check_speculation
 
         info = check_model(config)
@@ -125,8 +125,8 @@ class TorchCore(LLMCore):
         import torch
 
         from mpillm.engine.engine import Engine
-        from mpillm.engine.engine_limits import EngineLimits
-        from mpillm.engine.worker import Follower
+        from mpillm.engine.run.worker import Follower
+        from mpillm.engine.schedule.engine_limits import EngineLimits
 
         c = self.config
         torch.set_num_threads(c.n_threads)
@@ -156,7 +156,7 @@ class TorchCore(LLMCore):
 
     def _make_transfers(self, cache: KVCache | TwoCaches, mover: Mover, peers: dict[int, Peer]) -> Transfers:
         from mpillm.comms.mover import MpiMover, Peer
-        from mpillm.engine.handoff.transfer import Transfers, partners
+        from mpillm.engine.handoff.transfers import Transfers, partners
 
         config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
         of_host = not peers
@@ -191,7 +191,7 @@ class TorchCore(LLMCore):
         import torch
 
         from mpillm.engine.parallel.groups import Groups, MpiGroups
-        from mpillm.engine.worker import Worker
+        from mpillm.engine.run.worker import Worker
 
         c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
@@ -199,7 +199,7 @@ class TorchCore(LLMCore):
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
             return Worker.on_cpu(self.info, c.tokens_per_block, groups, dummy=dummy)
         from mpillm.engine.parallel.nccl import NcclGroups
-        from mpillm.engine.speculation.speculative_config import decode_rows
+        from mpillm.engine.shape.speculative_config import decode_rows
 
         torch.cuda.set_device(c.device or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
@@ -251,8 +251,8 @@ class TorchCore(LLMCore):
 
     def _first_token_s(self, n: int) -> float:
         """Return the seconds from a prompt of `n` tokens, which nobody has computed, to its first token."""
-        from mpillm.engine.sampler import SamplingParams
-        from mpillm.engine.sequence import Sequence
+        from mpillm.engine.schedule.sampling_params import SamplingParams
+        from mpillm.engine.schedule.sequence import Sequence
 
         sequence = Sequence(
             id=0,
@@ -321,7 +321,7 @@ class TorchCore(LLMCore):
 
     def _counts(self) -> dict[str, int]:
         """Return the counts since the start, of reused blocks and guesses only where there can be some."""
-        from mpillm.engine.cache.prefix_cache import PrefixCache
+        from mpillm.engine.schedule.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}
         if isinstance(blocks := self.engine.blocks, PrefixCache):
@@ -375,13 +375,13 @@ class TorchCore(LLMCore):
         return self.takes_special and self.config.gpu_bytes is None
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
-        from mpillm.engine.lora import Adapter
+        from mpillm.engine.extras.lora import Adapter
 
         assert self.worker is not None
         return Adapter(weights, config, self.info.config, self.worker.part.dtype, self.info.layout)
 
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
-        from mpillm.engine.engine_limits import refusal
+        from mpillm.engine.schedule.engine_limits import refusal
 
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):

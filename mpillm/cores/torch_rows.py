@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
 
 if TYPE_CHECKING:
-    from mpillm.engine.sequence import Progress, Sequence
+    from mpillm.engine.schedule.sequence import Progress, Sequence
 
 # Plain numbers: operations on flags take longer than the rest of a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
@@ -28,8 +28,8 @@ _FLAGS = {  # by whether a row has the first and the last token
 
 def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
     """Return a request's sequence: `row` of dtype REQUEST, and the prompt's tokens."""
-    from mpillm.engine.sampler import SamplingParams
-    from mpillm.engine.sequence import Sequence
+    from mpillm.engine.schedule.sampling_params import SamplingParams
+    from mpillm.engine.schedule.sequence import Sequence
 
     flags = int(row["flags"])
     return Sequence(

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             scales = _calibrated(Path(source), int(n_prompts[0]), say) if n_prompts else None
             quantize(Path(source), Path(target), algorithm, kv_scales=scales, progress=say)
         else:
-            from mpillm.engine.weights.build_engine import build
+            from mpillm.engine.build_engine import build
 
             tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
             sizes = (int(tp_size), int(pp_size), int(ep_size))
@@ -56,7 +56,7 @@ def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> An
     from mpillm.data.dataset import Limits, load_dataset
     from mpillm.data.tokenizer import load_tokenizer
     from mpillm.engine.calibrate import kv_scales
-    from mpillm.engine.model.read_config import load_model_config
+    from mpillm.engine.shape.read_config import load_model_config
 
     config = load_model_config(str(model))
     limits = Limits(config.vocab_size, max_seq_len=config.max_position_embeddings)

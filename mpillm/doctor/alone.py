@@ -56,7 +56,7 @@ def _gpus(cause: str) -> list[Line]:
 
 
 def _gpu_memory(cause: str) -> list[Line]:
-    """What a step takes is reckoned before a run (`engine.weights.memory`); others have taken some since."""
+    """What a step takes is reckoned before a run (`engine.shape.memory`); others have taken some since."""
     advice = (
         "end what else runs on the GPU (nvidia-smi), or give the KV cache less"
         " (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens)"

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpillm.engine.fp8 import LARGEST
 from mpillm.engine.model.attention import StepAttention
-from mpillm.engine.model.model_info import check_model
-from mpillm.engine.model_part import ModelPart
+from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.step import Span
-from mpillm.engine.weights.entries import kv_scale_names
+from mpillm.engine.schedule.step import Span
+from mpillm.engine.shape.entries import kv_scale_names
+from mpillm.engine.shape.model_info import check_model
+from mpillm.engine.tensors.rounding import LARGEST
 from mpillm.options.core_config import CoreConfig
 
 # Headroom for keys and values larger than those seen, which would be clipped. A larger scale costs a float no

@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from mpillm.engine.beams import Beams
-from mpillm.engine.cache.kv_cache import BlockAllocator
-from mpillm.engine.cache.near_blocks import NearBlocks
-from mpillm.engine.cache.prefix_cache import PrefixCache
-from mpillm.engine.engine_limits import EngineLimits
-from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
-from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.scheduler import Scheduler
-from mpillm.engine.sequence import Progress, Sequence
-from mpillm.engine.shared_adapters import SharedAdapters
+from mpillm.engine.engine_handoffs import EngineHandoffs
+from mpillm.engine.extras.beams import Beams
+from mpillm.engine.extras.shared_adapters import SharedAdapters
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.block_allocator import BlockAllocator
+from mpillm.engine.schedule.engine_limits import EngineLimits
+from mpillm.engine.schedule.near_blocks import NearBlocks
+from mpillm.engine.schedule.prefix_cache import PrefixCache
+from mpillm.engine.schedule.scheduler import Scheduler
+from mpillm.engine.schedule.sequence import Progress, Sequence
+from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.speculation import Speculation
-from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Step
-from mpillm.engine.worker import Worker
+from mpillm.engine.tensors.staging import Sampled
 from mpillm.telemetry.recorder import Recorder
 
 

@@ -8,7 +8,7 @@ The instances' leaders negotiate on the route, many requests per message:
     ACCEPT   with NO_SLOT: the generation instance has dropped a request that ended with its first token
     DROP     context to generation: offered requests that their sender has given up since
 
-The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfer`); if the
+The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfers`); if the
 acceptance arrives in time, while later layers still compute. The core tells the ranks of an instance what to
 send and receive.
 

@@ -17,7 +17,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:
-    from mpillm.engine.model.model_info import ModelInfo
+    from mpillm.engine.shape.model_info import ModelInfo
 
 
 def idle_gpus(
@@ -50,7 +50,7 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
         return []
     if config.core_type != DEFAULT:
         return _missing_folder(config, config.model_path)
-    from mpillm.engine.model.model_info import model_info  # takes time to import, and few plans name a model
+    from mpillm.engine.shape.model_info import model_info  # takes time to import, and few plans name a model
 
     core_class = BackendRegistry.get(DEFAULT)
     here = {rank.node for rank in plan.ranks} <= {"localhost", socket.gethostname()}
@@ -83,7 +83,7 @@ _REFUSED = "here a run would be refused: {}"
 
 def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
     """Return a line if a run would refuse the user's --model_path: `choose_samples.tokenizer_of`."""
-    from mpillm.engine.model.read_config import model_folder  # few plans name a model
+    from mpillm.engine.shape.read_config import model_folder  # few plans name a model
 
     try:
         model_folder(model_path)

@@ -56,7 +56,7 @@ def check_yaml(config: RunConfig) -> list[str]:
         _check_guesses(config)
         for each in config.sections.values() or [config]:
             if each.speculative_config:
-                from mpillm.engine.speculation.speculative_config import SpeculativeConfig  # few have any
+                from mpillm.engine.shape.speculative_config import SpeculativeConfig  # few have any
 
                 SpeculativeConfig.read(each.speculative_config)
     if core.needs_model and _finds_nothing(config):

@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from disagg.world_plan import CONTROL
-from mpillm.engine.model.read_config import PRESETS
+from mpillm.engine.shape.read_config import PRESETS
 from mpillm.files import as_written, is_there, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.options import fields

@@ -12,7 +12,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.model_files import EngineConfig
-from mpillm.engine.model.read_config import PRESETS
+from mpillm.engine.shape.read_config import PRESETS
 from mpillm.files import is_there, read_object
 from mpillm.submission.rules import (
     MEASUREMENTS,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
-from mpillm.engine.lora import MODULES
+from mpillm.engine.extras.lora import MODULES
 from mpillm.files import check_files, excerpt
 
 _MODULE_OF = {

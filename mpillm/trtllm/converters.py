@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, about
-from mpillm.engine.model.read_config import architecture_of
+from mpillm.engine.shape.read_config import architecture_of
 from mpillm.stages.preconditions import Layout
 from mpillm.trtllm.tool_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN_CONVERT, Tool
 

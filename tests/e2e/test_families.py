@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.engine.model.families import FAMILIES
+from mpillm.engine.shape.families import FAMILIES
 from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
 from tests.e2e.test_serve import post, serve
 from tests.helpers.families import make_family, pack_experts
@@ -107,7 +107,7 @@ def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
 
 @pytest.mark.slow
 def test_an_engine_holds_biases_and_norms(one: Starter, family: tuple[Path, Answers]) -> None:
-    from mpillm.engine.weights.build_engine import build
+    from mpillm.engine.build_engine import build
 
     model, answers = family
     engine = one.folder / "engine"

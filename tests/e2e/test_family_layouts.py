@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mpillm.engine.model.families import FAMILIES  # noqa: E402
-from mpillm.engine.model.read_config import load_model_config  # noqa: E402
+from mpillm.engine.shape.families import FAMILIES  # noqa: E402
+from mpillm.engine.shape.read_config import load_model_config  # noqa: E402
 from tests.e2e.test_families import GUESSES, N_PROMPTS, NEW_TOKENS, make_answers  # noqa: E402
 from tests.e2e.test_handoff_layouts import sections  # noqa: E402
 from tests.e2e.test_parallel import Answers, layout  # noqa: E402

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
-from mpillm.engine.weights.build_engine import build  # noqa: E402
+from mpillm.engine.build_engine import build  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402 - needs torch
 from mpillm.engine.weights.sources import save_preset  # noqa: E402
 from tests.helpers.quantized_models import dequantized  # noqa: E402

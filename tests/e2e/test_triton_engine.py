@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.model.families import FAMILIES
+from mpillm.engine.shape.families import FAMILIES
 from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_parallel import oracle
 from tests.e2e.test_triton import generate, serving

@@ -11,9 +11,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.sampler import SamplingParams, sample
-from mpillm.engine.weights.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
-from mpillm.engine.worker import with_logprobs
+from mpillm.engine.run.worker import with_logprobs
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
+from mpillm.engine.tensors.sampler import sample
 from tests.helpers.gpu_cores import answer, random_prompts
 from tests.helpers.torch_cores import make_batch, make_core
 

@@ -17,19 +17,20 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine import compilations
+from mpillm.engine.build_engine import build
 from mpillm.engine.cache.kv_cache import Held, KVCache
-from mpillm.engine.gpu_steps import GpuSteps
-from mpillm.engine.graphs import capture, ladder
 from mpillm.engine.kernels import attention_kernels, context_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.few_rows import MOST_ROWS
 from mpillm.engine.kernels.launch import Kernel
-from mpillm.engine.model.families import FAMILIES
-from mpillm.engine.model.linear import Fp8Linear, Linear
+from mpillm.engine.kernels.linear import Fp8Linear, Linear
+from mpillm.engine.run import compilations
+from mpillm.engine.run.gpu_steps import GpuSteps
+from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.tensors.graphs import capture, ladder
+from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.engine.weights import rank_weights as weights
-from mpillm.engine.weights.build_engine import build
-from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
+from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.gpu_cores import SCARCE, answer, random_prompts
@@ -240,7 +241,7 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     """With more slots than positions: what the larger size left in the buffers was taken for positions, past
     the tables' end."""
     monkeypatch.setattr(Watched, "highest", {}, raising=False)
-    monkeypatch.setattr("mpillm.engine.worker.GpuSteps", Watched)
+    monkeypatch.setattr("mpillm.engine.run.worker.GpuSteps", Watched)
     core = make_core(
         "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48
     )

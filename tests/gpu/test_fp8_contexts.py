@@ -10,7 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.model.context_plan import ContextPlan
-from mpillm.engine.step import Span
+from mpillm.engine.schedule.step import Span
 from tests.helpers import plain_kernels as plain
 
 

@@ -14,14 +14,15 @@ if not torch.cuda.is_available():
 
 from mpillm.comms.mover import Peer
 from mpillm.engine.cache.kv_cache import KVCache
-from mpillm.engine.gpu_steps import use_gpu
 from mpillm.engine.handoff.host_end import HostEnd
 from mpillm.engine.handoff.host_mover import HostMover
 from mpillm.engine.handoff.pinned import Pinned
-from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.handoff.transfers import Transfers
+from mpillm.engine.run.gpu_steps import use_gpu
+from mpillm.engine.schedule.transfer import Kind, Transfer
+from mpillm.engine.shape.layout import Layout
 from tests.helpers.loopback import Wire
-from tests.unit.engine.test_engine_handoff import model
+from tests.unit.engine.handoff.test_engine_handoff import model
 
 N_TOKENS = (4100, 3, 16)  # by slot
 T = TypeVar("T")

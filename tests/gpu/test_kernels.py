@@ -18,21 +18,21 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 from disagg.errors import ConfigError  # noqa: E402
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
-from mpillm.engine.cache.puts import CacheThere, Put  # noqa: E402
-from mpillm.engine.dtypes import torch_dtype  # noqa: E402
-from mpillm.engine.graphs import capture  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels, int4_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product, pack, packed_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
-from mpillm.engine.model.families import Activation  # noqa: E402
-from mpillm.engine.model.linear import GroupedLinear, Int4Linear, Linear  # noqa: E402
-from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
-from mpillm.engine.staging import Staging  # noqa: E402
-from mpillm.engine.weights import int4  # noqa: E402
-from mpillm.engine.weights.mxfp4 import widened  # noqa: E402
-from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
+from mpillm.engine.kernels.linear import GroupedLinear, Int4Linear, Linear  # noqa: E402
+from mpillm.engine.kernels.ops import Choice, Rounded, Unscaled  # noqa: E402
+from mpillm.engine.kernels.puts import CacheThere, Put  # noqa: E402
+from mpillm.engine.shape import int4  # noqa: E402
+from mpillm.engine.shape.dtypes import torch_dtype  # noqa: E402
+from mpillm.engine.shape.families import Activation  # noqa: E402
+from mpillm.engine.shape.mxfp4 import widened  # noqa: E402
+from mpillm.engine.tensors.graphs import capture  # noqa: E402
+from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows  # noqa: E402
+from mpillm.engine.tensors.staging import Staging  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

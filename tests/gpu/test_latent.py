@@ -17,9 +17,9 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
 from mpillm.engine.cache.kv_cache import rounded  # noqa: E402
-from mpillm.engine.dtypes import torch_dtype  # noqa: E402
+from mpillm.engine.kernels import ops  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
-from mpillm.engine.model import ops  # noqa: E402
+from mpillm.engine.shape.dtypes import torch_dtype  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
 from tests.helpers.gpu_cores import SCARCE, answer, random_prompts  # noqa: E402

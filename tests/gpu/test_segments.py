@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from mpillm.engine.cache.kv_cache import KVCache
-from mpillm.engine.gpu_steps import use_gpu
 from mpillm.engine.parallel.peer_memory import export
+from mpillm.engine.run.gpu_steps import use_gpu
 
 _MIB = 1 << 20
 

@@ -17,16 +17,17 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.model.families import FAMILIES
-from mpillm.engine.special import Special
-from mpillm.engine.weights.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
+from mpillm.engine.extras.special import Special
+from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers import torch_cores
 from tests.helpers.families import make_family
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core
-from tests.unit.engine import test_beams, test_engine_special, test_families_logits
+from tests.unit.engine.extras import test_beams, test_engine_special
+from tests.unit.engine.model import test_families_logits
 
 SCARCE: dict[str, Any] = {"max_seq_len": 56, "kv_cache_tokens": 56, "max_batch_size": 4}
 

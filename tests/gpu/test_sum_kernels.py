@@ -15,7 +15,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
-from mpillm.engine.model.ops import Partial, Rounded, Unscaled  # noqa: E402
+from mpillm.engine.kernels.ops import Partial, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.parallel.shared_rows import SharedRows  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

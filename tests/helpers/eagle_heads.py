@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.speculation.eagle import EagleDrafter
 from tests.helpers.oracle import Oracle, Tokens
 from tests.helpers.torch_cores import Answers, make_batch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpillm.engine.weights.quantization import quantization_config
+from mpillm.engine.shape.quantization import quantization_config
 from mpillm.engine.weights.sources import save_preset
 
 N_LAYERS, N_KV_HEADS = 6, 4  # of tiny-llama

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine import worker as worker_module
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.speculation.speculative_config import decode_rows
-from mpillm.engine.staging import Sampled
-from mpillm.engine.worker import Worker
+from mpillm.engine.run import worker as worker_module
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.shape.speculative_config import decode_rows
+from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
 
 

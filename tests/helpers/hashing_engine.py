@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from mpillm.comms.transport import Buffer
-from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.engine import Engine
-from mpillm.engine.engine_limits import EngineLimits
-from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.sequence import UNREAD, Sequence
-from mpillm.engine.step import Step
+from mpillm.engine.schedule.engine_limits import EngineLimits
+from mpillm.engine.schedule.engine_messages import PLAN
+from mpillm.engine.schedule.prefix_cache import PrefixCache
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.sequence import UNREAD, Sequence
+from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.layout import Layout
 
 VOCAB, SIZE = 97, 4  # tokens per block
 POLICIES = ["max_util", "no_evict", "static"]

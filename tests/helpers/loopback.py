@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from mpillm.engine.cache.kv_cache import KVCache
-from mpillm.engine.engine_messages import Room
 from mpillm.engine.handoff import peer_mover
-from mpillm.engine.staging import Event
+from mpillm.engine.schedule.engine_messages import Room
+from mpillm.engine.tensors.staging import Event
 
 
 class Wire:

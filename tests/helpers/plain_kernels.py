@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import rounded, widened
-from mpillm.engine.model.ops import add_norm, combine, gated, route, route_grouped, scaled
+from mpillm.engine.kernels.ops import add_norm, combine, gated, route, route_grouped, scaled
 
 __all__ = [
     "add_norm",

@@ -14,8 +14,8 @@ from mpillm.comms.messages import Batch
 from mpillm.comms.mover import Mover, Moving, Peer
 from mpillm.cores.base import Credits
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.shape.checkpoint_folder import stored_name
 from mpillm.engine.weights import sources
-from mpillm.engine.weights.checkpoint_folder import stored_name
 
 
 class Failing(TorchCore):

@@ -11,7 +11,7 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
 from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.special import Special
+from mpillm.engine.extras.special import Special
 from tests.helpers.loopback import Wire
 from tests.helpers.oracle import Tokens
 

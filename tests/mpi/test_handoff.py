@@ -245,9 +245,10 @@ def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver
     senders' caches."""
     torch = pytest.importorskip("torch")
     from mpillm.engine.cache.kv_cache import KVCache
-    from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-    from mpillm.engine.model.read_config import load_model_config
-    from mpillm.engine.parallel.layout import Layout
+    from mpillm.engine.handoff.transfers import Transfers
+    from mpillm.engine.schedule.transfer import Kind, Transfer
+    from mpillm.engine.shape.layout import Layout
+    from mpillm.engine.shape.read_config import load_model_config
 
     world = MPI.COMM_WORLD
     n_senders, n_receivers = sender[0] * sender[1], receiver[0] * receiver[1]

@@ -14,12 +14,12 @@ pytest.importorskip("torch")
 import torch
 
 from mpillm.engine.cache.kv_cache import Held, KVCache
-from mpillm.engine.engine_messages import PUT, ROOM, Room
 from mpillm.engine.handoff import peer_mover
 from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.handoff.peer_mover import Link, Part, PeerMover
 from mpillm.engine.parallel.peer_memory import Exported
-from mpillm.engine.staging import Event
+from mpillm.engine.schedule.engine_messages import PUT, ROOM, Room
+from mpillm.engine.tensors.staging import Event
 from tests.helpers.loopback import Mark
 
 pytestmark = pytest.mark.mpi(min_size=2)

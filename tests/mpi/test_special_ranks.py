@@ -23,7 +23,7 @@ BIAS = np.sin(np.arange(512)).astype(np.float32)
 
 def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
     """Return the answers to prompts that each ask for something else, and what was left in their specials."""
-    from mpillm.engine.special import Special
+    from mpillm.engine.extras.special import Special
     from tests.helpers.torch_cores import answer_specials
 
     specials = {

@@ -12,7 +12,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.files import check_files, read_json, replace_folder, write_text
 from mpillm.report.run_files import RunFiles
 from mpillm.submission.judged_run import JudgedRun

@@ -33,6 +33,29 @@ mpillm.experiments mpillm.commands
 mpillm.cli mpillm.submission mpillm.triton
 mpillm.llmlib mpillm.__main__ benchmarks
 """
+# The same inside the engine; the files at its top come last.
+ENGINE_LAYERS = """
+shape
+schedule
+tensors
+parallel
+kernels
+cache weights
+handoff
+model
+extras
+run
+speculation
+"""
+# To be removed: what few requests ask for is known to the scheduler.
+ENGINE_ARROWS_UP = [
+    "mpillm.engine.schedule.engine_limits -> mpillm.engine.extras.beams",
+    "mpillm.engine.schedule.engine_messages -> mpillm.engine.extras.lora",
+    "mpillm.engine.schedule.scheduler -> mpillm.engine.extras.beams",
+    "mpillm.engine.schedule.sequence -> mpillm.engine.extras.special",
+    "mpillm.engine.schedule.step -> mpillm.engine.extras.lora",
+    "mpillm.engine.schedule.step -> mpillm.engine.extras.special",
+]
 FLOOR = {package: floor for floor, line in enumerate(LAYERS.split("\n")) for package in line.split()}
 # ``module:function``, whole or as the start of an f-string
 NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
@@ -123,6 +146,46 @@ def test_packages_import_only_packages_below_them() -> None:
 
 def test_packages_name_only_packages_below_them() -> None:
     assert [arrow for name in sorted(files()) if name not in TABLES for arrow in up(name, named(name))] == []
+
+
+def engine_floor(name: str) -> int:
+    """Return the layer of a module of the engine: files at its top are above all packages."""
+    return next((i for i, line in enumerate(ENGINE_LAYERS.split("\n")) if inside(name) in line.split()), 99)
+
+
+def inside(name: str) -> str:
+    """Return the package inside the engine that a module is in: its third name."""
+    parts = name.split(".")
+    return parts[2] if len(parts) > 3 else ""
+
+
+def test_packages_inside_the_engine_import_only_packages_below_them() -> None:
+    found = {
+        f"{name} -> {other}"
+        for name in files()
+        if name.startswith("mpillm.engine.") and inside(name)
+        for other in imported(name)
+        if other.startswith("mpillm.engine.")
+        and inside(other) != inside(name)
+        and engine_floor(other) >= engine_floor(name)
+    }
+    assert sorted(found) == ENGINE_ARROWS_UP
+
+
+@pytest.mark.parametrize("package", ["shape", "schedule"])
+def test_plans_need_no_torch(package: str) -> None:
+    """Only functions import it, so that `plan` and the leader of an HTTP run start fast."""
+    for path in (ROOT / "mpillm/engine" / package).glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            assert not (
+                isinstance(node, ast.Import | ast.ImportFrom)
+                and any(name.split(".")[0] == "torch" for name in names_of(node))
+            ), path
+
+
+def names_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Return the modules that a statement imports."""
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.protocol import Served, encode, read
-from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.loadgen.logs import advice, logged_errors, read_answers, read_detail, unsatisfied
 from mpillm.report.ranklog import last_read
 from mpillm.report.run_files import RunFiles

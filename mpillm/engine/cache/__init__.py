@@ -1,1 +1,1 @@
-"""The paged KV cache, and the reuse of blocks with a common prefix."""
+"""The memory of the paged KV cache."""

@@ -1,8 +1,7 @@
-"""The paged KV cache: keys and values in blocks of tokens, and the allocation of blocks."""
+"""The paged KV cache: keys and values in blocks of tokens."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,32 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpillm.engine.cache.puts import CacheThere, Put, put_table
-from mpillm.engine.fp8 import FP8, to_fp8, widen
-from mpillm.engine.segments import fixed_segments
-from mpillm.engine.staging import Staging, to_device
-
-NULL_BLOCK = 0  # never allocated: pads short rows of a block table
-
-
-class BlockAllocator:
-    """Gives out block numbers 1 to n, the lowest free one first, so that used blocks stay close together."""
-
-    def __init__(self, n_blocks: int) -> None:
-        self.n_blocks = n_blocks
-        self._free = list(range(1, n_blocks + 1))
-
-    @property
-    def n_free(self) -> int:
-        return len(self._free)
-
-    def take(self, n: int) -> list[int]:
-        """Return `n` blocks; the caller has checked `n_free`."""
-        return [heapq.heappop(self._free) for _ in range(n)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            heapq.heappush(self._free, block)
+from mpillm.engine.kernels.puts import CacheThere, Put, put_table
+from mpillm.engine.tensors.rounding import FP8, to_fp8, widen
+from mpillm.engine.tensors.segments import fixed_segments
+from mpillm.engine.tensors.staging import Staging, to_device
 
 
 class Held(NamedTuple):

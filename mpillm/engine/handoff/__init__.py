@@ -1,1 +1,1 @@
-"""Handoffs on the engine's side: which KV caches leave and arrive, and how their pieces move."""
+"""How KV caches move from one instance to another: their pieces, over MPI, NCCL or the memory of peers."""

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from mpillm.comms.mover import Mover, Peer
 from mpillm.engine.cache.kv_cache import Held
-from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.handoff.transfers import Transfers
+from mpillm.engine.schedule.transfer import Kind, Transfer
+from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.model_config import ModelConfig
 
 Cache = NDArray[np.uint8]  # shape [bytes]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpillm.comms.mover import Mover, Moving
 from mpillm.engine.handoff.nccl_mover import event
 from mpillm.engine.handoff.pinned import Pinned
-from mpillm.engine.staging import Event
+from mpillm.engine.tensors.staging import Event
 
 
 class HostMover:

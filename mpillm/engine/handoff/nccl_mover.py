@@ -18,10 +18,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpillm.engine.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.parallel.nccl import NcclComm
-from mpillm.engine.staging import Event
+from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
+from mpillm.engine.tensors.staging import Event
 
 _TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last of its launch
 

@@ -17,14 +17,15 @@ import torch
 from mpi4py import MPI
 
 from mpillm.comms.tags import Tag
-from mpillm.engine.cache.kv_cache import NULL_BLOCK, Held, KVCache
-from mpillm.engine.cache.puts import CacheThere, Put
+from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
-from mpillm.engine.engine_messages import PUT, ROOM, Room
 from mpillm.engine.handoff.nccl_mover import event
 from mpillm.engine.handoff.notes import Notes
+from mpillm.engine.kernels.puts import CacheThere, Put
 from mpillm.engine.parallel.peer_memory import Exported, export, reach
-from mpillm.engine.staging import Event, Staging
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK
+from mpillm.engine.schedule.engine_messages import PUT, ROOM, Room
+from mpillm.engine.tensors.staging import Event, Staging
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs and C for CPUs; `model.ops` and `model.attention` have the plain forms."""
+"""Triton kernels for NVIDIA GPUs and C for CPUs; `ops`, `linear` and `model.attention` are plain."""

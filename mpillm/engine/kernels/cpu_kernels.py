@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.c_library import address, c_library
-from mpillm.engine.model import ops
-from mpillm.engine.model.families import Activation
-from mpillm.engine.model.ops import Partial, Unscaled
+from mpillm.engine.kernels.ops import Partial, Unscaled
+from mpillm.engine.shape.families import Activation
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p

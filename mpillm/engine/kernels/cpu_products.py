@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.kernels.c_library import address, c_library
-from mpillm.engine.weights.entries import BLOCK
-from mpillm.engine.weights.mxfp4 import numbers_of
+from mpillm.engine.kernels.huge_pages import use_huge_pages
+from mpillm.engine.shape.entries import BLOCK
+from mpillm.engine.shape.mxfp4 import numbers_of
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p

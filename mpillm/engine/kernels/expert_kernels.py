@@ -21,9 +21,9 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.model.ops import Choice, Rounded, in_groups
-from mpillm.engine.weights.entries import BLOCK
-from mpillm.engine.weights.mxfp4 import BIAS, numbers_of
+from mpillm.engine.kernels.ops import Choice, Rounded, in_groups
+from mpillm.engine.shape.entries import BLOCK
+from mpillm.engine.shape.mxfp4 import BIAS, numbers_of
 
 _LEAST_ROUTED, _MOST_PARTS = 16, 128  # rows of a program, and programs that choose
 

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mpillm.engine.kernels.attention_kernels import LOG2_E
 from mpillm.engine.kernels.launch import Kernel, cdiv
-from mpillm.engine.weights.memory import PADDED
+from mpillm.engine.shape.memory import PADDED
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 _LOWEST = tl.constexpr(-1.0e30)

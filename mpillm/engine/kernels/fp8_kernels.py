@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.model.ops import Rounded, Unscaled
+from mpillm.engine.kernels.ops import Rounded, Unscaled
 
 SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.cache.puts import CacheThere
 from mpillm.engine.kernels.launch import Kernel, next_power_of_2
+from mpillm.engine.kernels.puts import CacheThere
 
 _PUTTING = 132  # programs: so many fill a link (64 reach 0.95 of it)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.launch import Kernel, cdiv
-from mpillm.engine.weights.mxfp4 import numbers_of
+from mpillm.engine.shape.mxfp4 import numbers_of
 
 GROUP = 128  # inputs with one scale
 _COLUMNS = 64

@@ -29,9 +29,9 @@ from mpillm.engine.kernels.fp8_contexts import fp8_context_attention as fp8_cont
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+from mpillm.engine.kernels.ops import Partial, Rounded, Unscaled
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
-from mpillm.engine.model.families import CLAMP, SWISH, Activation
-from mpillm.engine.model.ops import Partial, Rounded, Unscaled
+from mpillm.engine.shape.families import CLAMP, SWISH, Activation
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 _CLAMP, _SWISH = tl.constexpr(CLAMP), tl.constexpr(SWISH)

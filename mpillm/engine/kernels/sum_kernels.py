@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, scaled_down, store_rounded
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.model.ops import Rounded, Unscaled
+from mpillm.engine.kernels.ops import Rounded, Unscaled
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
 _MOST_LOOKS = tl.constexpr(1 << 28)  # for another rank, some minutes

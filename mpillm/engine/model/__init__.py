@@ -1,1 +1,1 @@
-"""A model and its computation: configuration, layers, attention, matrix products."""
+"""A model's computation: layers, attention, heads that draft tokens."""

@@ -23,7 +23,7 @@ from mpillm.engine.cache.kv_cache import KVCache, rounded, widened
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.decode_attention import DecodePlan, Pool
 from mpillm.engine.model.layer_kind import PLAIN, LayerKind
-from mpillm.engine.step import Span
+from mpillm.engine.schedule.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
 # Tokens of a context, with those before it, that go to `CpuKernels.attend`: 32 take it a half to a quarter of

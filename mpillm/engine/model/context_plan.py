@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.engine.weights.memory import padded
+from mpillm.engine.shape.memory import padded
 
 if TYPE_CHECKING:
-    from mpillm.engine.step import Span
+    from mpillm.engine.schedule.step import Span
 
 LEAST_QUERIES = 128  # of a context that is worth copying
 

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache, widened
-from mpillm.engine.step import Span
+from mpillm.engine.cache.kv_cache import KVCache, widened
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK
+from mpillm.engine.schedule.step import Span
 
 _MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for products in place
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
-from mpillm.engine.model.linear import Linear
+from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.parallel.layout import ALL, Layout
-from mpillm.engine.speculation.eagle_config import LAYER, EagleConfig
+from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
+from mpillm.engine.shape.layout import ALL, Layout
 from mpillm.engine.weights.rank_weights import Shards
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.model.families import CORRECTION, Experts
-from mpillm.engine.model.linear import GroupedLinear, Linear
-from mpillm.engine.model.ops import Choice, Rounded, Unscaled
+from mpillm.engine.kernels.linear import GroupedLinear, Linear
+from mpillm.engine.kernels.ops import Choice, Rounded, Unscaled
 from mpillm.engine.model.step_parts import Adapters, Ops
+from mpillm.engine.shape.families import CORRECTION, Experts
 from mpillm.engine.weights.rank_weights import Weights
 
 

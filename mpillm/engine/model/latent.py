@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpillm.engine.model import ops
-from mpillm.engine.model.families import Latent
-from mpillm.engine.model.linear import Linear
+from mpillm.engine.kernels import ops
+from mpillm.engine.kernels.linear import Linear
+from mpillm.engine.shape.families import Latent
 
 if TYPE_CHECKING:
     from mpillm.engine.weights.rank_weights import Weights

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpillm.engine.model.linear import Linear
+from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.parallel.layout import ALL, Layout
-from mpillm.engine.speculation.mtp_config import MtpConfig
+from mpillm.engine.shape.layout import ALL, Layout
+from mpillm.engine.shape.mtp_config import MtpConfig
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint
 

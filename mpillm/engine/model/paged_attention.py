@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mpillm.engine.kernels.ops import Unscaled
 from mpillm.engine.model.context_plan import ContextPlan
 from mpillm.engine.model.layer_kind import LayerKind
-from mpillm.engine.model.ops import Unscaled
 
 
 class LayerCache(NamedTuple):

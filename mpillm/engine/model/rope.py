@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mpillm.engine.model.model_config import ModelConfig, RopeScaling
+from mpillm.engine.shape.model_config import ModelConfig, RopeScaling
 
 
 def rotations(config: ModelConfig, max_seq_len: int) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpillm.engine.model.families import Activation
-from mpillm.engine.model.ops import Choice, Partial, Unscaled
+from mpillm.engine.kernels.ops import Choice, Partial, Unscaled
+from mpillm.engine.shape.families import Activation
 
 
 class Attention(Protocol):

@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.model import ops
+from mpillm.engine.kernels import ops
+from mpillm.engine.kernels.linear import Linear
+from mpillm.engine.kernels.ops import Partial, Unscaled
 from mpillm.engine.model.features import Features
 from mpillm.engine.model.feed_forward import Mixture, Mlp
 from mpillm.engine.model.latent import LatentQkv
 from mpillm.engine.model.layer_kind import PLAIN, LayerKind
-from mpillm.engine.model.linear import Linear
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.ops import Partial, Unscaled
 from mpillm.engine.model.rope import rotations
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.parallel.layout import length
+from mpillm.engine.shape.layout import length
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.weights.rank_weights import Weights
 
 

@@ -1,1 +1,1 @@
-"""How a model is split over ranks, and what the ranks of an instance send each other while they compute."""
+"""What the ranks of an instance send each other while they compute."""

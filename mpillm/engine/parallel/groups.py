@@ -17,14 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpillm.comms.messages import Message
+from mpillm.comms.tags import Tag
 from mpillm.comms.yielding import waiting
-from mpillm.engine.engine_messages import HIDDEN, MOVED, PLAN, TOKENS
-from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.step import Step
+from mpillm.engine.schedule.engine_messages import MOVED, PLAN, TOKENS
+from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.layout import Layout
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.engine.parallel.shared_rows import SharedRows
+
+# A step's rows in the weights' dtype. They are read as uint8 [bytes]: the receiver knows their shape from the
+# step.
+HIDDEN: Message[Tensor] = Message(
+    Tag.HIDDEN, lambda x: x.contiguous().view(torch.uint8).numpy().reshape(-1), torch.from_numpy
+)
 
 
 class Groups:

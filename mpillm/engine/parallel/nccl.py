@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.parallel.groups import MpiGroups
-from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.parallel.shared_rows import SharedRows
-from mpillm.engine.step import Step
+from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.layout import Layout
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from disagg.errors import ConfigError, about
-from mpillm.engine.model.model_info import ModelInfo, check_fit, model_info
-from mpillm.engine.speculation.speculative_config import EAGLE, MTP, SpeculativeConfig, draft_config
+from mpillm.engine.shape.model_info import ModelInfo, check_fit, model_info
+from mpillm.engine.shape.speculative_config import EAGLE, MTP, SpeculativeConfig, draft_config
 from mpillm.options.core_config import CoreConfig
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpillm.engine.cache.kv_cache import BlockAllocator
-from mpillm.engine.sequence import UNREAD, Sequence
-from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Span, Step
-from mpillm.engine.worker import Worker
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.block_allocator import BlockAllocator
+from mpillm.engine.schedule.sequence import UNREAD, Sequence
+from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.tensors.staging import Sampled
 
 
 @dataclass(eq=False)

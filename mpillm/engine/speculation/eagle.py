@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpillm.engine.cache.kv_cache import NULL_BLOCK
-from mpillm.engine.graphs import ladder
 from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.features import Features
 from mpillm.engine.model.mtp_head import MtpHead
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Step
 from mpillm.engine.speculation.draft_model import Drafting, DraftModel
-from mpillm.engine.staging import last_of_each, to_device
-from mpillm.engine.step import Step
-from mpillm.engine.worker import Worker
+from mpillm.engine.tensors.graphs import ladder
+from mpillm.engine.tensors.staging import last_of_each, to_device
 
 
 class EagleDrafter(DraftModel):

@@ -6,7 +6,7 @@ the last `longest` to 1 tokens the most that occur earlier in the sequence count
 
 from __future__ import annotations
 
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.schedule.sequence import Sequence
 
 
 class NGrams:

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from mpillm.engine.scheduler import Scheduler
-from mpillm.engine.sequence import Sequence
-from mpillm.engine.step import Step
+from mpillm.engine.schedule.scheduler import Scheduler
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Step
 
 
 class Drafter(Protocol):

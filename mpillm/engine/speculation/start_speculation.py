@@ -6,31 +6,26 @@ from dataclasses import replace
 
 import torch
 
-from mpillm.engine.cpu_steps import CpuSteps
-from mpillm.engine.gpu_steps import GpuSteps
+from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
-from mpillm.engine.model import ops
 from mpillm.engine.model.eagle_head import EagleHead
-from mpillm.engine.model.model_info import ModelInfo, model_info
+from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.mtp_head import MtpHead
-from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.scheduler import Scheduler
+from mpillm.engine.run.cpu_steps import CpuSteps
+from mpillm.engine.run.gpu_steps import GpuSteps
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.scheduler import Scheduler
+from mpillm.engine.shape.eagle_config import EagleConfig
+from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.model_info import ModelInfo, model_info
+from mpillm.engine.shape.mtp_config import MtpConfig
+from mpillm.engine.shape.speculative_config import SpeculativeConfig, decode_rows, draft_config, most_rows
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.eagle import EagleDrafter
-from mpillm.engine.speculation.eagle_config import EagleConfig
-from mpillm.engine.speculation.mtp_config import MtpConfig
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
-from mpillm.engine.speculation.speculative_config import (
-    SpeculativeConfig,
-    decode_rows,
-    draft_config,
-    most_rows,
-)
 from mpillm.engine.weights.rank_weights import whole_embedding
-from mpillm.engine.worker import Worker
 from mpillm.options.core_config import CoreConfig
 
 

@@ -1,1 +1,1 @@
-"""Weights on disk: checkpoints, engines, quantisation, and whether they fit the memory."""
+"""A rank's weights: read from checkpoints and engines, quantised, or made up."""

@@ -1,4 +1,4 @@
-"""Round weights to 8 bits, and quantise a whole checkpoint with one matrix in memory at a time.
+"""Quantise a whole checkpoint with one matrix in memory at a time.
 
 Symmetric rounding to the nearest; the scale of a row is its largest absolute value over the type's largest
 (llm-compressor's min-max observer gives the same). Weights need no calibration data; an fp8 KV cache may use
@@ -18,12 +18,7 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
-from mpillm.engine.dtypes import torch_dtype
-from mpillm.engine.fp8 import FP8, LARGEST, widen
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.read_config import load_model_config
-from mpillm.engine.model.tensor_shapes import tensor_shapes
-from mpillm.engine.weights.checkpoint_folder import (
+from mpillm.engine.shape.checkpoint_folder import (
     check_room,
     checkpoint_files,
     copy_companions,
@@ -31,45 +26,15 @@ from mpillm.engine.weights.checkpoint_folder import (
     new_folder,
     write_safetensors,
 )
-from mpillm.engine.weights.checkpoint_forms import form_of
-from mpillm.engine.weights.entries import Entry, is_linear, scale_name, stored
-from mpillm.engine.weights.quantization import (
-    ALGORITHMS,
-    BLOCK_SIZE,
-    RECORD,
-    check_algorithm,
-    quantization_config,
-)
-from mpillm.engine.weights.weight_files import INDEX, SINGLE, read_header
+from mpillm.engine.shape.checkpoint_forms import form_of
+from mpillm.engine.shape.entries import Entry, is_linear, scale_name, stored
+from mpillm.engine.shape.model_config import ModelConfig
+from mpillm.engine.shape.quantization import ALGORITHMS, RECORD, check_algorithm, quantization_config
+from mpillm.engine.shape.read_config import load_model_config
+from mpillm.engine.shape.tensor_shapes import tensor_shapes
+from mpillm.engine.shape.weight_files import INDEX, SINGLE, read_header
+from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.files import read_object, write_json
-
-_LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused
-
-
-def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
-    """Return 8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a zero row has scale 1."""
-    matrix = matrix.float()
-    largest = matrix.abs().amax(1, keepdim=True)
-    scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # what is not finite stays so
-    scaled = (matrix / scales).clamp_(-_LARGEST[algorithm], _LARGEST[algorithm])
-    if algorithm == "int8":
-        scaled.round_()
-    return scaled.to(torch_dtype(algorithm)), scales
-
-
-def dequantize_rows(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that `quantize_rows` encoded, rounded once, to `dtype`."""
-    wide = widen(numbers) if numbers.dtype == FP8 else numbers.float()
-    return wide.mul_(scales).to(dtype)
-
-
-def dequantize_blocks(numbers: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Return float32 values of fp8 `numbers`, rows and columns of a matrix whose blocks have `scales`."""
-    blocks = [
-        torch.arange(n * BLOCK_SIZE)[part][:size] // BLOCK_SIZE
-        for n, part, size in zip(scales.shape, (rows, columns), numbers.shape, strict=True)
-    ]
-    return widen(numbers) * scales.float()[blocks[0]][:, blocks[1]]
 
 
 def quantize(

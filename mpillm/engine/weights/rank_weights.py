@@ -13,15 +13,11 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
-from mpillm.engine.dtypes import torch_dtype
-from mpillm.engine.model.families import CORRECTION, FUSED
-from mpillm.engine.model.linear import Linear, make_linear
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights import bytes_held, int4, mxfp4
-from mpillm.engine.weights.engine_folder import EngineFolder, layouts
-from mpillm.engine.weights.entries import (
+from mpillm.engine.kernels.linear import Linear, make_linear
+from mpillm.engine.shape import int4, mxfp4
+from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.engine_folder import EngineFolder, layouts
+from mpillm.engine.shape.entries import (
     blocks_name,
     held_kv_scales,
     int4_group,
@@ -29,7 +25,12 @@ from mpillm.engine.weights.entries import (
     kv_scale_names,
     scale_name,
 )
-from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows
+from mpillm.engine.shape.families import CORRECTION, FUSED
+from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.model_config import ModelConfig
+from mpillm.engine.shape.model_info import ModelInfo
+from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
+from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
 
 

@@ -15,19 +15,14 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
-from mpillm.engine.model.model_config import ModelConfig
-from mpillm.engine.model.read_config import load_model_config, preset_json
-from mpillm.engine.model.tensor_shapes import tensor_shapes
-from mpillm.engine.parallel.layout import ALL
-from mpillm.engine.weights.checkpoint_folder import checkpoint_files, stored_name
-from mpillm.engine.weights.checkpoint_forms import form_of
-from mpillm.engine.weights.entries import (
-    block_scale_name,
-    checkpoint_name,
-    is_linear,
-    scale_name,
-)
-from mpillm.engine.weights.quantize import dequantize_blocks
+from mpillm.engine.shape.checkpoint_folder import checkpoint_files, stored_name
+from mpillm.engine.shape.checkpoint_forms import form_of
+from mpillm.engine.shape.entries import block_scale_name, checkpoint_name, is_linear, scale_name
+from mpillm.engine.shape.layout import ALL
+from mpillm.engine.shape.model_config import ModelConfig
+from mpillm.engine.shape.read_config import load_model_config, preset_json
+from mpillm.engine.shape.tensor_shapes import tensor_shapes
+from mpillm.engine.tensors.rounding import dequantize_blocks
 
 
 class WeightSource(Protocol):

@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpillm.engine.cache.kv_cache import BlockAllocator
-from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.scheduler import Scheduler
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.schedule.block_allocator import BlockAllocator
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.scheduler import Scheduler
+from mpillm.engine.schedule.sequence import Sequence
 from mpillm.experiments.advise.step_times import StepTimes
 
 

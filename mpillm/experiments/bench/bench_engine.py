@@ -18,9 +18,9 @@ from launch.children import Children
 from launch.shared_files import LeftInShm
 from mpillm.data.dataset import Limits, load_dataset, unused_lengths
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.load_torch import load_torch
-from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
+from mpillm.engine.tensors.load_torch import load_torch
 from mpillm.experiments.bench.transformers_baseline import TransformersBaseline
 from mpillm.experiments.bench.vllm_baseline import VllmBaseline
 from mpillm.options import json_output

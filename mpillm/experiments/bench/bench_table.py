@@ -14,9 +14,9 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.model.model_info import model_info
-from mpillm.engine.model.read_config import load_model_config
-from mpillm.engine.weights.entries import layer_bytes
+from mpillm.engine.shape.entries import layer_bytes
+from mpillm.engine.shape.model_info import model_info
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.experiments.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.options import json_output
 from mpillm.options.core_config import CoreConfig

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.engine import Engine
-from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.kernels.linear import Linear
+from mpillm.engine.kernels.ops import choice_of
 from mpillm.engine.model.feed_forward import Mixture, Mlp
-from mpillm.engine.model.linear import Linear
-from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.model.ops import choice_of
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.engine_limits import EngineLimits
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.start_speculation import start_speculation
-from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Step
-from mpillm.engine.worker import Worker
+from mpillm.engine.tensors.staging import Sampled
 from mpillm.options.core_config import CoreConfig
 
 _SQUARE = 2048  # rows, inputs and outputs of a large product

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpillm.engine.dtypes import N_BYTES
-from mpillm.engine.model.tensor_shapes import tensor_shapes
+from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.tensor_shapes import tensor_shapes
 
 if TYPE_CHECKING:
-    from mpillm.engine.model.model_config import ModelConfig
+    from mpillm.engine.shape.model_config import ModelConfig
 
 
 class Work(NamedTuple):

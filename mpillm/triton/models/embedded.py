@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from launch.logs import log_to
 from mpillm.core_names import DEFAULT
-from mpillm.engine.lora import Adapter, Adapters
-from mpillm.engine.special import Special
+from mpillm.engine.extras.lora import Adapter, Adapters
+from mpillm.engine.extras.special import Special
 from mpillm.files import excerpt
 from mpillm.options.core_config import CoreConfig
 from mpillm.triton.models.engine_metrics import EngineMetrics

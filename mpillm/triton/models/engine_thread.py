@@ -25,8 +25,8 @@ from mpillm.cores.base import LLMCore
 from mpillm.triton.models.requests import NO_END, Asked
 
 if TYPE_CHECKING:
-    from mpillm.engine.lora import Adapter
-    from mpillm.engine.special import Special
+    from mpillm.engine.extras.lora import Adapter
+    from mpillm.engine.extras.special import Special
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.5

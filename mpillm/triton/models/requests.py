@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.engine.lora import Adapter
-from mpillm.engine.special import Special
+from mpillm.engine.extras.lora import Adapter
+from mpillm.engine.extras.special import Special
 
 Tensors = Mapping[str, NDArray[Any]]
 """The inputs of one request of a batch, by name, without the dimension of the batch."""

@@ -13,7 +13,7 @@ from benchmarks import decode_parts
 from benchmarks.decode import Options
 from benchmarks.decode_parts import Rate, Rates
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.options.command_line import Parser
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.values import collect

@@ -17,8 +17,8 @@ from benchmarks.decode import _explained
 from benchmarks.decode_parts import Rate, Rates, decode_parts, measure_rates
 from benchmarks.decode_steps import Decoded
 from benchmarks.power_readings import PowerReader, Reading
-from mpillm.engine.model.read_config import load_model_config
-from mpillm.engine.model_part import ModelPart
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.experiments.bench.roofline import Energy, Part, Roofline, Work, sample_work
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core

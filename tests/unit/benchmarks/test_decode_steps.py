@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Step
 from mpillm.engine.speculation.start_speculation import start_drafter
-from mpillm.engine.step import Step
 from mpillm.engine.weights.sources import save_preset
 from mpillm.options.core_config import CoreConfig
 from tests.helpers.eagle_heads import eagle, save_head

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import products
 from benchmarks.products import product_rates
-from mpillm.engine.model.read_config import load_model_config
+from mpillm.engine.shape.read_config import load_model_config
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")

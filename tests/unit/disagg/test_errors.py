@@ -11,7 +11,7 @@ import pytest
 import disagg
 from disagg.errors import ConfigError
 from mpillm.doctor.gpus import parse_devices
-from mpillm.engine.weights.weight_files import INDEX, weight_files
+from mpillm.engine.shape.weight_files import INDEX, weight_files
 
 _LONG = 200_000
 

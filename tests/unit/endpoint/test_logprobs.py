@@ -1,5 +1,5 @@
 """Log probabilities, from rows of an instance to OpenAI's forms. What the engine computes is
-tests/unit/engine/test_engine_logprobs.py's."""
+tests/unit/engine/run/test_engine_logprobs.py's."""
 
 from __future__ import annotations
 

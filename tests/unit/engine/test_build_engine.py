@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.model.model_info import check_model, model_info
-from mpillm.engine.model.read_config import load_model_config
-from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights.build_engine import build
-from mpillm.engine.weights.engine_folder import layouts, read_engine
+from mpillm.engine.build_engine import build
+from mpillm.engine.shape.engine_folder import layouts, read_engine
+from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.model_info import check_model, model_info
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Built, Shards, whole_embedding
 from mpillm.engine.weights.sources import Checkpoint, save_preset

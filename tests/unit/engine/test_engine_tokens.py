@@ -14,8 +14,8 @@ from mpillm.comms.messages import Batch
 from mpillm.cores.base import Metrics
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.attention import StepAttention
-from mpillm.engine.sequence import Sequence
-from mpillm.engine.step import Span
+from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Span
 from mpillm.errors import RunError
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair

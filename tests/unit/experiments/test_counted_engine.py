@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.engine.model.model_info import check_model
+from mpillm.engine.shape.model_info import check_model
 from mpillm.experiments.bench.counted_engine import CountedEngine
 from mpillm.options.core_config import CoreConfig
 from tests.helpers.families import SHAPE, make_family

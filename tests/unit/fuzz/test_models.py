@@ -23,15 +23,15 @@ from disagg.errors import ConfigError
 from mpillm.data import fetch, gguf
 from mpillm.data.model_files import EngineConfig
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.read_config import load_model_config, parse_model
-from mpillm.engine.model.tensor_shapes import tensor_shapes
-from mpillm.engine.speculation.eagle_config import read_eagle, tensors
-from mpillm.engine.speculation.mtp_config import mtp_config
-from mpillm.engine.weights.checkpoint_folder import check_scales, checkpoint_files
-from mpillm.engine.weights.engine_folder import FORMAT, read_engine
-from mpillm.engine.weights.entries import in_checkpoint
-from mpillm.engine.weights.quantization import MODELOPT
-from mpillm.engine.weights.weight_files import INDEX
+from mpillm.engine.shape.checkpoint_folder import check_scales, checkpoint_files
+from mpillm.engine.shape.eagle_config import read_eagle, tensors
+from mpillm.engine.shape.engine_folder import FORMAT, read_engine
+from mpillm.engine.shape.entries import in_checkpoint
+from mpillm.engine.shape.mtp_config import mtp_config
+from mpillm.engine.shape.quantization import MODELOPT
+from mpillm.engine.shape.read_config import load_model_config, parse_model
+from mpillm.engine.shape.tensor_shapes import tensor_shapes
+from mpillm.engine.shape.weight_files import INDEX
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.generation_config import GenerationConfig
 from mpillm.triton import peft_adapter

@@ -11,7 +11,7 @@ import pytest
 from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
-from mpillm.engine.model import model_info
+from mpillm.engine.shape import model_info
 from mpillm.runtime.plan_memory import idle_gpus
 
 GPUS = tuple(Gpu(f"uuid-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.engine.lora import Adapter
+from mpillm.engine.extras.lora import Adapter
 from mpillm.triton.core.tensors import word_list as list_of_words
 from mpillm.triton.models.requests import Asked, Refused, read, word_list
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from mpillm.engine.model.families import MODEL_TYPES
+from mpillm.engine.shape.families import MODEL_TYPES
 from mpillm.submission.scores import METRICS
 from mpillm.workloads import TARGETS, WORKLOADS
 from mpillm.workloads.workload import Metric

@@ -17,8 +17,8 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.engine.model.model_info import model_info
-from mpillm.engine.model.read_config import PRESETS
+from mpillm.engine.shape.model_info import model_info
+from mpillm.engine.shape.read_config import PRESETS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.options import fields
 from mpillm.options.options import parse_run

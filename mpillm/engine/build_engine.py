@@ -1,0 +1,112 @@
+"""Build an engine: a checkpoint cut for a layout, fused and cast, with a file for each rank to map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.errors import ConfigError
+from mpillm.engine.shape.checkpoint_folder import check_room, digests, new_folder, write_safetensors
+from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.engine_folder import engine_json, file_name, layouts, preset_digest
+from mpillm.engine.shape.entries import Entry, held_kv_scales, int4_group, is_linear, rank_entries, scale_name
+from mpillm.engine.shape.model_info import model_info
+from mpillm.engine.shape.read_config import PRESETS
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint, DummyWeights
+from mpillm.files import read_object, write_json
+from mpillm.options.core_config import CoreConfig
+
+
+def build(
+    checkpoint: Path | str,
+    target: Path,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    ep_size: int = 1,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    *,
+    build_config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Any]:
+    """Write to `target` the engine of a model (a folder or a preset) for TP x PP ranks, EP inside TP groups.
+
+    `dtype` and `quantization` as for a run. `config.json` keeps `build_config` for runs of the engine. One
+    matrix is in memory at a time, and `target` appears when it is complete. Returns its `config.json`;
+    `progress` gets a line for each file. Raises ConfigError as `model_info`, if `target` exists (without
+    `overwrite`), or if the disk is full.
+    """
+    target = Path(target)
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):
+        if size < 1:
+            raise ConfigError(f"build: {name} {size}: must be at least 1")
+    core = CoreConfig(
+        "torch",
+        model_path=str(checkpoint),
+        tp_size=tp_size,
+        pp_size=pp_size,
+        ep_size=ep_size,
+        dtype=dtype,
+        quantization=quantization,
+    )
+    info = model_info(core)
+    if info.folder is not None and info.folder.resolve() == target.resolve():
+        raise ConfigError(f"{target}: holds the model to build from; write to another folder")
+    source = DummyWeights(info.config) if info.folder is None else Checkpoint(info.folder, info.config)
+    ranks = layouts(info.layout)
+    kv_quantization = info.config.kv_quantization
+    planned = {
+        layout: rank_entries(info.config, layout, info.dtype, info.quantization, kv_quantization)
+        for layout in ranks
+    }
+    file = PRESETS / f"{checkpoint}.json" if info.folder is None else info.folder / "config.json"
+    origin = {
+        "checkpoint": str(checkpoint) if info.folder is None else str(info.folder.absolute()),
+        "digests": [preset_digest(str(checkpoint))] if info.folder is None else digests(info.folder),
+    }
+    config = engine_json(
+        read_object(file) | {"tie_word_embeddings": info.config.tie_word_embeddings},
+        info.layout,
+        info.dtype,
+        info.quantization,
+        kv_quantization,
+        int4_group(info.config),
+        origin,
+        dict(build_config or {}),
+    )
+    with new_folder(target, overwrite) as work, torch.inference_mode():
+        check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
+        for layout, made in planned.items():
+            shards = Shards(
+                source, info.config, layout, torch_dtype(info.dtype), quantization=info.quantization
+            )
+            write_safetensors(work / file_name(layout), made, _held(shards, made, layout.layers(info.config)))
+            if progress is not None:
+                progress(f"{file_name(layout)} of {len(ranks)} ranks")
+        write_json(work / "config.json", config)
+    return config
+
+
+def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterator[tuple[str, Tensor]]:
+    if (kv_scales := shards.kv_scales(layers)) is not None:
+        yield from zip(map(held_kv_scales, layers), kv_scales, strict=True)
+    for name in planned:
+        layer, _, kind = name.rpartition(".")
+        if kind == "bias":
+            yield name, shards.bias(layer)
+            continue
+        if kind != "weight":
+            continue  # scales come with their weight
+        if not is_linear(name):
+            yield name, shards.get(layer)
+            continue
+        weight, scales = shards.matrix(layer)
+        yield name, weight
+        if scales is not None:
+            yield scale_name(name), scales

@@ -1,0 +1,1 @@
+"""What few requests ask for: beams, LoRA adapters, penalties, kept logits."""

@@ -1,0 +1,148 @@
+"""Beam search: the best `width` continuations of a prompt, in the blocks of one sequence.
+
+For the scheduler a beam search is one sequence that holds, from its start, all blocks that it can ever need:
+it is never evicted. Beams share the full blocks of what they have in common; a block that several have, and
+one is about to write to, is copied first.
+
+Scores, candidates, and when to stop are those of transformers' `generate(num_beams=…)`: of the best
+(1 + number of end tokens) × `width` continuations of all beams, those among the first `width` that end are
+finished answers, the first `width` that don't go on. A finished answer's score is the sum of its log
+probabilities over its length to the power of `length_penalty`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpillm.engine.tensors.staging import to_device
+
+
+class Beam(NamedTuple):
+    """An answer, finished or not."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    sum: float  # of `logprobs`, as the search has added them up
+    score: float
+
+
+class Beams:
+    """The search of one sequence."""
+
+    def __init__(
+        self,
+        width: int,
+        max_output: int,
+        ends: set[int],
+        length_penalty: float,
+        early_stopping: bool,
+        tokens_per_block: int,
+    ) -> None:
+        """`ends`: tokens that end an answer. `early_stopping`: stop at `width` finished answers."""
+        self.width = width
+        self.is_done = False
+        self.running = [Beam([], [], 0.0, 0.0)]
+        self.finished: list[Beam] = []  # the best first
+        self._max_output = max_output
+        self._ends = ends
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._size = tokens_per_block
+        self._tables: list[list[int]] = []  # of the beams that ran in the last step
+        self._parents = [0]  # of the running beams, among those
+        self._taken: list[Tensor] = []  # of the running beams in turn: see `take`
+
+    @staticmethod
+    def candidates(width: int, n_ends: int) -> int:
+        """Return how many continuations are looked at."""
+        return max(2, 1 + n_ends) * width
+
+    def answers(self) -> list[Beam]:
+        """Return the best `width`, the best first; fewer only if it was given up early."""
+        return (self.finished if self.is_done else self.running)[: self.width]
+
+    # --- choice ---
+
+    @torch.inference_mode()
+    def take(self, logprobs: Tensor) -> None:
+        """Take a running beam's log probabilities of the next token: [vocab] (float32).
+
+        The beams' turn is their order; with the last one's all go on.
+        """
+        self._taken.append(logprobs)
+        if len(self._taken) == len(self.running):
+            taken, self._taken = torch.stack(self._taken), []
+            self._advance(taken)
+
+    def _advance(self, logprobs: Tensor) -> None:
+        """Continue with log probabilities of the next token: [running beams, vocab]."""
+        sums = to_device(np.array([[beam.sum] for beam in self.running], np.float32), logprobs.device)
+        best = (logprobs + sums).flatten().topk(self.candidates(self.width, len(self._ends)))
+        added = logprobs.flatten().gather(0, best.indices).tolist()
+        n = len(self.running[0].tokens) + 1
+        running: list[Beam] = []
+        parents: list[int] = []
+        places = zip(best.values.tolist(), best.indices.tolist(), added, strict=True)
+        for rank, (total, at, logprob) in enumerate(places):
+            parent, token = divmod(at, logprobs.shape[1])
+            before = self.running[parent]
+            ends = token in self._ends or n == self._max_output
+            if (ends and rank >= self.width) or (not ends and len(running) == self.width):
+                continue
+            beam = Beam(
+                [*before.tokens, token],
+                [*before.logprobs, logprob],
+                total,
+                total / n**self._length_penalty,
+            )
+            if ends:
+                self.finished.append(beam)
+            else:
+                running.append(beam)
+                parents.append(parent)
+        self.finished = sorted(self.finished, key=lambda beam: -beam.score)[: self.width]
+        is_full = len(self.finished) == self.width
+        self.is_done = not running or (
+            is_full and (self._early_stopping or running[0].score <= self.finished[-1].score)
+        )
+        if not self.is_done:
+            self.running, self._parents = running, parents
+
+    # --- blocks ---
+
+    @staticmethod
+    def blocks_for(n_prompt: int, n_at_most: int, width: int, size: int) -> int:
+        """Return how many blocks of `size` tokens hold a prompt once, and the rest of each beam."""
+        return n_prompt // size + width * (-(-n_at_most // size) - n_prompt // size)
+
+    def first_table(self, blocks: list[int], n_prompt: int) -> list[int]:
+        """Return the prompt's blocks: the first ones. The sequence's others are for what beams add."""
+        return blocks[: -(-n_prompt // self._size)]
+
+    def tables(self, blocks: list[int], n_cached: int, copies: list[tuple[int, int]]) -> Iterator[list[int]]:
+        """Yield each running beam's blocks for `n_cached` tokens and one more, among the sequence's.
+
+        `copies` gets (from, to): blocks to copy before anything is written.
+        """
+        if not self._tables:
+            self._tables = [self.first_table(blocks, n_cached)]
+        self._tables = [[*self._tables[parent]] for parent in self._parents]
+        self._parents = [*range(len(self._tables))]
+        held = Counter(chain(*self._tables))
+        free = [block for block in blocks if block not in held]
+        at = n_cached // self._size
+        for table in self._tables:
+            if at == len(table):
+                table.append(free.pop())
+            elif held[old := table[at]] > 1:
+                held[old] -= 1
+                table[at] = free.pop()
+                copies.append((old, table[at]))
+            yield table

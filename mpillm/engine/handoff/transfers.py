@@ -1,0 +1,243 @@
+"""This rank's part of handoffs: which pieces of a KV cache it sends or receives, and when.
+
+The leader of an instance orders transfers in its step plans (see `step`), so all ranks begin them at the same
+step. Before the step's own work a rank posts receives, and sends the caches that earlier steps have computed.
+A cache that the step itself completes is sent layer by layer: each piece (see `layout.cuts`) as soon as the
+last of its layers is in the cache.
+
+A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
+the two ends may have different block sizes. Between GPUs that reach each other's memory it goes from blocks
+to blocks (see `peer_mover`). A cache too small for several messages (`Mover.whole_below`) goes in one piece
+to each rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from mpillm.comms.tags import Tag
+from mpillm.engine.cache.kv_cache import Held
+from mpillm.engine.schedule.transfer import Kind, Transfer
+from mpillm.engine.shape.layout import MAX_PIECES, Layout, cuts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.comms.mover import BlockMover, Mover, Moving, Peer
+    from mpillm.engine.shape.model_config import ModelConfig
+
+
+class _Piece(NamedTuple):
+    rank: int  # in the handoff communicator
+    layers: slice  # of this rank's
+    heads: slice  # of this rank's
+
+
+@dataclass
+class _Under:
+    """A transfer in progress, with its pieces in flight."""
+
+    transfer: Transfer
+    pieces: deque[tuple[Moving, _Piece, Tensor | None]] = field(default_factory=deque)  # with their buffers
+    n_waiting: int = 0  # pieces to send that have no buffer yet
+
+    @property
+    def held(self) -> Held:
+        return Held(self.transfer.blocks, self.transfer.n_tokens, self.transfer.near)
+
+
+class Cache(Protocol):
+    """Where KV caches come from or go to: see `KVCache`."""
+
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int: ...
+    def new_piece(self, held: Held, layers: slice, heads: slice) -> Any: ...
+    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]: ...
+    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None: ...
+
+
+class Transfers:
+    """Starts transfers and reports which are done."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        config: ModelConfig,
+        layout: Layout,
+        mover: Mover,
+        peers: dict[int, Peer],
+        *,
+        sends: bool,
+        most_bytes: int | None = None,
+        block_mover: BlockMover | None = None,
+    ) -> None:
+        """`sends`: this rank belongs to a context instance.
+
+        Its buffers take at most `most_bytes`, or one piece. `block_mover`: for the ranks that it reaches.
+        """
+        self._cache = cache
+        self._mover = mover
+        self._block_mover = block_mover
+        self._reached = block_mover.ranks if block_mover is not None else frozenset()
+        self._most_bytes = most_bytes
+        self._pieces = {
+            peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
+        }
+        self._whole = {peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()}
+        # The number of tokens from which a cache moves in several pieces: by ranks of the larger instance.
+        n_ranks = {
+            peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
+            for peer, other in peers.items()
+        }
+        token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
+        self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
+        self._under_way: list[_Under] = []
+        self._by_layer: list[_Under] = []  # of the current step
+        self._to_send: deque[tuple[_Under, _Piece]] = deque()
+        self._n_bytes = 0  # of buffers in flight
+        self._lost: set[int] = set()  # peers
+        self._never_done: list[object] = []  # pieces from and to them: MPI may still touch the buffers
+
+    def start(self, transfers: list[Transfer]) -> None:
+        """Begin the transfers of a step, before its own work."""
+        self._by_layer = []
+        for transfer in transfers:
+            under = _Under(transfer)
+            self._under_way.append(under)
+            if transfer.peer in self._lost:
+                continue
+            if transfer.kind == Kind.SEND_LAYERS:
+                self._by_layer.append(under)
+                continue
+            for piece in self._pieces_of(transfer):
+                if transfer.kind == Kind.SEND:
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
+                elif piece.rank in self._reached:
+                    self._move(under, piece)
+                else:
+                    buffer = self._cache.new_piece(under.held, piece.layers, piece.heads)
+                    under.pieces.append(
+                        (self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer)
+                    )
+        self._gather()
+
+    def layer_stored(self, layer: int) -> None:
+        """Note that the step's keys and values of this rank's `layer` are in the cache."""
+        for under in self._by_layer:
+            for piece in self._pieces_of(under.transfer):
+                if piece.layers.stop == layer + 1:
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
+        self._gather()
+
+    def poll(self) -> list[int]:
+        """Return the tickets of transfers that are done on this rank."""
+        self._mover.poll()
+        if self._block_mover is not None:
+            self._block_mover.poll()
+        arrived: list[tuple[_Under, _Piece, Tensor]] = []
+        done = []
+        for under in self._under_way:
+            while under.pieces and under.pieces[0][0].done():
+                _, piece, buffer = under.pieces.popleft()
+                if buffer is None:
+                    continue
+                if under.transfer.kind == Kind.RECEIVE:
+                    arrived.append((under, piece, buffer))
+                else:
+                    self._n_bytes -= buffer.nbytes
+            if not under.pieces and not under.n_waiting:
+                done.append(under.transfer.ticket)
+        for layers, heads, group in _alike(arrived):
+            self._cache.write(
+                [under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group]
+            )
+        if done:
+            self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
+        self._gather()
+        return done
+
+    def lose(self, peer: int) -> None:
+        """End what moves to or from this peer; `poll` reports it as done."""
+        self._lost.add(peer)
+        self._by_layer = [under for under in self._by_layer if under.transfer.peer != peer]
+        self._to_send = deque(one for one in self._to_send if one[0].transfer.peer != peer)
+        for under in self._under_way:
+            if under.transfer.peer == peer:
+                if under.transfer.kind != Kind.RECEIVE:
+                    self._n_bytes -= sum(buffer.nbytes for _, _, buffer in under.pieces if buffer is not None)
+                self._never_done += under.pieces
+                under.pieces.clear()
+                under.n_waiting = 0
+
+    def is_done(self) -> bool:
+        """Whether no transfer is under way on this rank."""
+        return not self._under_way
+
+    def _gather(self) -> None:
+        """Send what buffers have room for. The blocks keep their content until all of it has left."""
+        ready: list[tuple[_Under, _Piece]] = []
+        while self._to_send:
+            under, piece = self._to_send[0]
+            if piece.rank in self._reached:
+                under.n_waiting -= 1
+                self._move(*self._to_send.popleft())
+                continue
+            n_bytes = self._cache.piece_bytes(under.transfer.n_tokens, piece.layers, piece.heads)
+            if self._most_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._most_bytes:
+                break
+            ready.append(self._to_send.popleft())
+            self._n_bytes += n_bytes
+        for layers, heads, group in _alike(ready):
+            for (under, piece), buffer in zip(
+                group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True
+            ):
+                under.n_waiting -= 1
+                under.pieces.append(
+                    (self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer)
+                )
+        if self._block_mover is not None:
+            self._block_mover.poll()
+
+    def _move(self, under: _Under, piece: _Piece) -> None:
+        """Move a piece from blocks to blocks."""
+        assert self._block_mover is not None
+        tag = Tag.KV + under.transfer.slot
+        moving = self._block_mover.move(piece.rank, tag, under.held, piece.layers, piece.heads)
+        under.pieces.append((moving, piece, None))
+
+    def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
+        pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces
+        return pieces[transfer.peer]
+
+
+def partners(config: ModelConfig, layout: Layout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
+    """Return the ranks of the handoff communicator that this one sends to, or receives from."""
+    return {piece.rank for peer in peers for piece in _pieces(config, layout, peer, sends, 1)}
+
+
+_WithPiece = TypeVar("_WithPiece", bound=tuple[Any, ...])  # a piece is its second
+
+
+def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPiece]]]:
+    """Group consecutive pieces of the same layers and heads."""
+    for (layers, heads), group in itertools.groupby(some, lambda one: (one[1].layers, one[1].heads)):
+        yield layers, heads, list(group)
+
+
+def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:
+    """Return what this rank sends to the ranks of `peer`, or receives from them."""
+    mine, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
+    me = layout.pp_rank * layout.tp_size + layout.tp_rank
+    first_layer, first_head = layout.layers(config).start, layout.kv_heads(config).start
+    pieces = []
+    for cut in cuts(config, mine, other, n_pieces) if sends else cuts(config, other, mine, n_pieces):
+        if me == (cut.source if sends else cut.dest):
+            layers = slice(cut.layers.start - first_layer, cut.layers.stop - first_layer)
+            heads = slice(cut.heads.start - first_head, cut.heads.stop - first_head)
+            pieces.append(_Piece(peer.rank + (cut.dest if sends else cut.source), layers, heads))
+    return pieces

@@ -1,0 +1,149 @@
+"""The operations between matrix products, except attention, in plain PyTorch. `kernels` has them for GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpillm.engine.shape.families import CLAMP, SWISH, Activation
+
+if TYPE_CHECKING:
+    from mpillm.engine.parallel.shared_rows import SharedRows
+
+
+class Rounded(NamedTuple):
+    """Rows in fp8, each with its scale: the input of a product with fp8 weights."""
+
+    numbers: Tensor  # float8_e4m3fn [n, width]
+    scales: Tensor  # float32 [n, 1]
+    dtype: torch.dtype  # of the original rows and of the product
+
+
+class Unscaled(NamedTuple):
+    """A product with fp8 weights before its scales: the operation that reads it next applies them."""
+
+    numbers: Tensor  # floats [n, out]
+    row_scales: Tensor  # float32 [n, 1], of the input's rows
+    scales: Tensor  # float32 [1, out], of the weights
+
+
+class Partial(NamedTuple):
+    """This rank's part of a sum over its TP group, which the operation that reads it next adds: on GPUs."""
+
+    product: Tensor | Unscaled
+    shared: SharedRows
+
+
+def scaled(product: Tensor | Unscaled) -> Tensor:
+    """Return a product with its scales, [n, out]. Only GPUs have products without."""
+    assert isinstance(product, Tensor)
+    return product
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | Unscaled | Partial | None, weight: Tensor, eps: float, rounds: bool = False
+) -> Tensor:
+    """Add delta to x in place and return the RMS norm of x times weight: x, delta [n, hidden].
+
+    `rounds` (see `Linear.rounds`) and `Partial` are for GPUs.
+    """
+    assert not rounds and not isinstance(delta, Partial)
+    if delta is not None:
+        x.add_(scaled(delta))
+    return norm(x, weight, eps)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of x times weight, over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def gated(gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
+
+    gate_up may be changed. `rounds` as in `add_norm`.
+    """
+    assert not rounds
+    gate, up = scaled(gate_up).chunk(2, dim=-1)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(gate * SWISH) * (up + 1)
+    return F.silu(gate, inplace=True) * up
+
+
+class Choice(NamedTuple):
+    """The experts that each row of a step has chosen.
+
+    A pair is a row and one of its experts; row i's pairs begin at i * chosen.
+    """
+
+    weights: Tensor  # [rows, chosen], of each pair; zero if the expert is another rank's
+    order: Tensor  # [rows * chosen], pairs by this rank's experts; at the end those of other ranks' experts
+    ends: Tensor  # [this rank's experts], where each one's pairs end in `order`
+
+    def pairs_per_row(self, x: Tensor) -> int:
+        """Return rows of x, which has a row for each row of the step, or for each pair."""
+        return self.weights.shape[1] if len(x) == len(self.weights) else 1
+
+
+def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
+    """Choose the `n_chosen` best experts of each row of scores [rows, all experts], weighted by softmax.
+
+    `experts`: this rank's. `normed`: a row's weights add up to 1.
+    """
+    weights, chosen = scores.float().softmax(-1).topk(n_chosen, dim=-1)
+    if normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return choice_of(weights.to(scores.dtype), chosen, experts)
+
+
+def route_grouped(
+    scores: Tensor,
+    bias: Tensor,
+    n_chosen: int,
+    experts: range,
+    normed: bool,
+    groups: tuple[int, int],
+    factor: float,
+) -> Choice:
+    """As `route`, of float32 scores, by their sigmoids, and by these and a bias [all experts] to choose.
+
+    There are `groups[0]` groups; a row chooses from the `groups[1]` whose two best experts are best together.
+    What it weighs them with is times `factor`.
+    """
+    each, ranked = in_groups(scores, bias, groups)
+    chosen = ranked.topk(n_chosen, dim=-1).indices
+    weights = each.gather(1, chosen)
+    if normed:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return choice_of(weights * factor, chosen, experts)
+
+
+def in_groups(scores: Tensor, bias: Tensor, groups: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return sigmoids, and what experts are ranked by: -inf in groups that a row may not choose from."""
+    each = scores.sigmoid()
+    ranked = (each + bias).view(len(scores), groups[0], len(bias) // groups[0])
+    best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1).topk(groups[1], dim=-1).indices
+    is_open = torch.zeros_like(ranked[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return each, ranked.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+
+
+def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> Choice:
+    """Return the choice of experts `chosen` [rows, n] with their weights; `experts`: this rank's."""
+    mine = (chosen >= experts.start) & (chosen < experts.stop)
+    group = torch.where(mine, chosen - experts.start, len(experts)).flatten()
+    ends = torch.bincount(group, minlength=len(experts) + 1).cumsum(0)[:-1]
+    return Choice(weights * mine, group.argsort(stable=True), ends)
+
+
+def combine(y: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each row's experts: y [rows * chosen, width], weights [rows, chosen].
+
+    y is finite, or its weight zero.
+    """
+    return (y.view(*weights.shape, y.shape[1]) * weights[:, :, None]).sum(1)

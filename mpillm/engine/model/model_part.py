@@ -1,0 +1,96 @@
+"""A rank's part of a model in the memory of its device: weights and KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.cache.two_caches import TwoCaches
+from mpillm.engine.kernels import ops
+from mpillm.engine.model.features import Features
+from mpillm.engine.model.step_parts import Ops
+from mpillm.engine.model.transformer import Llama
+from mpillm.engine.parallel.groups import Groups, MpiGroups
+from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.model_info import ModelInfo
+from mpillm.engine.weights.rank_weights import open_weights
+
+
+class ModelPart:
+    """What a rank's steps compute with. It knows nothing of sequences."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        model: Llama,
+        dtype: torch.dtype,
+        kv_scales: Tensor | None = None,
+    ) -> None:
+        """`dtype`: of rows, and of weights that are not quantised; `kv_scales`: of an fp8 cache."""
+        config, layout = info.config, groups.layout
+        self.info = info
+        self.groups = groups
+        self.peers = groups if isinstance(groups, MpiGroups) else None  # None on an instance's only rank
+        self.model = model
+        self.device = model.rotations.device
+        self.n_heads = layout.n_heads(config)
+        self.dtype = dtype
+        kv_heads = layout.kv_heads(config)
+        # Each layer of this stage in its KV cache: whether it is the near one, and which of its layers.
+        is_near = [info.near_tokens > 0 and config.window(layer) > 0 for layer in layout.layers(config)]
+        self.places = [(near, is_near[:i].count(near)) for i, near in enumerate(is_near)]
+
+        def cache(near: bool, n_tokens: int) -> KVCache:
+            mine = [i for i, one in enumerate(is_near) if one == near]
+            return KVCache(
+                len(mine),
+                n_tokens // tokens_per_block,
+                kv_heads.stop - kv_heads.start,
+                tokens_per_block,
+                config.head_dim,
+                torch_dtype(info.kv_dtype),
+                self.device,
+                None if kv_scales is None else kv_scales[mine],
+                config.kv_parts,
+            )
+
+        with torch.inference_mode():
+            self.cache = cache(False, info.kv_cache_tokens)
+            # Of the layers with a window, if it is not `cache` (see `NearBlocks`).
+            self.near = cache(True, info.near_tokens) if info.near_tokens else None
+
+    @property
+    def handed_over(self) -> KVCache | TwoCaches:
+        """What KV caches of handoffs come from, or go to."""
+        return self.cache if self.near is None else TwoCaches((self.cache, self.near), self.places)
+
+    @classmethod
+    def load(
+        cls,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        *,
+        dummy: bool,
+        device: str = "cpu",
+        ops: Ops = ops,
+    ) -> ModelPart:
+        """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
+        with torch.inference_mode():
+            weights = open_weights(info, groups.layout, device, dummy=dummy)
+            model = Llama(info.config, weights, info.max_seq_len, groups, ops)
+            layers = groups.layout.layers(info.config)
+            scales = weights.kv_scales(layers) if info.kv_dtype == "fp8" else None
+            if info.feature_layers:
+                width = len(info.feature_layers) * info.config.hidden_size
+                rows = torch.zeros(info.feature_rows, width, dtype=weights.dtype, device=device)
+                model.features = Features(info.feature_layers, rows)
+        return cls(info, tokens_per_block, groups, model, weights.dtype, scales)
+
+    def receive_hidden(self, n_rows: int) -> Tensor:
+        """Return the rows of a step from the previous stage: [n_rows, hidden]."""
+        assert self.peers is not None
+        return self.peers.receive_hidden(n_rows, self.info.config.hidden_size, self.dtype, self.device)

@@ -1,0 +1,1 @@
+"""How a rank computes a step: the worker, on CPUs and on GPUs."""

@@ -1,0 +1,164 @@
+"""Compute steps on a CPU, one at a time."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.extras.lora import StepAdapters
+from mpillm.engine.kernels.c_library import address
+from mpillm.engine.kernels.cpu_kernels import CpuKernels
+from mpillm.engine.kernels.huge_pages import keep_freed_memory
+from mpillm.engine.kernels.linear import Linear
+from mpillm.engine.model.attention import ByRow, StepAttention
+from mpillm.engine.model.feed_forward import Mlp
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.schedule.step import Step
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("multiply", _POINTER),
+        ("weights", _POINTER),
+        ("scales", _POINTER),
+        ("inputs", _INT),
+        ("outputs", _INT),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "post_norm")),
+        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _POINTER) for name in ("keys", "values")),
+        ("feature", _INT),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("rotations", "slots", "rows", "tables")),
+        *((name, _INT) for name in ("n_rows", "longest")),
+    )
+
+
+class CpuLayers:
+    """The layers of a dense model on an instance's only rank, or of a stage of it."""
+
+    def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_Layer]) -> None:
+        self._part = part
+        self._layers = (_Layer * len(layers))(*layers)
+        self._run = kernels.library.run_layers
+        self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 5, *[_INT] * 5, ctypes.c_float]
+        self._run.restype = None
+        first = layers[0]
+        self._hidden, self._attended = first.qkv.inputs, first.o.inputs
+        self._room = 2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs  # numbers for each row
+
+    @classmethod
+    def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
+        """None if something is between its products, or some of them are not compiled."""
+        if part.groups.layout.tp_size > 1 or not part.model.in_parts:
+            return None
+        kept = () if part.model.features is None else part.model.features.layers
+        layers = []
+        for i, layer in enumerate(part.model.layers):
+            if not layer.is_plain:
+                return None
+            assert isinstance(layer.mlp, Mlp) and isinstance(layer.qkv, Linear)
+            linears = [_linear(linear) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+            if None in linears:
+                return None
+            norms = address(layer.input_norm), address(layer.post_norm)
+            cached = address(part.cache.keys[i]), address(part.cache.values[i])
+            layers.append(_Layer(*norms, *linears, *cached, kept.index(i) if i in kept else -1))
+        return cls(part, kernels, layers)
+
+    def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
+        """Compute all that is before `Llama.leave`: its x [rows, hidden], in place, and its `attended`."""
+        n, (kv_heads, size) = len(x), self._part.cache.keys.shape[2:4]
+        attended, room = x.new_empty(n, self._attended), x.new_empty(n, self._room)
+        step = _Attention(
+            *map(address, (attention.rotations, attention.slots, attention.rows, attention.tables)),
+            len(attention.rows),
+            attention.longest,
+        )
+        arrays: list[int | None] = [address(array) for array in (x, attended, room)]
+        features = self._part.model.features
+        assert features is None or len(features.rows) >= n
+        arrays.append(None if features is None else address(features.rows))
+        sizes = 0 if features is None else len(features.layers), n, self._hidden, kv_heads, size
+        eps = self._part.info.config.rms_norm_eps
+        self._run(self._layers, len(self._layers), ctypes.byref(step), *arrays, *sizes, eps)
+        return attended
+
+
+def _linear(linear: Linear) -> _Linear | None:
+    if (product := linear.compiled()) is None:
+        return None
+    function, weights, scales = product
+    return _Linear(
+        function,
+        address(weights),
+        None if scales is None else address(scales),
+        linear.in_features,
+        linear.out_features,
+    )
+
+
+class CpuSteps:
+    """Implements `worker.Steps`. A step needs the previous step's tokens, so nothing runs ahead."""
+
+    n_ahead = 0
+
+    def __init__(self, part: ModelPart, kernels: CpuKernels | None = None) -> None:
+        keep_freed_memory()
+        self._part = part
+        # The kernels read and write a cache of the rows' own dtype.
+        self._kernels = kernels if part.cache.keys.dtype == part.dtype else None
+        self._layers = None if self._kernels is None else CpuLayers.of(part, self._kernels)
+        self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
+
+    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        part, extra = self._part, step.extra
+        if extra is not None and extra.copies:
+            part.cache.copy(extra.copies)
+        for span in step.spans:
+            if span.blocks:
+                self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
+        attention = StepAttention(
+            step.spans,
+            self._tables,
+            part.cache,
+            part.n_heads,
+            part.model.rotations,
+            part.dtype,
+            self._kernels,
+            part.model.kinds,
+        )
+        x = (
+            part.model.embed(torch.tensor(step.tokens), attention.positions)
+            if part.groups.layout.is_first_stage
+            else part.receive_hidden(len(step.tokens))
+        )
+        wanted = torch.tensor(step.wanted, dtype=torch.int64)
+        adapters = StepAdapters(extra.adapters) if extra is not None and extra.adapters else None
+        keeps_all = extra is not None and bool(extra.context_logits)
+        at_once = None if adapters or layer_stored else attention.by_row
+        if self._layers is not None and at_once is not None:
+            return part.model.leave(x, self._layers(x, at_once), None if keeps_all else wanted)
+        if not keeps_all and adapters is None:
+            return part.model.forward(x, attention, wanted, layer_stored)
+        x = part.model.forward(x, attention, None, layer_stored, adapters)
+        return x if keeps_all else x.index_select(0, wanted)
+
+    def feed(self, tokens: Tensor) -> None:
+        """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""
+
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """Do nothing: no kernel is compiled."""

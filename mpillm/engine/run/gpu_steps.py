@@ -1,0 +1,359 @@
+"""Compute steps on a GPU: the same model, with `kernels` between the products. The host never waits.
+
+Only a step's tokens go back to the host, which reads them while the next step runs. A new token stays on the
+device under its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
+there. Block tables are on the device, too. A step in which every sequence adds one token, and maybe guesses
+(decode), is a CUDA graph, captured at load for each size of a ladder; fewer rows are padded with rows of an
+unused slot, whose block is `NULL_BLOCK`. Of other steps, what lies between two attentions is a graph
+(`LayerGraphs`), unless they are long enough to hide the launches of all kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
+from mpillm.engine.run import compilations
+from mpillm.engine.run.layer_graphs import LayerGraphs
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.shape.memory import MOST_GRAPH_ROWS, most_copied
+from mpillm.engine.shape.model_info import ModelInfo
+from mpillm.engine.tensors.graphs import capture, gpu_ms, ladder, too_slow
+from mpillm.engine.tensors.segments import grow_segments
+from mpillm.engine.tensors.staging import last_of_each, to_device
+
+_LEAST_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
+# In which a host launches the products of one expert of a layer, and what a GPU computes: measured on H200s.
+_HOST_S, _FLOPS_PER_S = 0.3e-3, {"none": 0.6e15, "fp8": 1.2e15}
+_SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
+
+
+def use_gpu(device: str) -> Any:
+    """Make `device` PyTorch's current device and return the kernels for it."""
+    torch.cuda.set_device(torch.device(device))
+    grow_segments()
+    compilations.watch_triton()
+    return importlib.import_module("mpillm.engine.kernels.step_kernels")
+
+
+def rows_that_hide_launches(info: ModelInfo) -> int:
+    """Return how many rows of a step keep a GPU busy for an expert as long as its host takes to launch that.
+
+    Experts are as if chosen equally often.
+    """
+    c = info.config
+    if not c.n_experts or info.quantization not in _FLOPS_PER_S:
+        return 0
+    of_row = 6 * c.hidden_size * c.intermediate_size * info.layout.ep_size // info.layout.tp_size
+    of_expert = _HOST_S * _FLOPS_PER_S[info.quantization] / of_row
+    return math.ceil(of_expert * c.n_experts / c.n_experts_per_token)
+
+
+class GpuSteps:
+    """Implements `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        max_batch_size: int,
+        kernels: Any,
+        decode_rows: int | None = None,
+        fp8_contexts: bool = False,
+    ) -> None:
+        """Capture the graphs, which takes seconds. `decode_rows`, `fp8_contexts`: see `Worker.on_gpu`."""
+        info, device = part.info, part.device
+        self._part = part
+        self.kernels = kernels
+        # Every rank of the TP group feeds a token to its sequence's next step itself. With several stages,
+        # another rank needs the token.
+        self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
+        self._max_batch_size = max_batch_size
+        self._decode_rows = decode_rows or max_batch_size
+        self._nobody = max_batch_size  # the slot of rows that pad a graph
+        with torch.inference_mode():
+            self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
+            n_per_slot = part.cache.blocks_for(info.max_seq_len)
+            # The blocks of each slot, and the near ones.
+            self._table, self._near_table = (
+                torch.zeros(max_batch_size + 1, n, dtype=torch.int32, device=device)
+                for n in (n_per_slot, n_per_slot if part.near is not None else 0)
+            )
+            self._held = [
+                LayerCache(
+                    cache.keys[i],
+                    cache.values[i],
+                    None if cache.scales is None else cache.scales[i],
+                    self._near_table if near else self._table,
+                )
+                for near, i in part.places
+                for cache in [part.near if near and part.near is not None else part.cache]
+            ]
+            self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
+            # Tokens, slots, positions.
+            self._rows = torch.zeros(3 * self._decode_rows, dtype=torch.int64, device=device)
+            self._hidden = torch.zeros(
+                self._decode_rows, info.config.hidden_size, dtype=part.dtype, device=device
+            )
+        self._fp8_contexts = fp8_contexts
+        self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._layers: LayerGraphs | None = None  # made by the warm-up
+        if device.type == "cuda":
+            least = max(self._decode_rows, MOST_GRAPH_ROWS, rows_that_hide_launches(info))
+            part.model.read_choices_above(least)
+            self._capture(ladder(self._decode_rows))
+
+    # --- a step ---
+
+    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        if step.extra is not None and step.extra.copies:
+            self._part.cache.copy(step.extra.copies)
+        self._tell_blocks(step.spans)
+        slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(len(step.tokens)) + np.repeat(n_cached - starts, counts)
+        rows = np.array([step.tokens, np.repeat(slots, counts), positions])
+        # Contexts come last: without one, and with a token for each row, nothing but decode is left.
+        if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.wanted):
+            x, self._slots_wanted = self._decode(rows)
+        else:
+            x, self._slots_wanted = self._mixed(step, rows, starts.tolist(), layer_stored)
+        return x
+
+    def feed(self, tokens: Tensor) -> None:
+        self._last.index_copy_(0, self._slots_wanted, tokens)
+
+    def _decode(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Run a step of which each row gets a token.
+
+        Returns this stage's output, and the slots that the tokens go to.
+        """
+        n = rows.shape[1]
+        size = next((size for size in self._graphs if size >= n), n)
+        padded = self._padded(rows, size)
+        self._rows[: 3 * size].copy_(to_device(padded.reshape(-1), self._part.device))
+        if not self._part.groups.layout.is_first_stage:
+            self._hidden[:n] = self._part.receive_hidden(n)
+        if size in self._graphs:
+            graph, out = self._graphs[size]
+            graph.replay()
+        else:
+            out = self._forward_decode(size)
+        fed = last_of_each(rows[1], self._nobody)
+        is_each = np.array_equal(fed, rows[1])
+        return out[:n], self._rows[size : size + n] if is_each else to_device(fed, self._part.device)
+
+    def _forward_decode(self, size: int) -> Tensor:
+        """Run a decode step on what the buffers hold."""
+        tokens, slots, positions = self._rows[: 3 * size].view(3, size)
+        x = (
+            self._embed(tokens, slots, positions)
+            if self._part.groups.layout.is_first_stage
+            else self._hidden[:size]
+        )
+        return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
+
+    def _mixed(
+        self,
+        step: Step,
+        rows: NDArray[np.int64],
+        starts: list[int],
+        layer_stored: Callable[[int], None] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step in which some sequences add several tokens.
+
+        `starts`: each sequence's first row. Returns this stage's output (on the last stage only the wanted
+        rows, or all: see `worker.Steps`), and the slots that the tokens of the wanted rows go to.
+        """
+        n = rows.shape[1]
+        n_decoding = sum(span.decodes for span in step.spans)
+        n_decode = [*starts, n][n_decoding]
+        size = (self._layers.size_for(n) if self._layers is not None else None) or n
+        plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
+        wanted = np.array(step.wanted, np.int64)
+        fed = last_of_each(rows[1, wanted], self._nobody)
+        if step.extra is not None and step.extra.context_logits:
+            wanted = np.arange(n)
+        arrays = [self._padded(rows, size), wanted, fed, *plan.tiles, plan.copies]
+        at = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
+        there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
+        rows_there, wanted_there, slots_wanted, *planned = there
+        attention = self._attention(rows_there[1], rows_there[2], n_decode, Contexts(plan, *planned))
+        if self._layers is not None and self._layers.has(size):
+            return self._layers.run(rows_there, n, attention, wanted_there, layer_stored), slots_wanted
+        is_first = self._part.groups.layout.is_first_stage
+        x = self._embed(*rows_there) if is_first else self._part.receive_hidden(n)
+        return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
+
+    def _padded(self, rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+        """Return tokens, slots and positions with rows of nobody after them."""
+        padded = np.zeros((3, size), np.int64)
+        padded[1] = self._nobody
+        padded[:, : rows.shape[1]] = rows
+        return padded
+
+    def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
+        part = self._part
+        rank, is_scaled = part.model.kinds[0].rank, part.cache.scales is not None
+        n_queries = self.kernels.context_tile(
+            part.n_heads, part.cache.keys.shape[2], part.dtype, rank, is_scaled
+        )
+        return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
+
+    def _embed(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        model = self._part.model
+        x: Tensor = self.kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
+        return model.placed(self._part.groups.all_reduce(x), positions)
+
+    def _attention(
+        self, slots: Tensor, positions: Tensor, n_decode: int, contexts: Contexts | None
+    ) -> PagedAttention:
+        return PagedAttention(
+            self.kernels,
+            self._held,
+            self._part.n_heads,
+            self._rotations,
+            slots,
+            positions,
+            n_decode,
+            contexts,
+            self._part.model.kinds,
+            self._fp8_contexts,
+        )
+
+    def _tell_blocks(self, spans: list[Span]) -> None:
+        """Write the blocks that `spans` name into the tables."""
+        self._write(self._table, [(span.slot, span.n_told, span.blocks) for span in spans if span.blocks])
+        self._write(
+            self._near_table, [(span.slot, span.n_near_told, span.near) for span in spans if span.near]
+        )
+
+    def _write(self, table: Tensor, told: list[tuple[int, int, list[int]]]) -> None:
+        """Write blocks into a table: of a slot, after so many."""
+        at: list[int] = []
+        blocks: list[int] = []
+        width = table.shape[1]
+        for slot, n_told, more in told:
+            first = slot * width + n_told
+            at += range(first, first + len(more))
+            blocks += more
+        if at:
+            places, values = to_device(np.array([at, blocks]), self._part.device)
+            table.view(-1).index_copy_(0, places, values.to(torch.int32))
+
+    # --- graphs ---
+
+    def _capture(self, sizes: list[int]) -> None:
+        """Capture the graphs, the largest first: the others fit into its memory."""
+        pool = None
+        for size in reversed(sizes):
+            with torch.inference_mode():
+                self._rows.zero_()  # a larger size's slots would be read as positions past a sequence's end
+                self._rows[size : 2 * size] = self._nobody
+                self._forward_decode(size)  # compiles kernels and lets libraries allocate their workspaces
+                graph, out = capture(functools.partial(self._forward_decode, size), pool)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph, out
+            compilations.note(f"CUDA graph of a decode step, {size} rows")
+        self._graphs = dict(sorted(self._graphs.items()))
+        if self._part.groups.layout.tp_size == 1:  # ranks of a group would have to agree
+            for size in too_slow({size: self._replay_ms(size) for size in self._graphs}):
+                del self._graphs[size]
+
+    @torch.inference_mode()
+    def _replay_ms(self, size: int) -> float:
+        """Replay a graph on padding rows and return how long it takes."""
+        self._rows.zero_()
+        self._rows[size : 2 * size] = self._nobody
+        return gpu_ms(self._graphs[size][0].replay)
+
+    # --- warm-up ---
+
+    @torch.inference_mode()
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        for step in self._nobodys_steps(max_num_tokens):
+            run(step)
+        if self._part.device.type == "cuda":
+            torch.cuda.synchronize()
+            self._capture_layers(max_num_tokens, run)
+
+    def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
+        sizes = [size for size in ladder(min(max_num_tokens, MOST_GRAPH_ROWS)) if size >= _LEAST_GRAPH_ROWS]
+        if not sizes or not self._part.model.in_parts:
+            return
+        launched = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            run(self._nobodys([1, min(2 * _LEAST_GRAPH_ROWS, self._part.info.max_seq_len)]))
+            launched.append(1e3 * (time.perf_counter() - begun))
+            torch.cuda.synchronize()
+        layers = self._new_layers(sizes[-1])
+        layers.fill(sizes, min(launched))
+        self._layers = layers
+
+    def _new_layers(self, most: int) -> LayerGraphs:
+        return LayerGraphs(
+            self._part,
+            self._embed,
+            lambda slots, positions: self._attention(slots, positions, 0, None),
+            self._nobody,
+            most,
+            next((graph.pool() for graph, _ in self._graphs.values()), None),
+        )
+
+    def _nobodys_steps(self, max_num_tokens: int) -> Iterator[Step]:
+        """Yield steps that write only to `NULL_BLOCK`.
+
+        What Triton compiles for a kernel depends on the number of rows at most through the power of two below
+        it.
+        """
+        longest, most = self._part.info.max_seq_len, self._max_batch_size
+        largest = min(max_num_tokens, most * longest)
+        for n_tokens in [largest, *(1 << i for i in reversed(range(1, (largest - 1).bit_length())))]:
+            ones = 1 if n_tokens > 2 and most > 1 else 0  # decode and contexts
+            n_contexts = -(-(n_tokens - ones) // longest)
+            contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
+            yield self._nobodys([1] * ones + sorted(contexts))
+        for n_new in (2, LEAST_QUERIES):  # chunks that are not their contexts' first
+            if largest >= n_new and longest > n_new:
+                yield self._nobodys([n_new], n_cached=1)
+        for n_rows in reversed(ladder(self._decode_rows)):
+            yield self._nobodys([1] * n_rows)
+        for n_rows in {1, min(most, _SAMPLED_ROWS)}:
+            for sampling in (
+                SamplingParams(1.0),
+                SamplingParams(1.0, top_k=8),
+                SamplingParams(1.0, top_p=0.9),
+            ):
+                yield self._nobodys([1] * n_rows, sampling)
+
+    def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None, n_cached: int = 0) -> Step:
+        """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
+        width = self._table.shape[1]
+        # As in a real step, one sequence begins a table and the others have theirs.
+        spans = [Span(self._nobody, n_cached, counts[0], 0, [NULL_BLOCK] * width)]
+        spans += [Span(self._nobody, 0, n, width) for n in counts[1:]]
+        step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
+        if sampling is not None:
+            step.sampling, step.places, step.not_end = (
+                [sampling] * len(counts),
+                [0] * len(counts),
+                list(range(len(counts))),
+            )
+        return step

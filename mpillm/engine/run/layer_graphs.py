@@ -1,0 +1,130 @@
+"""CUDA graphs of what lies between the attentions of a step with contexts.
+
+Launching the kernels of such a step one by one takes a host 5 to 30 ms, longer than a GPU needs for a few
+hundred rows. Attention depends on who attends to how much; all else depends on the number of rows alone. So
+for some sizes a layer is one graph, from an attention to the next one, and only attention is launched anew.
+Fewer rows are padded with rows of a slot that nobody has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.model.paged_attention import PagedAttention
+from mpillm.engine.run import compilations
+from mpillm.engine.tensors.graphs import capture, gpu_ms, too_slow
+
+
+class LayerGraphs:
+    """The graphs of a rank, for each size one for each of its layers."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        embed: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attention: Callable[[Tensor, Tensor], PagedAttention],
+        nobody: int,
+        most: int,
+        pool: Any,
+    ) -> None:
+        """Make room for graphs of up to `most` rows.
+
+        `embed` gets tokens, slots and positions, `attention` slots and positions; `nobody`: the slot of
+        padding; `pool`: the memory pool of the decode graphs, which never run at the same time.
+        """
+        model, device = part.model, part.device
+        self._part, self._embed, self._attention = part, embed, attention
+        self._nobody, self._pool = nobody, pool
+        self._pieces: dict[int, list[Callable[[], None]]] = {}  # size -> replay the graph of each layer
+        config = part.info.config
+        n_all = part.n_heads + 2 * part.cache.keys.shape[2]
+        # Tokens, slots, positions.
+        self._rows = torch.zeros(3 * most, dtype=torch.int64, device=device)
+        self._x = torch.zeros(most, config.hidden_size, dtype=part.dtype, device=device)
+        self._turned = torch.zeros(most, n_all, config.head_dim, dtype=part.dtype, device=device)
+        self._attended = torch.zeros(most, part.n_heads * config.head_dim, dtype=part.dtype, device=device)
+        self._n_layers = len(model.layers)
+
+    def fill(self, sizes: Iterable[int], launch_ms: float) -> None:
+        """Capture graphs of `sizes`, in order, while a GPU takes at most `launch_ms`. Collective."""
+        times: dict[int, int] = {}
+        for size in sizes:
+            self.add(size)
+            took_ms = self.replay_ms(size)
+            # Ranks of a TP group wait for each other in each layer: all need the sizes of the first.
+            seen = torch.tensor([1e6 * took_ms, took_ms > launch_ms], device=self._part.device).long()
+            times[size], is_slow = self._part.groups.broadcast(seen).tolist()
+            if is_slow:
+                del self._pieces[size], times[size]
+                break
+        for size in too_slow(times):
+            del self._pieces[size]
+
+    def has(self, size: int) -> bool:
+        return size in self._pieces
+
+    def size_for(self, n_rows: int) -> int | None:
+        """Return the least size that has so many rows."""
+        return next((size for size in self._pieces if size >= n_rows), None)
+
+    def run(
+        self,
+        rows: Tensor,
+        n: int,
+        attention: PagedAttention,
+        wanted: Tensor,
+        layer_stored: Callable[[int], None] | None,
+    ) -> Tensor:
+        """Run a step of `n` rows, and return what `Llama.forward` does.
+
+        rows [3, size] (int64): tokens, slots and positions, with the padding after the real ones. `attention`
+        is that of the real ones.
+        """
+        size, part = rows.shape[1], self._part
+        self._rows[: 3 * size].copy_(rows.view(-1))
+        if not part.groups.layout.is_first_stage:
+            self._x[:n] = part.receive_hidden(n)
+            self._x[n:size] = 0  # each step adds to it
+        for layer, replay in enumerate(self._pieces[size]):
+            replay()
+            attention.attend(layer, self._turned[:n], self._attended[:n])
+            if layer_stored is not None:
+                layer_stored(layer)
+        return part.model.leave(self._x[:n], self._attended[:n], wanted, n_padded=size)
+
+    def _piece(self, layer: int, size: int) -> None:
+        """Compute from the attention before `layer`'s, or from the tokens, to its own."""
+        tokens, slots, positions = self._rows[: 3 * size].view(3, size)
+        model, x = self._part.model, self._x[:size]
+        if layer:
+            qkv = model.between(layer - 1, x, self._attended[:size])
+        else:
+            if self._part.groups.layout.is_first_stage:
+                x.copy_(self._embed(tokens, slots, positions))
+            qkv = model.enter(x)
+        self._attention(slots, positions).store(layer, qkv, self._turned[:size])
+
+    @torch.inference_mode()
+    def add(self, size: int) -> None:
+        """Capture the graphs of a size, at most `most`. On a CPU there are none, and `run` just computes."""
+        pieces = [functools.partial(self._piece, layer, size) for layer in range(self._n_layers)]
+        if self._part.device.type != "cuda":
+            self._pieces[size] = list(pieces)
+            return
+        self._rows.zero_()
+        self._rows[size : 2 * size] = self._nobody
+        for piece in pieces:  # compiles kernels and lets libraries allocate their workspaces
+            piece()
+        self._pieces[size] = [capture(piece, self._pool)[0].replay for piece in pieces]
+        compilations.note(f"CUDA graphs between attentions, {size} rows")
+
+    @torch.inference_mode()
+    def replay_ms(self, size: int) -> float:
+        """Return how long a GPU takes for the graphs of a size, without attention."""
+        return gpu_ms(lambda: [replay() for replay in self._pieces[size]])

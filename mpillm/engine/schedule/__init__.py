@@ -1,0 +1,1 @@
+"""Which tokens each step computes, without PyTorch: sequences, blocks of cache, the scheduler, messages."""

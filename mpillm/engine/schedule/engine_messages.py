@@ -1,0 +1,206 @@
+"""The engine's own messages: for each tag its type, writer and reader.
+
+The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. NCCL_ID and NOTICE, or ROOM and
+PUT, go between the GPUs of two instances that hand KV caches over. The caches themselves (`Tag.KV` and above)
+are bytes as `KVCache.read` returns them; both ends know their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.messages import Message
+from mpillm.comms.tags import Tag
+from mpillm.engine.extras.lora import AdapterTensors
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.step import Extra, Span, Step
+from mpillm.engine.schedule.transfer import Kind, Transfer
+
+if TYPE_CHECKING:  # the module starts MPI
+    from mpillm.comms.transport import Buffer
+
+# A step as int32: the head, a row for each span, the spans' blocks, each with its near ones behind them, a
+# row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each wanted
+# row, unless all are greedy; then, if it has `Extra`, what `_extra_numbers` makes of it. As
+# `Step.of` makes them, a span's last rows are wanted, and the first of those are the ones that must not get
+# an end token.
+_HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
+# Slot, cached, new, blocks told before, told now, near ones likewise, rows wanted, how many must not end.
+_SPAN = 9
+_TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, near blocks
+_SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_extra_numbers`' lists
+_SAMPLING = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
+)
+
+
+class Notice(NamedTuple):
+    """Tells the receiver of a buffer whose send was launched."""
+
+    tag: int
+    n_bytes: int
+
+
+class Room(NamedTuple):
+    """Tells the sender where a piece of a KV cache shall be in the receiver's."""
+
+    tag: int
+    layer: int  # the first of the piece
+    head: int
+    n_tokens: int
+    blocks: list[int]
+    near: Sequence[int] = ()  # of layers with a window
+
+
+def _write_step(step: Step) -> Buffer:
+    not_end = set(step.not_end)
+    numbers = [
+        len(step.spans),
+        len(step.transfers),
+        len(step.tokens),
+        len(step.sampling or ()),
+        step.logprobs,
+        len(special := [] if step.extra is None else _extra_numbers(step.extra)),
+    ]
+    end = i = 0  # of the spans so far: rows, and those among `Step.wanted`
+    for span in step.spans:
+        end, first = end + span.n_new, i
+        while i < len(step.wanted) and step.wanted[i] < end:
+            i += 1
+        n_not_end = len(not_end.intersection(range(first, i)))
+        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks)
+        numbers += span.n_near_told, len(span.near), i - first, n_not_end
+    for span in step.spans:
+        numbers += span.blocks
+        numbers += span.near
+    for t in step.transfers:
+        numbers += t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks), len(t.near)
+    for t in step.transfers:
+        numbers += t.blocks
+        numbers += t.near
+    numbers += step.tokens
+    rows = [
+        (p.temperature, p.top_k, p.top_p, p.seed, place)
+        for p, place in zip(step.sampling or (), step.places, strict=True)
+    ]
+    plain = [_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))]
+    if step.extra is None:
+        return np.concatenate(plain)
+    tensors = [
+        _bytes(array.reshape(-1))
+        for _, weights, config in step.extra.new_adapters
+        for array in (config.astype(np.int32), weights.astype(np.float32))
+    ]
+    return np.concatenate([*plain, _bytes(np.array(special, np.int32)), *tensors])
+
+
+def _extra_numbers(extra: Extra) -> list[int]:
+    """Return what is special about a step. The new adapters' configs and weights follow."""
+    lists: tuple[list[tuple[int, ...]], ...] = (
+        [*extra.copies],
+        [(rows.start, rows.stop) for _, rows in extra.context_logits],
+        [*extra.adapter_rows],
+        [(number,) for number in extra.gone_adapters],
+        [(number, *weights.shape) for number, weights, _ in extra.new_adapters],
+    )
+    return [extra.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
+
+
+def _read_extra(numbers: NDArray[np.int32]) -> Extra:
+    at = 1 + len(_SPECIAL_WIDTHS)
+    found: list[list[Any]] = []
+    extra = Extra(is_adjusted=bool(numbers[0]))
+    for n, width in zip(numbers[1:at].tolist(), _SPECIAL_WIDTHS, strict=True):
+        found.append([tuple(row) for row in numbers[at : at + n * width].reshape(n, width).tolist()])
+        at += n * width
+    extra.copies, rows, extra.adapter_rows, gone, new = found
+    extra.context_logits = [(None, slice(*ends)) for ends in rows]
+    extra.gone_adapters = [number for (number,) in gone]
+    for number, n, width in new:
+        config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
+        at += (3 + width) * n
+        tensors = weights.view(np.float32).reshape(n, width), config.reshape(n, 3)
+        extra.new_adapters.append(AdapterTensors(number, *tensors))
+    return extra
+
+
+def _read_step(buffer: Buffer) -> Step:
+    numbers = buffer.view(np.int32)
+    n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, n_special = numbers[:_HEAD].tolist()
+    step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
+    for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
+        slot, n_cached, n_new, n_told, n_blocks, n_near_told, n_near, n_wanted, n_not_end = row
+        blocks = numbers[at : at + n_blocks + n_near].tolist()
+        near = blocks[n_blocks:]
+        step.spans.append(
+            Span(slot, n_cached, n_new, n_told, blocks[:n_blocks], n_wanted > 1, n_near_told, near)
+        )
+        at += n_blocks + n_near
+        end += n_new
+        step.not_end += range(len(step.wanted), len(step.wanted) + n_not_end)
+        step.wanted += range(end - n_wanted, end)
+    heads = numbers[at : at + n_transfers * _TRANSFER]
+    at += len(heads)
+    for kind, ticket, peer, slot, length, n_blocks, n_near in heads.reshape(-1, _TRANSFER).tolist():
+        blocks = numbers[at : at + n_blocks + n_near].tolist()
+        of_both = blocks[:n_blocks], blocks[n_blocks:]
+        step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, *of_both))
+        at += n_blocks + n_near
+    step.tokens = numbers[at : at + n_tokens].tolist()
+    at += n_tokens
+    if n_sampled:
+        end = at + n_sampled * _SAMPLING.itemsize // numbers.itemsize
+        rows = numbers[at:end].view(_SAMPLING).tolist()
+        step.sampling = [SamplingParams(*row[:4]) for row in rows]
+        step.places, at = [row[4] for row in rows], end
+    if n_special:
+        step.extra = _read_extra(numbers[at:])
+    return step
+
+
+def _int32(tag: Tag) -> Message[list[int]]:
+    return Message(
+        tag, lambda values: _bytes(np.array(values, np.int32)), lambda buffer: buffer.view(np.int32).tolist()
+    )
+
+
+def _read_notices(buffer: Buffer) -> list[Notice]:
+    return [Notice(*row) for row in buffer.view(np.int64).reshape(-1, 2).tolist()]
+
+
+def _write_rooms(rooms: list[Room]) -> Buffer:
+    numbers: list[int] = []
+    for room in rooms:
+        numbers += *room[:4], len(room.blocks), len(room.near), *room.blocks, *room.near
+    return _bytes(np.array(numbers, np.int32))
+
+
+def _read_rooms(buffer: Buffer) -> list[Room]:
+    numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
+    while at < len(numbers):
+        tag, layer, head, n_tokens, n_blocks, n_near = numbers[at : (at := at + 6)]
+        blocks, near = numbers[at : (at := at + n_blocks)], numbers[at : (at := at + n_near)]
+        rooms.append(Room(tag, layer, head, n_tokens, blocks, tuple(near)))
+    return rooms
+
+
+def _bytes(array: NDArray[Any]) -> Buffer:
+    return array.view(np.uint8)
+
+
+PLAN: Message[Step] = Message(Tag.PLAN, _write_step, _read_step)
+TOKENS = _int32(Tag.TOKENS)  # of a step, what `Worker.run` returns
+MOVED = _int32(Tag.MOVED)  # tickets of transfers
+NCCL_ID: Message[bytes] = Message(
+    Tag.NCCL_ID, lambda unique: np.frombuffer(unique, np.uint8), lambda buffer: buffer.tobytes()
+)
+# What one launch sends over NCCL, in order.
+NOTICE: Message[list[Notice]] = Message(
+    Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
+)
+ROOM: Message[list[Room]] = Message(Tag.ROOM, _write_rooms, _read_rooms)
+PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their rooms

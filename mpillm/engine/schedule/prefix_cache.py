@@ -1,0 +1,114 @@
+"""Reuse blocks by their content: sequences with a common prefix compute it once.
+
+A full block is known by the hash of its tokens and of all tokens before them (its parent's hash seeds its
+own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block; nobody writes to a full
+one. A block that nobody holds keeps its content until its memory is needed; the least recently released goes
+first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
+
+if TYPE_CHECKING:
+    from mpillm.engine.schedule.sequence import Sequence
+
+
+class PrefixCache(BlockAllocator):
+    """An allocator whose blocks outlive their sequences."""
+
+    def __init__(self, n_blocks: int, tokens_per_block: int) -> None:
+        super().__init__(n_blocks)
+        self._tokens_per_block = tokens_per_block
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}  # the inverse
+        self._n_holders = [0] * (n_blocks + 1)
+        self._left: dict[int, None] = {}  # blocks with a hash and no holder, the longest unused first
+        self.reused_blocks = 0  # since the start
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free) + len(self._left)
+
+    def take(self, n: int) -> list[int]:
+        forgotten: list[int] = []
+        while len(self._free) + len(forgotten) < n:
+            block = next(iter(self._left))
+            del self._left[block], self._block_of[self._hash_of.pop(block)]
+            forgotten.append(block)
+        super().give_back(forgotten)
+        blocks = super().take(n)
+        for block in blocks:
+            self._n_holders[block] = 1
+        return blocks
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # a block is useless without those before it: keep those longer
+            self._n_holders[block] -= 1
+            if self._n_holders[block]:
+                continue
+            if block in self._hash_of:
+                self._left[block] = None
+            else:
+                super().give_back([block])
+
+    def known(self, sequence: Sequence) -> list[int]:
+        """Return the known blocks after its cached tokens; never all: the last token must be computed."""
+        if sequence.n_cached % self._tokens_per_block:
+            return []
+        hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
+        found = map(self.find, hashes[sequence.n_cached // self._tokens_per_block :])
+        return list(itertools.takewhile(bool, found))
+
+    def find(self, hash_: bytes) -> int:
+        """Return the block with a hash, or `NULL_BLOCK`."""
+        return self._block_of.get(hash_, NULL_BLOCK)
+
+    def hold(self, blocks: list[int]) -> None:
+        """Take blocks that `find` has returned."""
+        for block in blocks:
+            self._left.pop(block, None)
+            self._n_holders[block] += 1
+        self.reused_blocks += len(blocks)
+
+    def publish(self, plan: list[tuple[Sequence, int]], near: PrefixCache | None = None) -> None:
+        """Note that the step `plan` has started: later steps can find the blocks that it fills.
+
+        `near`: of the sequences' `near` blocks.
+        """
+        size = self._tokens_per_block
+        for sequence, _ in plan:
+            n_known = len(sequence.prompt) + len(sequence.output)  # not on a device still, nor a guess
+            if sequence.width > 1:  # each beam has its own
+                n_known = len(sequence.prompt)
+            first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
+            hashes = self._hashes(sequence, end) if end > first else []
+            self._note(hashes[first:], sequence.blocks[first:end])
+            if near is not None:
+                near._note(hashes[first:], sequence.near[first:end])
+            sequence.n_published = max(first, end)
+
+    def _note(self, hashes: list[bytes], blocks: list[int]) -> None:
+        for hash_, block in zip(hashes, blocks, strict=True):
+            # Computed by two sequences at once: one block is enough.
+            if block != NULL_BLOCK and hash_ not in self._block_of:
+                self._block_of[hash_], self._hash_of[block] = block, hash_
+
+    def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:
+        """Return the hashes of its first `n` blocks, all of them full."""
+        hashes, size = sequence.hashes, self._tokens_per_block
+        while len(hashes) < n:
+            start = len(hashes) * size
+            tokens = np.array(sequence.tokens(start, start + size), np.int32)
+            hashes.append(
+                hashlib.blake2b(
+                    tokens.tobytes(), key=hashes[-1] if hashes else sequence.salt, digest_size=16
+                ).digest()
+            )
+        return hashes[:n]

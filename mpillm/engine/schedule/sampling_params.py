@@ -1,0 +1,26 @@
+"""How a request wants its tokens chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose a token.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 are off. top_k applies first, top_p to what is left.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= 0 or self.top_k == 1
+
+    @property
+    def is_restricted(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1

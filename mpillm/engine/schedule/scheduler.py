@@ -1,0 +1,366 @@
+"""Choose the sequences of the next step and their numbers of tokens; preempt some if blocks run out."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+
+from mpillm.engine.extras.beams import Beams
+from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
+from mpillm.engine.schedule.near_blocks import NearBlocks
+from mpillm.engine.schedule.prefix_cache import PrefixCache
+from mpillm.engine.schedule.sequence import Sequence
+
+
+class Scheduler:
+    """Fills a step with a token of every generating sequence, then with contexts as `chunking` says.
+
+    Sequences start first come, first served: when all earlier ones have started and the policy finds enough
+    room in the KV cache. When a generating sequence finds no free block (possible only with `max_util`), the
+    youngest running sequence is preempted: it gives its blocks back and later computes its context again,
+    with the answer so far.
+
+    With several steps in flight, a sequence is in at most one of them, and generating sequences are spread
+    over them.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        tokens_per_block: int,
+        max_batch_size: int,
+        max_num_tokens: int,
+        chunked: bool,
+        n_in_flight: int = 1,
+        policy: str = "max_util",
+        chunking: str = "first_come_first_served",
+        window: int = 0,
+        near: NearBlocks | None = None,
+    ) -> None:
+        """`policy`, `chunking`: TensorRT-LLM's batch_scheduler_policy, context_chunking_policy.
+
+        `chunking` matters only if contexts are computed in chunks. `window`: the tokens that a token sees in
+        any layer, itself included, so that blocks of older ones can be given back; 0: all. `near`: the blocks
+        of layers with a window, if others have none.
+        """
+        self._blocks = blocks
+        self._known = blocks if isinstance(blocks, PrefixCache) else None
+        self._tokens_per_block = tokens_per_block
+        self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens
+        self.context_piece = max_num_tokens  # most tokens of contexts in a step
+        self._chunked = chunked
+        self._window = window
+        self._near = near
+        self._n_in_flight = n_in_flight
+        self._has_room = {
+            "max_util": self._room_to_start,
+            "no_evict": self._room_to_end,
+            "static": self._room_in_batch,
+        }[policy]
+        is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
+        self._add_contexts = self._add_evenly if is_even else self._add_in_order
+        # Start at once whatever fits the cache, instead of waiting for a turn in a step.
+        self._starts_ahead = is_even or policy == "static"
+        self._slots = list(range(max_batch_size))
+        self._arrivals = 0
+        self._reserved = 0  # sequences whose KV cache is arriving
+        self._n_owed = 0  # blocks that started sequences and reservations may still need
+        self._passed_over = False  # the last step had no room for the next context beside decode
+        self._batch_runs = False  # a step has run since `running` was empty
+        self.waiting: deque[Sequence] = deque()  # by arrival
+        self.running: list[Sequence] = []  # by arrival
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self._stamp(sequence)
+        self.waiting.append(sequence)
+
+    def can_plan(self) -> bool:
+        """Return whether `plan` would return anything."""
+        return any(not s.in_flight for s in self.running) or self._can_start()
+
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """Return the next step: sequences and how many tokens each adds, those with one token first."""
+        while self._starts_ahead and self._can_start():
+            self._start()
+        plan: list[tuple[Sequence, int]] = []
+        left = self._max_num_tokens - self._add_generating(plan)
+        self._add_contexts(plan, min(left, self.context_piece))
+        self._batch_runs = bool(self.running)
+        return sorted(plan, key=lambda entry: entry[1] != 1)
+
+    def publish(self, plan: list[tuple[Sequence, int]]) -> None:
+        """Note that step `plan` has started: with block reuse, later sequences may use what it computes."""
+        if self._known is not None:
+            self._known.publish(plan, None if self._near is None else self._near.known)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Stop running a sequence; it keeps its blocks (see `free`)."""
+        if sequence.slot < 0:  # preempted while its last token was in flight
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._give_slot_back(sequence)
+        self._batch_runs &= bool(self.running)
+
+    def free(self, sequence: Sequence) -> None:
+        if not sequence.blocks:  # preempted: it gave them back
+            return
+        if self._near is not None:
+            self._near.free(sequence)
+        self._n_owed -= sequence.n_most - (len(sequence.blocks) - sequence.n_gone)
+        self._blocks.give_back(sequence.blocks[sequence.n_gone :])
+        sequence.blocks, sequence.n_gone = [], 0
+
+    def start_ahead(self) -> None:
+        """Give blocks to the contexts of the next steps, so that receivers can be asked early.
+
+        Covers one step more than can be in flight.
+        """
+        left = (1 + self._n_in_flight) * self._max_num_tokens - sum(
+            s.n_uncached for s in self.running if not s.in_flight
+        )
+        while left > 0 and self._can_start():
+            left -= self._start().n_uncached
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence in any state; it must not be in a step in flight."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.drop(sequence)
+            self.free(sequence)
+
+    def take_ahead(self, sequence: Sequence, n: int) -> int:
+        """Take blocks for up to `n` tokens after the next one of a sequence of the plan: return for how many.
+
+        Never blocks that other sequences may need for their next tokens.
+        """
+        room = len(sequence.blocks) * self._tokens_per_block - sequence.n_cached - 1
+        while room < n and self._blocks.n_free > len(self.running) + self._reserved:
+            if len(sequence.blocks) - sequence.n_gone >= sequence.n_most:
+                break
+            sequence.blocks += self._blocks.take(1)
+            self._n_owed -= 1
+            room += self._tokens_per_block
+        return min(room, n)
+
+    # --- sequences whose context was computed elsewhere ---
+
+    def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
+        """Reserve blocks and a place for an arriving sequence, or return None.
+
+        Sequences preempted here come first. `n_at_most`: the tokens that it may have cached at its end.
+        """
+        n = self._blocks_for(n_context)
+        n_most = self._most_blocks(n, n_at_most)
+        if self.waiting or not self._fits(n, n_most):
+            return None
+        self._reserved += 1
+        self._n_owed += n_most - n
+        return self._blocks.take(n)
+
+    def give_up(self, blocks: list[int], n_at_most: int) -> None:
+        """Cancel a reservation: its sequence will not run."""
+        self._reserved -= 1
+        self._n_owed -= self._most_blocks(len(blocks), n_at_most) - len(blocks)
+        self._blocks.give_back(blocks)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Run a sequence that holds the blocks of a reservation."""
+        self._reserved -= 1
+        sequence.n_most = self._most_blocks(len(sequence.blocks), sequence.n_cached_at_most)
+        sequence.n_published = sequence.n_cached // self._tokens_per_block  # nobody here looks for a prompt
+        self._stamp(sequence)
+        self._take_slot(sequence)
+        self.running.append(sequence)
+
+    # --- policies: whether a sequence that takes `n` blocks now and `n_at_most` in the end may start ---
+
+    def _room_to_start(self, n: int, n_at_most: int) -> bool:
+        """max_util: blocks for its context, and one more for each running sequence."""
+        return n + len(self.running) + self._reserved <= self._blocks.n_free
+
+    def _room_to_end(self, n: int, n_at_most: int) -> bool:
+        """no_evict: blocks for its longest answer, besides what the others may still need."""
+        return n_at_most + self._n_owed <= self._blocks.n_free
+
+    def _room_in_batch(self, n: int, n_at_most: int) -> bool:
+        """static: as no_evict, and nothing starts between a batch's first step and its last end."""
+        return not self._batch_runs and self._room_to_end(n, n_at_most)
+
+    # --- the parts of a step ---
+
+    def _add_generating(self, plan: list[tuple[Sequence, int]]) -> int:
+        """Return how many tokens it adds: one for each beam of each sequence."""
+        left, n = self._max_num_tokens, -(-len(self.running) // self._n_in_flight)
+        for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
+            fits = len(plan) < n and sequence.width <= left
+            if fits and sequence.slot >= 0 and self._grow(sequence):
+                plan.append((sequence, 1))
+                left -= sequence.width
+        return self._max_num_tokens - left
+
+    def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
+        """Give the oldest context all it needs, then the next.
+
+        Without chunking, a context that does not fit beside decode takes every other step for itself: while
+        others generate it would never have its turn. Only one that no step holds goes in pieces: of a
+        preempted sequence, with its answer so far.
+        """
+        n_generating = len(plan)
+        contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
+        while left > 0 and (contexts or self._can_start()):
+            if contexts:
+                self._reuse(contexts[0])
+            n_wanted = (contexts[0] if contexts else self.waiting[0]).n_uncached
+            if n_wanted > left and plan and not self._chunked:
+                only_decode = len(plan) == n_generating
+                if not (only_decode and self._passed_over):
+                    self._passed_over = only_decode
+                    break
+                plan.clear()
+                left = self._max_num_tokens
+            self._passed_over = False
+            sequence = contexts.popleft() if contexts else self._start()
+            n = min(sequence.n_uncached, left)
+            plan.append((sequence, n))
+            left -= n
+
+    def _add_evenly(self, plan: list[tuple[Sequence, int]], left: int) -> None:
+        """Give each context an equal share, at most what it needs; the remainder goes to the oldest."""
+        contexts = [s for s in self.running if s.n_uncached > 1]
+        n_now = -(-len(contexts) // self._n_in_flight)
+        contexts = [s for s in contexts if not s.in_flight][:n_now]
+        for sequence in contexts:
+            self._reuse(sequence)
+        level = rest = 0
+        for i, n_wanted in enumerate(sorted(s.n_uncached for s in contexts)):
+            level, rest = divmod(left, len(contexts) - i)
+            if n_wanted > level:
+                break
+            level, left, rest = n_wanted, left - n_wanted, 0
+        for sequence in contexts:
+            n = min(sequence.n_uncached, level)
+            if n < sequence.n_uncached and rest:
+                n, rest = n + 1, rest - 1
+            if n:
+                plan.append((sequence, n))
+
+    # --- inside ---
+
+    def _stamp(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+
+    def _blocks_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self._tokens_per_block)
+
+    def _blocks_at_most(self, sequence: Sequence) -> int:
+        """Return how many blocks it may hold at once; a beam search takes them all when it starts."""
+        if sequence.width == 1:
+            return self._most_blocks(self._blocks_for(sequence.n_context), sequence.n_cached_at_most)
+        n_prompt = len(sequence.prompt)
+        return Beams.blocks_for(n_prompt, sequence.n_cached_at_most, sequence.width, self._tokens_per_block)
+
+    def _most_blocks(self, n: int, n_at_most: int) -> int:
+        """Return how many blocks a sequence with `n` of them holds at once while it grows to so many tokens.
+
+        With a window that is what the window reaches, whose ends may be in the middle of blocks.
+        """
+        n_most = self._blocks_for(n_at_most)
+        return min(n_most, max(n, self._blocks_for(self._window) + 2)) if self._window else n_most
+
+    def _fits(self, n: int, n_at_most: int, width: int = 1) -> bool:
+        """Return whether there are slots, and blocks for a sequence: `n` now, `n_at_most` in the end."""
+        return len(self._slots) - self._reserved >= width and self._has_room(n, n_at_most)
+
+    def _can_start(self) -> bool:
+        """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
+        if not self.waiting or self.waiting[0].n_unread:
+            return False
+        first = self.waiting[0]
+        n_at_most = self._blocks_at_most(first)
+        n = n_at_most if first.width > 1 else self._blocks_for(first.n_context)
+        return self._fits(n, n_at_most, first.width)
+
+    def _start(self) -> Sequence:
+        sequence = self.waiting.popleft()
+        sequence.started_at = sequence.started_at or time.perf_counter()
+        self._reuse(sequence)
+        n_at_most = self._blocks_at_most(sequence)
+        n = n_at_most if sequence.width > 1 else self._blocks_for(sequence.n_context)
+        sequence.blocks += self._blocks.take(n - len(sequence.blocks))
+        self._n_owed += n_at_most - len(sequence.blocks)
+        sequence.n_most = n_at_most
+        self._take_slot(sequence)
+        bisect.insort(self.running, sequence, key=_arrival)
+        return sequence
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Replace its next blocks with blocks in which others have computed the same tokens."""
+        if self._known is None or not (known := self._known.known(sequence)):
+            return
+        if self._near is not None:
+            known = known[: self._near.reuse(sequence, len(known))]
+        if known:
+            self._known.hold(known)
+            first = sequence.n_cached // self._tokens_per_block
+            part = slice(first, first + len(known))
+            self._blocks.give_back(sequence.blocks[part])
+            sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
+            sequence.n_cached += len(known) * self._tokens_per_block
+            sequence.n_reused += len(known)
+            sequence.n_told = 0
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        sequence.slot, sequence.n_told, sequence.n_near_told = self._slots.pop(), 0, 0
+        sequence.more_slots = [self._slots.pop() for _ in range(sequence.width - 1)]
+
+    def _give_slot_back(self, sequence: Sequence) -> None:
+        self._slots += sequence.slot, *sequence.more_slots
+        sequence.slot = -1
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give `sequence` the block that its next token needs.
+
+        Returns False if it was preempted itself, or must wait until the youngest sequence can be.
+        """
+        self._let_go(sequence)
+        while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
+            if self._blocks.n_free:
+                sequence.blocks += self._blocks.take(1)
+                self._n_owed -= 1
+                continue
+            youngest = next(s for s in reversed(self.running) if s.width == 1)
+            if youngest.in_flight:
+                return False
+            self.running.remove(youngest)
+            self._give_slot_back(youngest)
+            self.free(youngest)
+            youngest.n_cached = youngest.n_published = 0
+            bisect.insort(self.waiting, youngest, key=_arrival)
+            self.preemptions += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Take back the blocks that no later token of a generating sequence sees.
+
+        Steps in flight may still read them, but none that writes to them starts before these have ended.
+        """
+        if not self._window or sequence.width > 1 or sequence.hand_over:
+            return
+        n_unseen = max(0, sequence.n_cached + 1 - self._window) // self._tokens_per_block
+        for i in range(sequence.n_gone, n_unseen):
+            self._blocks.give_back([sequence.blocks[i]])
+            sequence.blocks[i] = NULL_BLOCK
+        self._n_owed += max(0, n_unseen - sequence.n_gone)
+        sequence.n_gone = max(sequence.n_gone, n_unseen)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

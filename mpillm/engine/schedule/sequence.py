@@ -1,0 +1,94 @@
+"""A request in progress, as the scheduler and the caches see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mpillm.engine.extras.special import Special
+from mpillm.engine.schedule.sampling_params import SamplingParams
+
+UNREAD = -1  # stands for a token that is still on the device
+
+
+@dataclass(eq=False, slots=True)  # with a __dict__ of so many fields each access costs more
+class Sequence:
+    """A request in progress.
+
+    Its context is the prompt and the answer so far, of which the KV cache holds `n_cached` tokens.
+    """
+
+    id: int
+    prompt: list[int]
+    max_output: int
+    min_output: int
+    sampling: SamplingParams
+    hand_over: bool = False  # stop after the first token and keep the blocks until they are released
+    ignore_stop: bool = False  # stop words do not end its answer
+    ignore_end: bool = False  # nor do end tokens
+    stream: bool = False  # its tokens are wanted as they come
+    arrival: int = 0
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    n_gone: int = 0  # its first blocks that it has given back, of tokens that no window reaches any more
+    near: list[int] = field(default_factory=list)  # of layers with a window (see `NearBlocks`)
+    n_near_gone: int = 0
+    n_near_told: int = 0
+    n_most: int = 0  # blocks that it may hold at once, from its start
+    n_cached: int = 0
+    draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests
+    n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet
+    in_flight: bool = False  # in a step whose tokens must come back before its next step
+    is_done: bool = False  # drop the tokens that steps in flight still bring
+    slot: int = -1  # while it runs: its own number below max_batch_size
+    n_told: int = 0  # how many of its blocks steps have named under its slot
+    is_cancelled: bool = False
+    n_passed_on: int = 0  # tokens of the answer that were streamed
+    wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs
+    logprobs: list[list[int]] = field(default_factory=list)  # not streamed yet; see `ResponseFlag.LOGPROBS`
+    n_logprobs_told: int = 0  # tokens of the answer whose log probabilities were streamed
+    added_at: float = 0.0  # time.perf_counter()
+    started_at: float = 0.0  # when it first got blocks, likewise
+    times: bool = False  # the two times above are wanted
+    n_reused: int = 0  # blocks that already held its prompt
+    hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
+    n_published: int = 0  # how many of its blocks others can find there
+    salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
+    special: Special | None = None
+    width: int = 1  # of its beam search (`special.beams`); 1: there is none
+    more_slots: list[int] = field(default_factory=list)  # of its other beams
+
+    @property
+    def n_output(self) -> int:
+        return len(self.output) + self.n_unread
+
+    @property
+    def n_context(self) -> int:
+        return len(self.prompt) + len(self.output) + self.n_unread
+
+    @property
+    def n_uncached(self) -> int:
+        return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
+
+    @property
+    def n_cached_at_most(self) -> int:
+        """Tokens in the KV cache when its longest answer ends: all but the last one."""
+        return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return tokens [start, end) of the context, `UNREAD` where the host does not know them."""
+        n = len(self.prompt)
+        known = (
+            self.output[start - n : end - n]
+            if start >= n
+            else self.prompt[start:end] + self.output[: max(0, end - n)]
+        )
+        return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
+
+
+class Progress(NamedTuple):
+    """A sequence that got its first or last token in a step, or any token if it streams, or was cancelled."""
+
+    sequence: Sequence
+    is_first: bool
+    is_final: bool

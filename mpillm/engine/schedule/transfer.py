@@ -1,0 +1,25 @@
+"""Orders to the ranks of an instance to send or receive the KV cache of a sequence."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Kind(enum.IntEnum):
+    RECEIVE = 0
+    SEND = 1  # computed in earlier steps
+    SEND_LAYERS = 2  # completed by the step that it comes with
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The transfer of one KV cache, as an order to all ranks of an instance."""
+
+    kind: Kind
+    ticket: int  # unique in its instance: ranks report it as done
+    peer: int  # index of the other instance
+    slot: int  # at the receiver
+    n_tokens: int
+    blocks: list[int]
+    near: list[int] = field(default_factory=list)  # of layers with a window, at a receiver

@@ -1,0 +1,189 @@
+"""Checkpoints whose tensors are not the parameters: others' names, several parameters in one, other order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from mpillm.engine.shape.dtypes import STORED
+from mpillm.engine.shape.entries import Entry
+from mpillm.engine.shape.int4 import Int4
+from mpillm.engine.shape.layout import ALL
+from mpillm.engine.shape.tensor_shapes import tensor_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.engine.shape.model_config import ModelConfig
+
+from typing import TYPE_CHECKING
+
+from mpillm.engine.shape.entries import BLOCK, blocks_name, scale_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.engine.shape.model_config import ModelConfig
+
+    _Read = Callable[[str, slice, slice], Tensor]
+
+_BYTES = BLOCK // 2
+_BLOCKS, _SCALES = blocks_name("weight"), scale_name("weight")
+_NAME = re.compile(
+    rf"(.+[.]experts)[.](\d+)[.](gate_proj|up_proj|down_proj)[.](weight|bias|{_BLOCKS}|{_SCALES})"
+)
+
+
+class PackedExperts:
+    """Implements `checkpoint_forms.Form` for parameters of single experts."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._last: tuple[tuple[str, int], Tensor] | None = None  # gate and up are asked for in turn
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter is an expert's."""
+        return _NAME.fullmatch(name) is not None
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the tensors of all layers' experts."""
+        model, made = self._model, dict[str, Entry]()
+        n, h, inner = model.n_experts, model.hidden_size, model.intermediate_size
+        for layer in range(model.n_layers):
+            for part, n_out, n_in in (("gate_up_proj", 2 * inner, h), ("down_proj", h, inner)):
+                name = f"model.layers.{layer}.mlp.experts.{part}"
+                if model.stored == "mxfp4":
+                    made[f"{name}_blocks"] = Entry("U8", (n, n_out, n_in // BLOCK, _BYTES))
+                    made[f"{name}_scales"] = Entry("U8", (n, n_out, n_in // BLOCK))
+                else:
+                    made[name] = Entry(STORED[model.dtype], (n, n_in, n_out))
+                made[f"{name}_bias"] = Entry(STORED[model.dtype], (n, n_out))
+        return made
+
+    def get(self, name: str, rows: slice, columns: slice, read: _Read) -> Tensor:
+        """As `WeightSource.get`."""
+        found = _NAME.fullmatch(name)
+        assert found is not None
+        prefix, expert, part, kind = found[1], int(found[2]), found[3], found[4]
+        every = ALL if part == "down_proj" else slice(part == "up_proj", None, 2)
+        stored = f"{prefix}.{part if part == 'down_proj' else 'gate_up_proj'}"
+        if kind == "bias":
+            return _one(read, f"{stored}_bias", expert)[every][rows].contiguous()
+        if kind == _BLOCKS:
+            blocks = _one(read, f"{stored}_blocks", expert)[every][rows]
+            return blocks[:, _in_blocks(columns)].flatten(1)
+        if kind == _SCALES:
+            return _one(read, f"{stored}_scales", expert)[every][rows][:, _in_blocks(columns)].contiguous()
+        if self._last is None or self._last[0] != (stored, expert):
+            self._last = (stored, expert), self._matrix(stored, expert, read)
+        return self._last[1][every][rows][:, columns].contiguous()
+
+    def _matrix(self, name: str, expert: int, read: _Read) -> Tensor:
+        """Return one expert's matrix as floats: [out, in]."""
+        from mpillm.engine.shape.mxfp4 import widened
+
+        if self._model.stored != "mxfp4":
+            return _one(read, name, expert).t()
+        return widened(_one(read, f"{name}_blocks", expert).flatten(1), _one(read, f"{name}_scales", expert))
+
+
+def _in_blocks(columns: slice) -> slice:
+    """Return whole blocks of columns."""
+    return slice(*(None if end is None else end // BLOCK for end in (columns.start, columns.stop)))
+
+
+def _one(read: _Read, name: str, expert: int) -> Tensor:
+    return read(name, slice(expert, expert + 1), ALL)[0]
+
+
+_WHOLE = {
+    "model.embed_tokens": "wte",
+    "model.embed_positions": "wpe",
+    "model.norm": "ln_f",
+    "lm_head": "lm_head",
+}
+_OF_LAYER = {
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.q_proj": "attn.c_attn",
+    "self_attn.k_proj": "attn.c_attn",
+    "self_attn.v_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.c_fc": "mlp.c_fc",
+    "mlp.c_proj": "mlp.c_proj",
+}
+_LAYER = re.compile(r"model[.]layers[.](\d+)[.](.+)")
+_IN_QKV = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
+
+
+class Gpt2Names:
+    """Implements `checkpoint_forms.Form`. GPT2LMHeadModel puts `transformer.` before all names."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter is stored in this form: all are."""
+        return True
+
+    def entries(self) -> dict[str, Entry]:
+        made: dict[str, Entry] = {}
+        for name, shape in tensor_shapes(self._model).items():
+            stored, place = _place(name)
+            n_out = shape[0] if place is None else 3 * shape[0]
+            turned = (*shape[1:], n_out) if _is_turned(name) else (n_out, *shape[1:])
+            made[stored] = Entry(STORED[self._model.dtype], turned)
+        return made
+
+    def get(
+        self, name: str, rows: slice, columns: slice, read: Callable[[str, slice, slice], Tensor]
+    ) -> Tensor:
+        stored, place = _place(name)
+        if place is not None:
+            n = self._model.hidden_size
+            start, stop, _ = rows.indices(n)
+            rows = slice(place * n + start, place * n + stop)
+        if _is_turned(name):
+            return read(stored, columns, rows).t().contiguous()
+        return read(stored, rows, columns if name.endswith(".weight") else ALL)
+
+
+def _place(name: str) -> tuple[str, int | None]:
+    """Return a parameter's name there, and which third of the tensor it is, if it is one."""
+    module, _, kind = name.rpartition(".")
+    if (found := _LAYER.fullmatch(module)) is None:
+        return f"{_WHOLE[module]}.{kind}", None
+    return f"h.{found[1]}.{_OF_LAYER[found[2]]}.{kind}", _IN_QKV.get(found[2])
+
+
+def _is_turned(name: str) -> bool:
+    return name.endswith(("_proj.weight", "c_fc.weight"))
+
+
+class Form(Protocol):
+    """How a model's checkpoint holds some of its parameters."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether a parameter is stored in this form."""
+        ...
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the tensors that hold these parameters."""
+        ...
+
+    def get(
+        self, name: str, rows: slice, columns: slice, read: Callable[[str, slice, slice], Tensor]
+    ) -> Tensor:
+        """Return a part of a parameter, from parts that `read` gives of tensors."""
+        ...
+
+
+def form_of(model: ModelConfig) -> Form | None:
+    """Return the form of a model's checkpoint; None: its tensors are the parameters."""
+    if model.quantization == "int4":
+        return Int4(model)
+    if model.family.learned_positions:
+        return Gpt2Names(model)
+    experts = model.family.experts
+    return PackedExperts(model) if experts is not None and experts.packed else None

@@ -1,0 +1,160 @@
+"""Which tensors a file of weights holds: names, types and shapes. Without torch.
+
+A quantised model keeps each linear projection of a layer as two tensors, 8-bit numbers and a scale for each
+row (see `quantization`); with MXFP4 those of experts are bytes and exponents (see `mxfp4`), in int4 all
+are bytes, scales and zeros (see `int4`). An engine's file
+holds a rank's parts, with projections of the same input as one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpillm.engine.shape.dtypes import N_BYTES, STORED
+from mpillm.engine.shape.families import CORRECTION, FUSED
+from mpillm.engine.shape.quantization import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from mpillm.engine.shape.layout import Layout
+    from mpillm.engine.shape.model_config import ModelConfig
+
+# By safetensors' names; those besides ours may be in a file that is copied.
+ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
+ITEM_BYTES |= {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
+_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_LINEARS |= {"c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+_LINEARS |= FUSED.keys()
+
+
+BLOCK, NO_NUMBER = 32, 255  # numbers of MXFP4 with one exponent, and that of none
+TRANSFORMER = "transformer."  # may stand before a checkpoint's names
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def is_linear(name: str) -> bool:
+    """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
+    layer, _, kind = name.rpartition(".")
+    return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
+
+
+def is_experts(name: str) -> bool:
+    """Return whether parameter `name` is a projection of one of several experts: MXFP4 in such a model."""
+    return ".experts." in name and is_linear(name)
+
+
+def blocks_name(name: str) -> str:
+    """Return the name under which a parameter's numbers are had as they are, in MXFP4."""
+    return f"{name}_blocks"
+
+
+def scale_name(name: str) -> str:
+    """Return the name of the scales of a parameter ``….weight``."""
+    return f"{name}_scale"
+
+
+def block_scale_name(name: str) -> str:
+    """Return the name of the scales of a parameter's blocks; their inverse divides numbers, they multiply."""
+    return f"{name}_scale_inv"
+
+
+def checkpoint_name(name: str) -> str:
+    """Return a checkpoint's name of a parameter: some are no `….weight` there."""
+    is_bare = name.endswith((".sinks.weight", f".{CORRECTION}.weight"))
+    return name.removesuffix(".weight") if is_bare else name
+
+
+def kv_scale_names(layer: int) -> tuple[str, str]:
+    """Return a checkpoint's names of the scales of a layer's cached keys and values."""
+    return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"
+
+
+def kv_scale_alias(name: str) -> str:
+    """Return ModelOpt's name for one of `kv_scale_names`; any other name unchanged."""
+    layer, _, kind = name.rpartition(".")
+    return f"{layer}.{kind[0]}_proj.{kind}" if kind in ("k_scale", "v_scale") else name
+
+
+def held_kv_scales(layer: int) -> str:
+    """Return an engine file's name for both: float32 [2, KV heads of the rank], the keys' first."""
+    return f"model.layers.{layer}.self_attn.kv_scale"
+
+
+def int4_group(model: ModelConfig) -> int:
+    """Return how many inputs of an output share a scale in the engine; those that all share one have some."""
+    return 128 if model.group == -1 else model.group
+
+
+def stored(
+    name: str, shape: tuple[int, ...], dtype: str, quantization: str, group: int = 0
+) -> dict[str, Entry]:
+    """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two.
+
+    `group`: see `int4_group`.
+    """
+    if CORRECTION in name:
+        dtype = "float32"
+    if quantization == "mxfp4" and is_experts(name):
+        n_out, n_in = shape
+        return {name: Entry("U8", (n_out, n_in // 2)), scale_name(name): Entry("U8", (n_out, n_in // BLOCK))}
+    if quantization == "int4" and is_linear(name):
+        n_out, n_in = shape
+        scales = Entry(STORED["float16"], (n_out, n_in // group, 2))
+        return {name: Entry("U8", (n_out, n_in // 2)), scale_name(name): scales}
+    if quantization in ("none", "mxfp4") or not is_linear(name):
+        return {name: Entry(STORED[dtype], shape)}
+    return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}
+
+
+def in_checkpoint(name: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Entry]:
+    """As `stored`, of a checkpoint of `model`."""
+    if is_linear(name) and model.stored == "matrix":
+        return {name: Entry(STORED[model.quantization], shape), scale_name(name): Entry("F32", ())}
+    if is_linear(name) and model.stored == "blocks":
+        blocks = tuple(-(-n // BLOCK_SIZE) for n in shape)
+        return {name: Entry(STORED["fp8"], shape), block_scale_name(name): Entry("F32", blocks)}
+    return stored(checkpoint_name(name), shape, model.dtype, model.quantization)
+
+
+def rank_entries(
+    model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str = "none"
+) -> dict[str, Entry]:
+    """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in layout.shapes(model).items():
+        whole, _, kind = name.rpartition(".")
+        layer, dot, last = whole.rpartition(".")
+        fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
+        held = f"{layer}{dot}{fused}.{kind}"
+        shapes[held] = (shapes[held][0] + shape[0], *shape[1:]) if held in shapes else shape
+    made: dict[str, Entry] = {}
+    for held, shape in shapes.items():
+        made |= stored(held, shape, dtype, quantization, int4_group(model))
+    if kv_quantization != "none":
+        n_heads = len(range(model.n_kv_heads)[layout.kv_heads(model)])
+        made |= {held_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}
+    return made
+
+
+def rank_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+    """Return the bytes of a rank's weights, as its engine holds them."""
+    return sum(entry.n_bytes for entry in rank_entries(model, layout, dtype, quantization).values())
+
+
+def layer_bytes(model: ModelConfig, dtype: str, quantization: str) -> tuple[int, int]:
+    """Return the bytes of all layers' weights in an engine of one rank, and those of experts among them."""
+    from mpillm.engine.shape.layout import Layout
+
+    entries = rank_entries(model, Layout(), dtype, quantization)
+    sizes = {name: entry.n_bytes for name, entry in entries.items() if ".layers." in name}
+    return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)

@@ -1,0 +1,178 @@
+"""Check before loading whether a model fits the memory of its node, or of its GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from disagg.errors import ConfigError
+from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.entries import rank_bytes
+from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.quantization import held
+from mpillm.engine.shape.speculative_config import decode_rows
+from mpillm.options.core_config import CoreConfig
+
+if TYPE_CHECKING:
+    from mpillm.engine.shape.model_config import ModelConfig
+
+_MOST_COPIED = 1 << 16  # rows
+PADDED = 64  # rows of a sequence that are copied begin and end at multiples of it
+# Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
+# vocabulary, and sums in float64: on an H200 up to 69 bytes a number (tests/gpu measures it). A batch of
+# 1,024 would take 9 GB.
+CHOSEN_AT_ONCE = 64
+BYTES_TO_CHOOSE = 72
+# Bytes: CUDA's context, kernels, the libraries' own memory, and what PyTorch rounds up to.
+_GPU_OVERHEAD = 3 << 29
+# Rows of a step with contexts whose layers are graphs, at most; for more, an H200 takes longer than its host
+# with every model.
+MOST_GRAPH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class GpuNeeds:
+    """Bytes of one GPU that an engine takes beside its KV cache, and for each token of that."""
+
+    weights: int
+    step: int
+    per_token: int
+
+    def __add__(self, other: GpuNeeds) -> GpuNeeds:
+        return GpuNeeds(
+            self.weights + other.weights, self.step + other.step, self.per_token + other.per_token
+        )
+
+
+def gpu_needs(
+    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
+) -> GpuNeeds:
+    """Return what each GPU of an instance needs at most. `quantization`: of the weights in memory."""
+    width = N_BYTES[dtype]
+    ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
+    layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
+    weights = max(rank_bytes(model, layout, dtype, quantization) for layout in layouts)
+    heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
+    # A mixture has its feed-forward's values and its output for each chosen expert, whichever rank holds it.
+    n_chosen = model.n_experts_per_token if model.n_experts else 1
+    inner = 3 * n_chosen * model.intermediate_size * config.ep_size
+    per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
+    n_rows = decode_rows(config)
+    # Graphs keep the memory of their largest step; others have theirs beside it.
+    in_graphs = max(n_rows, min(config.max_num_tokens, MOST_GRAPH_ROWS))
+    step = (
+        width * per_row * (max(config.max_num_tokens, n_rows) + in_graphs)
+        + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
+        # Contexts that attention copies out of their blocks, a layer at a time.
+        + width
+        * 2
+        * max(1, model.n_kv_heads // config.tp_size)
+        * model.head_dim
+        * most_copied(config.max_seq_len or model.max_position_embeddings)
+    )
+    return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of a KV cache on a rank: for each token, and for each of layers with a window (see `NearBlocks`).
+
+    These have a cache of their own where `most_near`, the tokens that sequences can hold in it, are fewer
+    than in the other one.
+    """
+
+    per_token: int  # without those layers
+    near: int = 0
+    most_near: int = 0
+
+    def of(self, n_tokens: int) -> int:
+        return n_tokens * self.per_token + min(n_tokens, self.most_near) * self.near
+
+    def tokens_in(self, n_bytes: int) -> int:
+        together = n_bytes // (self.per_token + self.near)
+        if together <= self.most_near or not self.near:
+            return together
+        return (n_bytes - self.most_near * self.near) // self.per_token
+
+    def near_tokens(self, n_tokens: int) -> int:
+        """Return the size of those layers' own cache beside one of so many tokens; 0: they have none."""
+        return self.most_near if self.near and self.most_near < n_tokens else 0
+
+
+def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
+    """Return what an instance's KV cache takes on a GPU.
+
+    `per_token`: of all layers, and of what is beside them.
+    A cache that is handed over leaves the blocks of all layers.
+    """
+    if config.role == "context" or not model.near_window:
+        return CacheBytes(per_token)
+    tp, pp, size = config.tp_size, config.pp_size, config.tokens_per_block
+    of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
+    n_all = -(-model.n_layers // pp)
+    n_near, n_others = (model.kv_layers(pp, near=near) for near in (True, False))
+    # Each sequence's window, whose ends may be in the middle of blocks, as may be what steps in flight add.
+    n_blocks = config.max_batch_size * (-(-model.near_window // size) + 2)
+    n_blocks += -(-config.max_num_tokens * pp // size)
+    if config.enable_kv_cache_reuse:
+        n_blocks *= 2  # what nobody holds any more stays for a while
+    return CacheBytes(per_token - (n_all - n_others) * of_layer, n_near * of_layer, n_blocks * size)
+
+
+def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
+    """Return the bytes of `there` that are left on each GPU for the KV cache.
+
+    Raises ConfigError if they hold no block. `needs`: also those of a draft model or a head.
+    """
+    room = there - needs.weights - needs.step - _GPU_OVERHEAD
+    if room < config.tokens_per_block * needs.per_token:
+        guesses = (config.speculative_config or {}).get("speculative_model")
+        beside = f" with {guesses} beside it" if guesses and config.role != "context" else ""
+        raise ConfigError(
+            f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
+            f" {gibibytes(there)} free, and {gibibytes(needs.weights)} of weights and"
+            f" {gibibytes(needs.step + _GPU_OVERHEAD)} for a step of"
+            f" max_num_tokens {config.max_num_tokens} and max_batch_size {config.max_batch_size}"
+            " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
+            about=["tensor_parallelism"],
+        )
+    return room
+
+
+def padded(n_tokens: int) -> int:
+    """Return the rows that a sequence takes among those that are copied."""
+    return -(-n_tokens // PADDED) * PADDED
+
+
+def most_copied(max_seq_len: int) -> int:
+    """Return how many rows of keys and values attention copies out of blocks at once (see `ContextPlan`)."""
+    return min(_MOST_COPIED, padded(max_seq_len))
+
+
+def stages(layout: Layout) -> list[Layout]:
+    return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
+
+
+def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+    """Return the peak bytes while a rank loads: a matrix exists twice while it is packed or fused.
+
+    One that is rounded or widened on the way exists a few times, as float32.
+    """
+    sizes = {name: math.prod(shape) for name, shape in layout.shapes(model).items()}
+    width = N_BYTES[dtype]
+    # as rows, and packed
+    tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
+    is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
+    under_way = 3 * 4 if is_widened else 2 * width
+    return (
+        rank_bytes(model, layout, dtype, held(quantization, on_gpu=False))
+        + tied * width
+        + under_way * max(sizes.values())
+    )
+
+
+def gibibytes(n_bytes: int) -> str:
+    """Return bytes as text for messages."""
+    return f"{n_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,95 @@
+"""The shape of a model, without torch and without its weights; `read_config` reads it from `config.json`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.families import FAMILIES, Family, Latent
+from mpillm.engine.shape.quantization import Stored
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are scaled for contexts longer than the model was first trained for."""
+
+    kind: str = "default"  # default, linear, llama3 or yarn
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of queries and keys
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model: the fields of `config.json` that its tokens depend on."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    tie_word_embeddings: bool
+    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    family: Family = FAMILIES["LlamaForCausalLM"]
+    windows: tuple[int, ...] = ()  # tokens that a token sees, by layer (0: all); empty: all in all layers
+    local_rope_theta: float | None = None  # of layers with a window, if it is not `rope_theta`
+    query_scalar: float | None = None  # scores are divided by its square root; None: head_dim
+    n_experts: int = 0  # 0: dense
+    n_experts_per_token: int = 0
+    norms_choice: bool = True  # the weights of a row's experts add up to 1
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row chooses from
+    routed_factor: float = 1.0  # of what the chosen experts add
+    n_dense_layers: int = 0  # the first ones, without experts
+    dense_size: int = 0  # of these layers' feed-forward
+    shared_size: int = 0  # of the expert that each row has
+    latent: Latent | None = None
+    n_guess_layers: int = 0  # behind the last one, which guess (see `mtp_config`): 1 where they are wanted
+    quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
+    kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
+    stored: Stored = "rows"  # what the checkpoint's scales are of
+    group: int = 0  # inputs with one scale, of int4; -1: all
+
+    def window(self, layer: int) -> int:
+        """Return how many tokens a token of the layer sees, itself included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def widest_window(self) -> int:
+        """How many tokens a token sees at most in any layer; 0: all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
+
+    @property
+    def near_window(self) -> int:
+        """The widest window, where some layers have one and others see all tokens; otherwise 0."""
+        return max(self.windows) if any(self.windows) and not all(self.windows) else 0
+
+    def kv_layers(self, pp_size: int, *, near: bool) -> int:
+        """Return how many layers with a window, or without one, a stage has at most."""
+        starts = [self.n_layers * stage // pp_size for stage in range(pp_size + 1)]
+        stages = (range(*ends) for ends in itertools.pairwise(starts))
+        return max(sum((self.window(layer) > 0) == near for layer in stage) for stage in stages)
+
+    def has_experts(self, layer: int) -> bool:
+        return self.n_experts > 0 and layer >= self.n_dense_layers
+
+    @property
+    def kv_parts(self) -> int:
+        """What the cache has of a token and head: a key and a value, or a latent, which is both."""
+        return 2 if self.latent is None else 1
+
+    def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
+        """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
+        layers, heads = -(-self.n_layers // pp_size), max(1, self.n_kv_heads // tp_size)
+        return self.kv_parts * layers * heads * self.head_dim * N_BYTES[dtype]

@@ -1,0 +1,70 @@
+"""The layer behind a model's last that guesses (multi-token prediction), read and checked without torch.
+
+DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. A checkpoint has it as one more layer: `eh_proj`
+makes its input of the next token's embedding (`enorm`) and of what the model thought of the token (`hnorm`),
+and `shared_head` has a norm and the model's own head. A model computes without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, about
+from mpillm.engine.shape.checkpoint_folder import checkpoint_files
+from mpillm.engine.shape.model_config import ModelConfig
+from mpillm.engine.shape.speculative_config import MTP, SpeculativeConfig
+from mpillm.options.core_config import CoreConfig
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """What is known of such a layer before it is loaded."""
+
+    folder: Path  # the model's
+    whole: ModelConfig  # the model with this layer
+    model: ModelConfig  # of this layer alone
+    quantization: str  # of its products, as the model's: see `ModelInfo`
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose outputs it reads: the last one's, normed, which has the number of the layer that guesses."""
+        return (self.whole.n_layers,)
+
+
+@about("speculative_config", "model_path")
+def mtp_config(
+    config: CoreConfig, raw: Mapping[str, Any], target: ModelConfig, folder: Path | None, quantization: str
+) -> MtpConfig | None:
+    """Return the layer that guesses for `target`, whose config.json is `raw`; None if an instance wants none.
+
+    Raises ConfigError if the model has none.
+    """
+    if not config.speculative_config or config.role == "context":
+        return None
+    if SpeculativeConfig.read(config.speculative_config).decoding_type != MTP:
+        return None
+    why = ""
+    if target.latent is None:
+        why = "it is no DeepSeek V3"
+    elif config.engine_dir is not None:
+        why = "a built engine has not got it"
+    elif folder is None or config.load_format == "dummy":
+        why = "random weights have none"
+    elif (n := raw.get("num_nextn_predict_layers", 0)) != 1:
+        why = f"num_nextn_predict_layers of its config.json is {str(n)[:20]}, and can be 1"
+    if why:
+        raise ConfigError(
+            f"--speculative_config decoding_type {MTP}: {config.model_path} has no layer that guesses ({why})"
+        )
+    assert folder is not None
+    whole = replace(target, n_guess_layers=1)
+    checkpoint_files(folder, whole)
+    model = replace(target, n_layers=1, n_dense_layers=0, windows=(), tie_word_embeddings=False)
+    return MtpConfig(folder, whole, model, quantization)

@@ -1,0 +1,246 @@
+"""What quantised weights are, and how `config.json` says so. Without torch; `quantize` has the arithmetic.
+
+The matrices of a layer's linear projections have 8 bits, with one scale per output channel (a row of the
+matrix): a weight is the number times its row's scale. Embedding, norms, router and `lm_head` keep their type.
+On disk that is the format of compressed-tensors (https://github.com/vllm-project/compressed-tensors:
+`int-quantized` and `float-quantized`, strategy `channel`), which transformers, vLLM and llm-compressor read
+and write: `X.weight` [out, in] as int8 or float8_e4m3fn, `X.weight_scale` [out, 1].
+
+A KV cache may be fp8 too. A checkpoint that says so (`kv_cache_scheme`) has one scale for the keys and one
+for the values of each layer, or of each KV head: a number in the cache times its scale is the key or value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from disagg.errors import ConfigError, nearest
+from mpillm.engine.shape.families import Experts, Family, Raw
+from mpillm.files import excerpt, read_object
+
+ALGORITHMS = ("int8", "fp8")
+# Of weights in the engine's memory; MXFP4 of experts only, the rest floats.
+TYPES = (*ALGORITHMS, "mxfp4", "int4")
+RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
+_TYPES = {"int": "int8", "float": "fp8"}
+_DENSE = "dense"  # compressed-tensors' word for weights that are floats
+_FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
+
+
+MODELOPT = "hf_quant_config.json"
+BLOCK_SIZE = 128  # rows and columns of "blocks"
+# What a scale in a checkpoint is of: a matrix's row, all of it, a square block, or 32 numbers of four bits
+# (see `packed_experts`). The engine has rows, floats for blocks, and for the last either floats or the same.
+# "gptq2" is GPTQ's second format (see `int4`).
+Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2"]
+GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
+_STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
+
+
+def held(quantization: str, on_gpu: bool) -> str:
+    """Return the weights' type in the engine's memory: on a CPU fp8 weights are floats (see `linear`)."""
+    return "none" if quantization == "fp8" and not on_gpu else quantization
+
+
+def check_algorithm(source: str, algorithm: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError naming `source` (an option, as a rule) unless `algorithm` is one of `allowed`."""
+    if algorithm not in allowed:
+        raise ConfigError(
+            f"{source} {algorithm}: not one of {', '.join(allowed)}{nearest(algorithm, allowed)}"
+        )
+
+
+def quantization_config(
+    algorithm: str, experts: Experts | None, kv_algorithm: str = "none"
+) -> dict[str, Any]:
+    """Return `config.json`'s entry for `algorithm` and the cache's `kv_algorithm`: none (the model's) or fp8.
+
+    `experts`: the model's, whose router stays as it is.
+
+    fp8 multiplies 8-bit weights with activations that are quantised token by token at run time
+    (llm-compressor's FP8_DYNAMIC); int8 quantises only weights.
+    """
+    scheme = (
+        {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+        if kv_algorithm == "fp8"
+        else None
+    )
+    common = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": scheme,
+    }
+    if algorithm == "none":
+        return {**common, "format": _DENSE, "config_groups": {}, "ignore": []}
+    number = {"num_bits": 8, "type": "int" if algorithm == "int8" else "float", "symmetric": True}
+    activations = {**number, "strategy": "token", "dynamic": True} if algorithm == "fp8" else None
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": activations,
+        "format": _FORMATS[algorithm],  # without it, int8 weights alone would be looked for packed into int32
+    }
+    return {
+        **common,
+        "format": _FORMATS[algorithm],
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *([f"re:.*{experts.prefix}[.]{experts.router}$"] if experts else [])],
+    }
+
+
+class Quantized(NamedTuple):
+    """What is quantised in a checkpoint."""
+
+    weights: str = "none"  # or int8 or fp8: what the engine computes with
+    kv_cache: str = "none"  # or fp8
+    stored: Stored = "rows"
+    group: int = 0  # one of `GROUPS`, in int4
+
+
+def parse_quantization(raw: Raw, source: Path, family: Family) -> Quantized:
+    """Return what `quantization_config` says, or ModelOpt's file beside it.
+
+    Raises ConfigError if we cannot run it.
+    """
+    config = raw.get("quantization_config")
+    beside = source.parent / MODELOPT
+    if config is None and beside.is_file():
+        config, source = {"quant_method": "modelopt"} | read_object(beside).get("quantization", {}), beside
+    if config is None:
+        return Quantized()
+
+    def refuse(what: str, value: Any, supported: str) -> ConfigError:
+        return ConfigError(
+            f"{source}: quantization_config: {what} {excerpt(value)} is not supported by the torch core;"
+            f" supported: {supported}"
+        )
+
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    methods: dict[str, Callable[..., Quantized]] = {
+        "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
+        "fp8": _fp8,
+    }
+    experts = family.experts
+    if experts is None and family.is_gated and not family.latent:
+        methods |= {"awq": _awq, "gptq": _gptq}
+    if experts is not None and experts.packed:
+        methods["mxfp4"] = lambda config, refuse: Quantized(stored="mxfp4")
+    if not isinstance(method, str) or method not in methods:
+        raise refuse("quant_method", method, ", ".join(methods))
+    return methods[method](config, refuse)
+
+
+def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
+    if groups == {} and kv_algorithm != "none":
+        return Quantized("none", kv_algorithm)
+    if (
+        not isinstance(groups, dict)
+        or len(groups) != 1
+        or not all(isinstance(group, dict) for group in groups.values())
+    ):
+        raise refuse("config_groups", groups, "one group")
+    group = next(iter(groups.values()))
+    weights = group.get("weights") or {}
+    for name, value, allowed in (
+        ("format", config.get("format"), tuple(_FORMATS.values())),
+        ("targets", group.get("targets"), (["Linear"],)),
+        ("weights.type", weights.get("type"), tuple(_TYPES)),
+    ):
+        if value not in allowed:
+            raise refuse(name, value, ", ".join(map(json.dumps, allowed)))
+    _check("weights.", weights, weights["type"], tuple(_STRATEGIES), refuse)
+    if "lm_head" not in (config.get("ignore") or ()):
+        raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
+    return Quantized(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
+
+
+def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
+    if (algorithm := config.get("quant_algo")) != "FP8":
+        raise refuse("quant_algo", algorithm, '"FP8"')
+    kept = config.get("exclude_modules") or config.get("ignore")
+    if "lm_head" not in (kept or ()):
+        raise refuse("exclude_modules", kept, 'a list with "lm_head" in it')
+    cache = config.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise refuse("kv_cache_quant_algo", cache, 'null, "FP8"')
+    return Quantized("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
+
+
+def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As DeepSeek's and Qwen's: a scale for each block, whose products are floats here."""
+    if (size := config.get("weight_block_size")) is None:
+        return Quantized("fp8", stored="matrix")
+    if size != [BLOCK_SIZE] * 2:
+        raise refuse("weight_block_size", size, f"[{BLOCK_SIZE}, {BLOCK_SIZE}]")
+    if (scales := config.get("scale_fmt", "float")) not in ("float", None):
+        raise refuse("scale_fmt", scales, "floats")
+    return Quantized(stored="blocks")
+
+
+def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As AutoAWQ writes it: `gemm`, its only form for many rows."""
+    given = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
+    for name, allowed in (
+        ("bits", (4,)),
+        ("group_size", GROUPS),
+        ("version", ("gemm", "GEMM")),
+        ("zero_point", (True,)),
+        ("modules_to_not_convert", (None, [], ["lm_head"])),
+    ):
+        if given.get(name) not in allowed:
+            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
+    return Quantized("int4", stored="awq", group=given["group_size"])
+
+
+def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    """As AutoGPTQ and GPTQModel write it, with inputs in their order."""
+    given = {"checkpoint_format": "gptq", **config}
+    for name, allowed in (
+        ("bits", (4,)),
+        ("group_size", GROUPS),
+        ("desc_act", (False, None)),
+        ("checkpoint_format", ("gptq", "gptq_v2")),
+        ("is_marlin_format", (False, None)),
+        ("lm_head", (False, None)),
+        ("dynamic", (None, {})),
+        ("modules_in_block_to_quantize", (None,)),
+    ):
+        if given.get(name) not in allowed:
+            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
+    form: Stored = "gptq2" if given["checkpoint_format"] == "gptq_v2" else "gptq"
+    return Quantized("int4", stored=form, group=given["group_size"])
+
+
+def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:
+    if (scheme := config.get("kv_cache_scheme")) is None:
+        return "none"
+    if not isinstance(scheme, dict):
+        raise refuse("kv_cache_scheme", scheme, "null, or an object")
+    # ModelOpt leaves out what is fp8's usual form.
+    _check("kv_cache_scheme.", {"strategy": "tensor"} | scheme, "float", ("tensor", "attn_head"), refuse)
+    return "fp8"
+
+
+def _check(
+    prefix: str,
+    numbers: dict[str, Any],
+    kind: str,
+    strategies: tuple[str, ...],
+    refuse: Callable[..., ConfigError],
+) -> None:
+    """Refuse 8-bit numbers of `kind` that are not rounded as ours are."""
+    for name, default, allowed in (
+        ("num_bits", None, (8,)),
+        ("type", None, (kind,)),
+        ("strategy", None, strategies),
+        ("symmetric", True, (True,)),
+        ("dynamic", False, (False,)),
+    ):
+        if (value := numbers.get(name, default)) not in allowed:
+            raise refuse(prefix + name, value, ", ".join(map(json.dumps, allowed)))

@@ -1,0 +1,106 @@
+"""--speculative_config: names and meanings are those of TensorRT-LLM's `speculative_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from disagg.errors import ConfigError, about, nearest
+from mpillm.engine.shape.read_config import load_model_config
+from mpillm.options.core_config import CoreConfig
+
+NGRAM, DRAFT_TARGET, EAGLE, MTP = "NGram", "Draft_Target", "Eagle", "MTP"
+_LENGTH, _MTP_LENGTH = "max_draft_len", "num_nextn_predict_layers"
+_OF_TYPE = {
+    NGRAM: (_LENGTH, "max_matching_ngram_size"),
+    DRAFT_TARGET: (_LENGTH, "speculative_model"),
+    EAGLE: (_LENGTH, "speculative_model"),
+    MTP: (_MTP_LENGTH,),
+}
+_OPTION = "--speculative_config"
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How the engine guesses tokens."""
+
+    decoding_type: str
+    max_draft_len: int  # tokens guessed at once; MTP's name of it is num_nextn_predict_layers
+    max_matching_ngram_size: int = 2  # NGram: tokens whose earlier occurrence is looked for, at most
+    # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
+    speculative_model: str = ""
+    max_concurrency: int | None = None  # guess nothing while more sequences run
+
+    @classmethod
+    @about("speculative_config")
+    def read(cls, said: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return what an option or a YAML says. Raises ConfigError for a wrong name or value."""
+        said = {str(name): value for name, value in said.items()}  # YAML's may be numbers
+        kind = str(said.get("decoding_type"))
+        if kind not in _OF_TYPE:
+            raise ConfigError(
+                f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
+                f"{nearest(kind, _OF_TYPE)}"
+            )
+        length, *more = _OF_TYPE[kind]
+        known = ("decoding_type", length, "max_concurrency", *more)
+        for name, value in said.items():
+            if name not in known:
+                raise ConfigError(
+                    f"{_OPTION} {name}: decoding_type {kind} of the torch core has {', '.join(known)}"
+                    f"{nearest(name, known)}"
+                )
+            is_text = name in ("decoding_type", "speculative_model")
+            if not (isinstance(value, str) and value if is_text else type(value) is int and value > 0):
+                wanted = "a path" if is_text else "a whole number of at least 1"
+                raise ConfigError(f"{_OPTION} {name} {value}: must be {wanted}")
+        for name in (_LENGTH, _MTP_LENGTH, "speculative_model"):
+            if name in known and name not in said:
+                raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {name}")
+        return cls(**{_LENGTH if name == length else name: value for name, value in said.items()})
+
+
+def decode_rows(config: CoreConfig) -> int:
+    """Return the rows of the largest step without contexts: last tokens, and guesses if there are some."""
+    if not config.speculative_config or config.role == "context":
+        return config.max_batch_size
+    how = SpeculativeConfig.read(config.speculative_config)
+    n_guessed = min(config.max_batch_size, how.max_concurrency or config.max_batch_size)
+    return max(config.max_batch_size, min(n_guessed * (1 + how.max_draft_len), config.max_num_tokens))
+
+
+def most_rows(config: CoreConfig) -> int:
+    """Return the rows that no step has more of."""
+    return max(config.max_num_tokens, decode_rows(config))
+
+
+def draft_config(config: CoreConfig) -> CoreConfig | None:
+    """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
+    if not config.speculative_config or config.role == "context":  # which has only first tokens to compute
+        return None
+    how = SpeculativeConfig.read(config.speculative_config)
+    if how.decoding_type != DRAFT_TARGET:
+        return None
+    longest = config.max_seq_len
+    if longest is not None:
+        longest = min(longest, load_model_config(how.speculative_model).max_position_embeddings)
+    return replace(
+        config,
+        role="executor",
+        model_path=how.speculative_model,
+        engine_dir=None,
+        quantization="auto",
+        kv_cache_dtype="auto",
+        max_seq_len=longest,
+        end_ids=(),
+        stop_words=(),
+        speculative_config=None,
+        tp_size=1,
+        pp_size=1,
+        ep_size=1,
+        tp_rank=0,
+        pp_rank=0,
+        ep_rank=0,
+        node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one of each instance
+    )

@@ -1,0 +1,1 @@
+"""Small parts that work on any tensor: staging, sampling, rounding, CUDA graphs."""

@@ -1,0 +1,99 @@
+"""Every tag of the engine has a message, and a message is read as it was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import Message
+from mpillm.comms.tags import Tag
+from mpillm.engine.extras.lora import AdapterTensors
+from mpillm.engine.parallel.groups import HIDDEN
+from mpillm.engine.schedule import engine_messages
+from mpillm.engine.schedule.engine_messages import Notice, Room
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.step import Extra, Span, Step
+from mpillm.engine.schedule.transfer import Kind, Transfer
+
+TRANSFERS = [
+    Transfer(Kind.SEND, 7, 3, 255, 33, [5, 1, 9]),
+    Transfer(Kind.RECEIVE, 2**31 - 1, 0, 0, 9, [2, 3], [0, 7]),
+    Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
+]
+SPANS = [
+    Span(3, 40, 1, 2, [17], n_near_told=3, near=[8]),
+    Span(0, 9, 1, 1),
+    Span(5, 0, 4, 0, [4, 2], near=[0, 6]),
+]
+GUESSED = Step([Span(1, 7, 3, 2, [8], is_few=True), Span(0, 3, 2, 1)], [5, 6, 7, 8, 9], [0, 1, 2, 4], [0, 1])
+GREEDY = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1])
+SAMPLED = Step(
+    SPANS[:1],
+    [31999],
+    [0],
+    [],
+    [SamplingParams(0.5, 7, 0.25, 2**32 - 1)],
+    [12],
+    TRANSFERS[:1],
+)
+SPECIAL = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1], [SamplingParams(0.5, 7)] * 2, [4, 0])
+EXTRA = SPECIAL.more()
+EXTRA.is_adjusted, EXTRA.context_logits, EXTRA.copies = True, [(None, slice(2, 6))], [(17, 4), (9, 2)]
+EXTRA.adapter_rows, EXTRA.gone_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
+SENT: dict[Tag, list[Any]] = {
+    Tag.PLAN: [
+        GREEDY,
+        SAMPLED,
+        GUESSED,
+        Step(transfers=TRANSFERS),
+        Step(SPANS[2:], [1, 2, 3, 4], logprobs=21),
+        SPECIAL,
+    ],
+    Tag.TOKENS: [[0, 128255], []],
+    Tag.MOVED: [[2**31 - 1], []],
+    Tag.NCCL_ID: [bytes(range(128))],
+    Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
+    Tag.ROOM: [[Room(Tag.KV + 7, 3, 1, 40, [5, 1], (0, 3)), Room(Tag.KV, 0, 0, 1, [9])], []],
+    Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
+}
+MESSAGES: dict[Tag, Message[Any]] = {
+    value.tag: value for value in vars(engine_messages).values() if isinstance(value, Message)
+}
+
+
+def test_every_tag_has_a_message() -> None:
+    assert sorted(MESSAGES) == sorted([*SENT, Tag.HIDDEN])
+    assert sorted(MESSAGES) == [tag for tag in Tag if Tag.PLAN <= tag < Tag.KV]
+
+
+@pytest.mark.parametrize(("tag", "value"), [(tag, value) for tag, some in SENT.items() for value in some])
+def test_what_is_written_is_read(tag: Tag, value: Any) -> None:
+    buffer = MESSAGES[tag].write(value)
+    assert buffer.dtype == np.uint8 and buffer.ndim == 1
+    found = MESSAGES[tag].read(np.frombuffer(buffer.tobytes(), np.uint8))
+    assert found == value and type(found) is type(value)
+
+
+def test_adapters_travel_with_a_step() -> None:
+    """Their weights may be of less precision than a message's."""
+    sent = Step(SPANS[:1], [1], [0], extra=Extra(adapter_rows=[(7, 0, 1), (8, 0, 1)]))
+    for number, kind in ((7, "f2"), (8, "f4")):
+        weights = np.linspace(0, 1.25, 6).astype(kind).reshape(2, 3)
+        sent.more().new_adapters.append(
+            AdapterTensors(number, weights, np.array([[1, 0, number]] * 2, np.int32))
+        )
+    found = engine_messages.PLAN.read(engine_messages.PLAN.write(sent))
+    ours, theirs = found.more(), sent.more()
+    assert (found.tokens, found.wanted, ours.adapter_rows) == ([1], [0], theirs.adapter_rows)
+    for mine, other in zip(ours.new_adapters, theirs.new_adapters, strict=True):
+        assert mine.number == other.number and mine.config.tolist() == other.config.tolist()
+        assert mine.weights.dtype == np.float32 and mine.weights.tolist() == other.weights.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_stage_keep_every_bit(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 5).to(dtype).T
+    assert torch.equal(HIDDEN.read(HIDDEN.write(x).copy()).view(dtype).view(5, 6), x)

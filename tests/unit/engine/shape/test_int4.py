@@ -1,0 +1,172 @@
+"""Checkpoints of AWQ and GPTQ are read to the bit; what is no such checkpoint is said before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.engine.shape.model_info import model_info
+from mpillm.engine.shape.read_config import load_model_config
+from mpillm.options.core_config import CoreConfig
+from tests.helpers.families import make_family
+from tests.helpers.int4 import CONFIGS, pack_int4
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from mpillm.engine.build_engine import build  # noqa: E402
+from mpillm.engine.kernels import linear  # noqa: E402
+from mpillm.engine.kernels.linear import Int4Linear  # noqa: E402
+from mpillm.engine.shape import int4  # noqa: E402
+from mpillm.engine.shape.entries import blocks_name, scale_name  # noqa: E402
+from mpillm.engine.shape.layout import Layout  # noqa: E402
+from mpillm.engine.weights.rank_weights import open_weights, rotary_order  # noqa: E402
+from mpillm.engine.weights.sources import Checkpoint  # noqa: E402
+
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+def written(folder: Path, form: str, group: int) -> Any:
+    model = make_family("LlamaForCausalLM", folder, **_SIZES)
+    pack_int4(model, folder, form, group)
+    return model
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("form", CONFIGS)
+def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, group: int) -> None:
+    """They multiply in float16, and so round once. Whole, in parts, and as a rank has them."""
+    model = written(tmp_path, form, group)
+    source = Checkpoint(tmp_path, load_model_config(str(tmp_path)))
+    for name, wanted in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert torch.equal(source.get(name).half().float(), wanted)
+    name, size = "model.layers.1.mlp.down_proj.weight", 128 if group == -1 else group
+    rows, columns = slice(3, 20), slice(size, 256)
+    wanted = dict(model.named_parameters())[name][rows, columns]
+    assert torch.equal(source.get(name, rows, columns).half().float(), wanted)
+    held = [source.get(part(name), rows, columns) for part in (blocks_name, scale_name)]
+    assert torch.equal(int4.widened(*held).half().float(), wanted)
+    info = model_info(CoreConfig("torch", model_path=str(tmp_path)))
+    weights = open_weights(info, Layout(), "cpu", dummy=False)
+    q, k, v = (dict(model.named_parameters())[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
+    numbers, scales = weights.matrix("model.layers.0.self_attn.qkv_proj")
+    assert scales is not None
+    found = int4.widened(numbers, scales).half().float()
+    assert torch.equal(found, torch.cat([rotary_order(q, 32), rotary_order(k, 32), v]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_products(dtype: Any, group: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiles:
+        monkeypatch.setattr(linear, "cpu_products", lambda *types: None)
+        monkeypatch.setattr(linear, "_PIECE", 256 * 32)  # several pieces
+    random = torch.Generator().manual_seed(1)
+    for outputs in (1, 31, 100):
+        blocks = torch.randint(256, (outputs, 128), dtype=torch.uint8, generator=random)
+        zeros = torch.randint(17, (outputs, 256 // group), generator=random)
+        scales = torch.stack([torch.rand(zeros.shape, generator=random), zeros], dim=-1).half()
+        product, wide = Int4Linear(blocks, scales, dtype), int4.widened(blocks, scales).double()
+        for n in (0, 1, 3, 13, 97):
+            x = torch.randn(n, 256, generator=random).to(dtype)
+            rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(
+                product(x).double(), x.double() @ wide.T, rtol=rounding, atol=rounding * 100
+            )
+
+
+def test_rounding() -> None:
+    matrix = (
+        torch.randn(20, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 20)[:, None]
+    )
+    matrix[4] = 0
+    held = int4.widened(*int4.rounded(matrix, 128))
+    largest = matrix.view(20, 2, 128).abs().amax(-1).repeat_interleave(128, 1)
+    assert ((held - matrix).abs() <= largest / 14 * 1.01).all()
+
+
+def test_a_built_engine_and_dummy_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written(folder, "gptq", 64)
+    build(folder, tmp_path / "engine", tp_size=2)
+    core = CoreConfig("torch", model_path=str(folder), tp_size=2, engine_dir=str(tmp_path / "engine"))
+    of_folder = CoreConfig("torch", model_path=str(folder), tp_size=2)
+    infos = [model_info(config) for config in (core, of_folder)]
+    assert [info.quantization for info in infos] == ["int4"] * 2 and infos[0].n_bytes == infos[1].n_bytes
+    name = "model.layers.1.mlp.down_proj"
+    built, cut, made = (
+        open_weights(info, info.layout, "cpu", dummy=dummy).matrix(name)
+        for info, dummy in ((infos[0], False), (infos[1], False), (infos[1], True))
+    )
+    for found, wanted, other in zip(built, cut, made, strict=True):
+        assert found is not None and wanted is not None and other is not None
+        assert torch.equal(found, wanted) and (other.dtype, other.shape) == (wanted.dtype, wanted.shape)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written(folder, "gptq", 128)
+    raw = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"bits": 8}, "bits 8 is not supported"),
+        ({"group_size": 16}, "group_size 16 is not supported"),
+        ({"desc_act": True}, "desc_act true is not supported"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format"),
+        ({"lm_head": True}, "lm_head true"),
+        ({"quant_method": "awq", "version": "gemv"}, 'version "gemv" is not supported'),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point false"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["q_proj"]}, "modules_to_not_convert"),
+    ):
+        changed = raw | {"quantization_config": raw["quantization_config"] | change}
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=message):
+            load_model_config(str(folder))
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    def info(**options: Any) -> object:
+        return model_info(CoreConfig("torch", model_path=str(folder), **options))
+
+    with pytest.raises(
+        ConfigError, match=r"a rank holds 64 inputs of .*; int4 needs multiples of its group, 128"
+    ):
+        info(tp_size=4)
+    with pytest.raises(ConfigError, match=r"the weights of .* are int4"):
+        info(quantization="fp8")
+    with pytest.raises(
+        ConfigError, match=r"in bfloat16 .* and with group_size 128 or -1; here float32 and 128"
+    ):
+        info(gpu_bytes=8 << 30)
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "model.layers.1.mlp.down_proj"
+    for suffix, value, message in (
+        ("scales", torch.full_like(tensors[f"{prefix}.scales"], torch.nan), "negative or not finite"),
+        ("qzeros", None, "no tensor model.layers.1.mlp.down_proj.qzeros"),
+        ("qweight", tensors[f"{prefix}.qweight"].float(), "is of type F32; can read I32"),
+        ("g_idx", tensors[f"{prefix}.g_idx"].flip(0), "inputs are in another order"),
+    ):
+        changed = {**tensors, f"{prefix}.{suffix}": value}
+        kept = {name: x.contiguous() for name, x in changed.items() if x is not None}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            there = info()
+            open_weights(there, Layout(), "cpu", dummy=False).matrix(prefix)  # type: ignore[arg-type]
+
+
+def test_scales_of_tensors_with_a_prefix_are_checked(tmp_path: Path) -> None:
+    """Names may have `transformer.` before them."""
+    written(tmp_path, "awq", 64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {f"transformer.{name}": x for name, x in tensors.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert model_info(CoreConfig("torch", model_path=str(tmp_path))).quantization == "int4"
