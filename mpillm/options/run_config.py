@@ -16,7 +16,7 @@ from mpillm.options.found import COMMAND_LINE, Found, Level
 from mpillm.options.mitten import Configuration
 from mpillm.options.parsers import Secret
 from mpillm.options.part import Part
-from mpillm.options.resolution import resolve
+from mpillm.options.rules import resolve
 from mpillm.options.values import Values
 from mpillm.programs.load_clients.client_files import check_no_client_file
 

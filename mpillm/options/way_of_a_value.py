@@ -11,7 +11,7 @@ from mpillm.options.fields import BY_NAME, SETS
 from mpillm.options.found import Found, Level
 from mpillm.options.mitten import Configuration
 from mpillm.options.parsers import Secret
-from mpillm.options.resolution import way
+from mpillm.options.rules import Trace, resolve
 from mpillm.options.run_config import RunConfig
 
 
@@ -28,9 +28,12 @@ def way_of(name: str, config: RunConfig, layers: Configuration) -> dict[str, Any
     stated = config.stated[field.name]
     if stated.origin.level is Level.YAML:  # under the user's sources, over all others
         said.insert(0, _entry(stated))
+    trace: Trace = []
+    resolve(config.stated, trace)
     rules = [
-        {"rule": rule.name, "source": rule.source, **_entry(found)}
-        for rule, found in way(config.stated, field.name)
+        {"rule": rule.name, "source": rule.origin, **_entry(found)}
+        for rule, changed, found in trace
+        if changed == field.name
     ]
     sections = {section: _entry(one.found[field.name]) for section, one in config.sections.items()}
     return {

@@ -67,7 +67,7 @@ MECHANISM = (
     "mpillm.options.config_file",
     "mpillm.workloads",
     "mpillm.options.flags",
-    "mpillm.options.resolution",
+    "mpillm.options.rules",
 )
 TRAITS = ("engine_stages", "servers")  # of cores' classes: functions that commands call
 MECHANISM_FUNCTIONS = ("parse", "parse_each", "collect", "main", "run_name")

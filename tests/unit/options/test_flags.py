@@ -17,7 +17,7 @@ from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import FIELDS
 from mpillm.options.found import DEFAULT, Found, Level, Origin
 from mpillm.options.options import parse_run
-from mpillm.options.resolution import resolve
+from mpillm.options.rules import resolve
 from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import check_flags, core_configs
 from tests.helpers.configured import DUMMY

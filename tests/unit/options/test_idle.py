@@ -104,8 +104,8 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
 # Where a core computes, or asks what computes; `roles` and `run` read the rest for all cores.
 SOURCES = {
     "dummy": ("cores/dummy*.py",),
-    "trtllm_executor": ("nvidia/trtllm/executor.py", "nvidia/trtllm/library.py"),
-    "trtllm_hlapi": ("nvidia/trtllm/hlapi.py", "nvidia/trtllm/library.py"),
+    "trtllm_executor": ("trtllm/executor.py", "trtllm/library.py"),
+    "trtllm_hlapi": ("trtllm/hlapi.py", "trtllm/library.py"),
 }
 
 

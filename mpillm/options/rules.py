@@ -1,0 +1,308 @@
+"""Rules by which an option's value follows from others'.
+
+`Level` orders the sources. `RULES`, at the end, turn the values that they state into the values in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from disagg.errors import ConfigError
+from mpillm.core_names import ENDPOINT_CORE, TRTLLM
+from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.options.flags import LIMITS, check_values, laid_over, limits_of_engine, renamed
+from mpillm.options.found import DEFAULT, Found, Level, Origin
+from mpillm.programs.servers.kinds import kind_of
+from mpillm.workloads import plain_form
+
+Values = Mapping[str, Found]
+"""Every option's value, by name."""
+Changes = Callable[[Values], dict[str, Found]]
+"""From all values to the new values of options.
+
+Raises ConfigError for values that exclude each other, or that an option cannot have here.
+"""
+
+_CHECKPOINT = AllFields.trtllm_checkpoint_flags.name
+_BUILD = AllFields.trtllm_build_flags.name
+_RUNTIME = AllFields.trtllm_runtime_flags.name
+
+_NVIDIA, _TENSORRT_LLM, _MPILLM = "NVIDIA's harness", "TensorRT-LLM", "mpillm"
+
+# By --precision: qformat of TensorRT-LLM's quantization, and --quantization of cores that run here.
+_PRECISIONS = {
+    "fp4": ("nvfp4", None),
+    "nvfp4": ("nvfp4", None),
+    "fp8": ("fp8", "fp8"),
+    **dict.fromkeys(("fp16", "bf16", "fp32"), ("full_prec", "none")),
+}
+
+
+class Rule(NamedTuple):
+    """A way in which values of options follow from others."""
+
+    name: str
+    origin: str  # who defines it: NVIDIA's harness, TensorRT-LLM, or mpillm
+    changes: Changes
+
+
+def rule(name: str, origin: str) -> Callable[[Changes], Rule]:
+    """Decorate a function from all values to those that it changes."""
+    return lambda changes: Rule(name, origin, changes)
+
+
+def _implies(field: Field, value: object, other: Field, its_value: str, origin: str) -> Rule:
+    """Return the rule that a value of an option implies another option's."""
+    name = f"{field.name} {field.text(value)} means {other.name} {its_value}"
+    return Rule(name, origin, lambda values: _implied(values, field.name, value, other.name, its_value))
+
+
+def _implied(values: Values, name: str, value: object, other: str, its_value: str) -> dict[str, Found]:
+    """Raise ConfigError if the user set the other option otherwise, in whatever source."""
+    cause, effect = values[name], values[other]
+    if cause.value != value or effect.value == its_value:
+        return {}
+    if effect.origin.level >= Level.CONTEXT:
+        raise ConfigError(
+            f"{name} {value} ({cause.origin.where}) means {other} {its_value},"
+            f" but that is {effect.value} ({effect.origin.where})"
+        )
+    return {other: _called(name, Found(its_value, cause.origin))}
+
+
+def _called(name: str, found: Found) -> Found:
+    """Return the value, with the other name that it has in its source."""
+    return Found(found.value, Origin(found.origin.level, f"{found.origin.where}: {name}"))
+
+
+# --- the core ---
+
+environment_flags = Rule("the environment's flags come over a command's", _NVIDIA, laid_over)
+
+
+@rule("server means the core that is its client", _MPILLM)
+def core_of_the_server(values: Values) -> dict[str, Found]:
+    server = values["server"].value
+    if not server:
+        return {}
+    kind = kind_of(server)
+    if kind.handover and values["core_type"].value == "trtllm_disagg":  # of a leader: there is none
+        meant = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
+        return {**meant, "core_type": _called("server", Found(kind.core_type, values["server"].origin))}
+    return _implied(values, "server", server, "core_type", kind.core_type)
+
+
+use_triton = _implies(AllFields.use_triton, True, AllFields.harness_type, "triton", _NVIDIA)
+core_of_triton = _implies(AllFields.harness_type, "triton", AllFields.core_type, "triton_grpc", _NVIDIA)
+mode_of_the_core = _implies(AllFields.core_type, "trtllm_disagg", AllFields.mode, "disaggregated", _MPILLM)
+
+
+@rule("trtllm_server_urls mean the core that is their client", _MPILLM)
+def client_of_urls(values: Values) -> dict[str, Found]:
+    urls, core = values["trtllm_server_urls"], values["core_type"]
+    if not urls.value or core.origin.level >= Level.CONTEXT:
+        return {}
+    return {"core_type": _called("trtllm_server_urls", Found(ENDPOINT_CORE, urls.origin))}
+
+
+# --- flags and their options ---
+
+
+@rule("other names of runtime flags mean the first", _TENSORRT_LLM)
+def first_names(values: Values) -> dict[str, Found]:
+    flags = renamed(values[_RUNTIME], _RUNTIME)
+    if (core_type := values["core_type"].value) not in TRTLLM:
+        check_values(core_type, flags)
+    return {_RUNTIME: flags}
+
+
+@rule("precision is the checkpoint's qformat, and our cores' quantization", _NVIDIA)
+def precision(values: Values) -> dict[str, Found]:
+    """Apply --precision: to checkpoints and, unless a higher source states quantization, our cores."""
+    found, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, Found]()
+    if found.value is None:
+        return changes
+    qformat, algorithm = _PRECISIONS[found.value]
+    if _means(found, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
+        changes[_CHECKPOINT] = flags.with_key("qformat", _called("precision", Found(qformat, found.origin)))
+    if values["core_type"].value in TRTLLM or algorithm is None:
+        return changes  # `check_core` refuses a precision that the core lacks; others may read the file
+    if _means(found, f"quantization {algorithm}", algorithm, values["quantization"]):
+        changes["quantization"] = _called("precision", Found(algorithm, found.origin))
+    return changes
+
+
+def _means(found: Found, meaning: str, value: str, other: Found) -> bool:
+    """Return whether `other` is from a lower source than the precision, so that its meaning holds.
+
+    ConfigError if it is another value from the same source.
+    """
+    if other.value not in (None, value) and other.origin.level is found.origin.level:
+        raise ConfigError(
+            f"precision {found.value} ({found.origin.where}) means {meaning}, but that is"
+            f" {other.value} ({other.origin.where})"
+        )
+    return other.origin.level < found.origin.level
+
+
+@rule("gpu_batch_size sets max_batch_size; a runtime flag and its option are one", _NVIDIA)
+def runtime_flags(values: Values) -> dict[str, Found]:
+    size = _batch_size(values)
+    others = {} if size is None else {"max_batch_size": _called("gpu_batch_size", size)}
+    return _shared(values, _RUNTIME, RUNTIME_FLAGS, others)
+
+
+def _shared(
+    values: Values,
+    flags_name: str,
+    keys: Mapping[str, Field],
+    others: Mapping[str, Found] = MappingProxyType({}),
+    only_options: bool = False,
+) -> dict[str, Found]:
+    """Give each key of flags, which is another name of an option, and that option one value.
+
+    `others`: what else states an option's value. With `only_options` the keys are removed; a key and an
+    option that differ, both from one source, are an error.
+    """
+    flags, changes = values[flags_name], dict[str, Found]()
+    for key, field in keys.items():
+        option, flag, alias = values.get(field.name, Found(field.default, DEFAULT)), flags.key(key), None
+        if flag.value is not None:
+            where = f"{flag.origin.where}: {flags_name} {key}"
+            flag = Found(field.check(flag.value, where), flag.origin)
+            alias = _called(flags_name, flag)
+            if only_options and flag.origin.level is option.origin.level and flag.value != option.value:
+                raise ConfigError(
+                    f"{where} is {flag.value}, but {field.name} is {option.value} ({option.origin.where})"
+                )
+        candidates = (option, alias, others.get(field.name))
+        # the first of those that are alike
+        best = max(filter(None, candidates), key=lambda candidate: candidate.origin.level)
+        if field.name in values:
+            changes[field.name] = best
+        if only_options:
+            flags = flags.without_key(key)
+        elif best.value is not None:
+            flags = flags.with_key(key, flag if best is alias else best)
+    return {**changes, flags_name: flags}
+
+
+def _batch_size(values: Values) -> Found | None:
+    """Return gpu_batch_size for this workload, if it has one."""
+    sizes = values["gpu_batch_size"]
+    if not isinstance(sizes.value, dict):
+        return None if sizes.value is None else sizes
+    workloads: tuple[str, ...] = values["benchmarks"].value or ()
+    if len(workloads) != 1:
+        return None
+    size = sizes.value.get(workloads[0], sizes.value.get(plain_form(workloads[0])))
+    return None if size is None else Found(size, sizes.origin)
+
+
+@rule("an engine is built for gpu_batch_size", _NVIDIA)
+def engine_batch(values: Values) -> dict[str, Found]:
+    """Build an engine for gpu_batch_size, even if the run's flags beside it state less."""
+    size, run, flags = _batch_size(values), values["max_batch_size"], values[_BUILD]
+    if size is None or run.value is None or "max_batch_size" in flags.value:
+        return {}
+    if size.value > run.value and size.origin.level >= run.origin.level:
+        return {_BUILD: flags.with_key("max_batch_size", _called("gpu_batch_size", size))}
+    return {}
+
+
+@rule("runtime flags may state numbers of servers and their sizes", _NVIDIA)
+def runtime_options(values: Values) -> dict[str, Found]:
+    return _shared(values, _RUNTIME, RUNTIME_OPTIONS, only_options=True)
+
+
+@rule("build flags may state the layout", _NVIDIA)
+def build_options(values: Values) -> dict[str, Found]:
+    return _shared(values, _BUILD, BUILD_OPTIONS, only_options=True)
+
+
+@rule("a limit that nothing states is the one that the engine is built for", _MPILLM)
+def limits_of_the_engine(values: Values) -> dict[str, Found]:
+    stated = {name: values[name].value for name in LIMITS}
+    flags, changes = values[_RUNTIME], dict[str, Found]()
+    for name, built in limits_of_engine(stated, values[_BUILD].value).items():
+        where = f"{values[_BUILD].key(name).origin.where}: {_BUILD}"
+        changes[name] = limit = Found(
+            BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where)
+        )
+        changes[_RUNTIME] = flags = flags.with_key(name, limit)
+    return changes
+
+
+@rule("use_inflight_batching false is the policy static", _MPILLM)
+def policy_static(values: Values) -> dict[str, Found]:
+    policy, flags = values["batch_scheduler_policy"], values[_RUNTIME]
+    if (
+        values["core_type"].value in TRTLLM
+        or flags.value["use_inflight_batching"]
+        or policy.value == "static"
+    ):
+        return {}
+    origin = flags.keys["use_inflight_batching"]
+    if policy.origin.level >= Level.CONTEXT:
+        raise ConfigError(
+            f"{origin.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy"
+            f" {policy.value} ({policy.origin.where})"
+        )
+    return {
+        "batch_scheduler_policy": _called("use_inflight_batching", Found("static", origin)),
+        _RUNTIME: flags.with_key("batch_scheduler_policy", Found("static", origin)),
+    }
+
+
+# --- the test ---
+
+
+@rule("a test has at least twice its min_duration, where no deadline is stated", _MPILLM)
+def time_for_the_test(values: Values) -> dict[str, Found]:
+    least, limit = values["min_duration"], values["test_deadline"]
+    if least.value is None or 2 * least.value <= limit.value or limit.origin.level >= Level.CONTEXT:
+        return {}
+    return {"test_deadline": _called("min_duration", Found(2 * least.value, least.origin))}
+
+
+RULES = (
+    environment_flags,
+    core_of_the_server,
+    use_triton,
+    core_of_triton,
+    mode_of_the_core,
+    client_of_urls,
+    first_names,
+    precision,
+    runtime_flags,
+    engine_batch,
+    runtime_options,
+    build_options,
+    limits_of_the_engine,
+    policy_static,
+    time_for_the_test,
+)
+"""In this order: a rule that changes a value stands before those that read the value."""
+
+Trace = list[tuple[Rule, str, Found]]
+"""Each change that a rule made: the option and its new value."""
+
+
+def resolve(stated: Values, trace: Trace | None = None) -> dict[str, Found]:
+    """Return the values in force, by name, from the values that sources state of every field.
+
+    An option and its other names get one value: that of the highest source, and within a source the option's
+    own. Runtime flags get their defaults; flags that are only options are removed. ConfigError names the
+    source: of a value that a flag cannot have here, and of two values that exclude each other.
+    """
+    values = dict(stated)
+    for each in RULES:
+        changes = each.changes(values)
+        if trace is not None:
+            trace += [(each, name, found) for name, found in changes.items() if values[name] != found]
+        values |= changes
+    return values
