@@ -27,11 +27,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e import test_host_kills as host_kills
-from tests.e2e.test_kills_in_phases import TIMES
 from tests.helpers.campaign import parser_of, play_all, taken_cores
-from tests.helpers.clusters import OnHosts, UnderSlurm, python_on
+from tests.helpers.clusters import THREE_HOSTS, OnHosts, UnderSlurm, kill_named, python_on, signal_rank_on
 from tests.helpers.holds import GO, HELD, HOLD
+from tests.helpers.instance_loss import TIMES, run_words
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -73,7 +72,6 @@ UNDER_SRUN = {
     "kill rank 0",
 }
 NOT_BEGUN = "value not properly terminated in client request"  # what Slurm's PMI2 prints then
-WHERE = host_kills.WHERE  # h1:2,h2:2,h3:2
 SIZE = 6
 
 
@@ -120,7 +118,7 @@ class Round:
 
 
 def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
-    words = [*host_kills._words(few, one.policy), "--join_deadline", 30]
+    words = [*run_words(few, one.policy), "--join_deadline", 30]
     exports = {}
     holder = 5 if one.rank != 5 else 4
     if one.phase in HELD_PHASES:
@@ -136,7 +134,7 @@ def start(one: Round, on: OnHosts | UnderSlurm, few: Samples) -> Command:
             on.starter.folder / "run",
             env=exports,
         )
-    where = WHERE if one.spread else f"h1:{SIZE}"
+    where = THREE_HOSTS if one.spread else f"h1:{SIZE}"
     return on.start(where, *words, exports=exports)
 
 
@@ -173,9 +171,9 @@ def wait_for_phase(one: Round, command: Command, made: Hosts) -> bool:
 
 def hit(one: Round, made: Hosts) -> None:
     if one.hit in ("kill a rank", "kill rank 0"):
-        host_kills.signal_rank_on(made, one.rank)
+        signal_rank_on(made, one.rank)
     elif one.hit == "stop a rank":
-        host_kills.signal_rank_on(made, one.rank, signal.SIGSTOP)
+        signal_rank_on(made, one.rank, signal.SIGSTOP)
     elif one.hit == "kill a host's ranks":
         for pid in python_on(made, one.host, "run"):
             with contextlib.suppress(ProcessLookupError):
@@ -185,9 +183,9 @@ def hit(one: Round, made: Hosts) -> None:
     elif one.hit == "pull a host's cable":
         made.plug(one.host, in_=False)
     elif one.hit == "kill a host's daemon":
-        host_kills._kill(made, one.host, "prted", "hydra_pmi_proxy")
+        kill_named(made, one.host, "prted", "hydra_pmi_proxy")
     else:
-        host_kills._kill(made, HEAD, "prterun", "mpirun")
+        kill_named(made, HEAD, "prterun", "mpirun")
 
 
 def said(ended: Ended) -> str:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.clusters import OnHosts, or_skip
+from tests.helpers.instance_loss import N_SAMPLES
+from tests.helpers.starters import one as one
+from tests.helpers.starters import own_tmpdir as own_tmpdir
+from tests.helpers.starters import starter_of
 from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
 from tools.hosts import Hosts, hosts
-
-
-@pytest.fixture(autouse=True)
-def own_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Yield a `TMPDIR` for each test, with a short path, as sockets need.
-
-    A plain mpirun of Open MPI that is killed leaves its session folder there, and a later one that gets the
-    same process id does not start beside it.
-    """
-    # pytest's own folder, which outlives this one: it is made where TMPDIR says
-    tmp_path_factory.getbasetemp()
-    with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
 
 
 @pytest.fixture
@@ -45,23 +33,10 @@ def mpi(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def _starter(name: str, folder: Path) -> Iterator[Starter]:
-    starter = Starter(name, folder)
-    yield starter
-    for command in starter.commands:
-        command.kill()
-
-
 @pytest.fixture
 def both(mpi: str, tmp_path: Path) -> Iterator[Starter]:
     """Yield a starter of commands, with each MPI in turn."""
-    yield from _starter(mpi, tmp_path)
-
-
-@pytest.fixture
-def one(tmp_path: Path) -> Iterator[Starter]:
-    """Yield a starter of commands with Open MPI, for what does not depend on the MPI."""
-    yield from _starter("openmpi", tmp_path)
+    yield from starter_of(mpi, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +57,10 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """Return 256 prompts of many lengths: 1 token, and 30,000, which is more than any MPI sends eagerly."""
     lengths = [1, 2, 3, 30_000, *(1 + 7 * i % 193 for i in range(252))]
     return make_samples(tmp_path_factory.mktemp("data") / "samples.jsonl", lengths)
+
+
+@pytest.fixture(scope="session")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """Return 64 prompts, some of which MPI does not send eagerly as KV caches."""
+    lengths = [1 + 37 * i % 293 for i in range(N_SAMPLES)]
+    return make_samples(tmp_path_factory.mktemp("data") / "few.jsonl", lengths)

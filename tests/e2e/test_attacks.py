@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import test_disaggregated_servers as disaggregated
-from tests.e2e.test_serve import answer, serve
+from tests.helpers import disaggregated_servers as disaggregated
 from tests.helpers.make_folder import make_folder
+from tests.helpers.serve_command import answer, serve
 from tests.helpers.support import DONE, Starter, free_ports
 
 FILES = 300

@@ -13,9 +13,16 @@ from tests.helpers.support import Starter
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.test_handoff_layouts import LAYOUTS, check, sections
-from tests.e2e.test_parallel import Answers
-from tests.e2e.test_scheduling import CHUNKINGS, N_NEW, SCARCE, prompts_alike
+from tests.helpers.layouts import (
+    ALIKE_TOKENS,
+    CHUNKINGS,
+    HANDOFF_SIZES,
+    SCARCE,
+    Answers,
+    check_handoff,
+    prompts_alike,
+    sections,
+)
 
 POLICIES = ("max_util", "no_evict", "static")
 
@@ -26,17 +33,19 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize(("context", "generation"), list(itertools.product(LAYOUTS, LAYOUTS)))
+@pytest.mark.parametrize(("context", "generation"), list(itertools.product(HANDOFF_SIZES, HANDOFF_SIZES)))
 def test_a_pair(one: Starter, alike: Answers, context: str, generation: str) -> None:
     """64 prompts, some of which begin alike, get the tokens of transformers, with a small cache and once for
     each policy with a large one."""
-    ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
+    ranks = sum(tp * pp for tp, pp, _ in (HANDOFF_SIZES[context], HANDOFF_SIZES[generation]))
     n_evicted = n_reused = 0
 
     def run(name: str, *options: object) -> None:
         nonlocal n_evicted, n_reused
-        file: Path = sections(one.folder / f"{name}.yaml", LAYOUTS[context], LAYOUTS[generation])
-        instances = check(one, "tiny-llama", alike, file, ranks, *options, n_new=N_NEW, timeout=600)
+        file: Path = sections(one.folder / f"{name}.yaml", HANDOFF_SIZES[context], HANDOFF_SIZES[generation])
+        instances = check_handoff(
+            one, "tiny-llama", alike, file, ranks, *options, n_new=ALIKE_TOKENS, timeout=600
+        )
         evicted = sum(instance["preemptions"] for instance in instances)
         assert "max_util" in name or evicted == 0
         n_evicted += evicted

@@ -18,6 +18,17 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.disaggregated_servers import (
+    BODY,
+    CONTEXT,
+    MODEL,
+    TIMEOUT_S,
+    ask,
+    handed,
+    port_of,
+    serve,
+    write_yaml,
+)
 from tests.helpers.make_folder import make_folder
 from tests.helpers.support import (
     DONE,
@@ -30,27 +41,7 @@ from tests.helpers.support import (
     wait_until,
 )
 
-TIMEOUT_S = 120.0
-MODEL = ("--model_path", "tiny-llama", "--max_seq_len", 512)
-BODY: dict[str, Any] = {
-    "prompt": [5, 6, 7],
-    "max_tokens": 20,
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
 PERF_METRICS = ("--perf_metrics_max_requests", 100)
-CONTEXT: dict[str, Any] = {"disaggregated_params": {"request_type": "context_only"}}
-
-
-def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
-    """Return status and content of an answer; GET without a body."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    with contextlib.closing(connection):
-        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
-        response = connection.getresponse()
-        text = response.read()
-    return response.status, json.loads(text) if text.startswith(b"{") else text.decode()
 
 
 def tokens(answered: tuple[int, Any]) -> list[int]:
@@ -58,16 +49,6 @@ def tokens(answered: tuple[int, Any]) -> list[int]:
     assert status == 200, content
     made: list[int] = content["choices"][0]["token_ids"]
     return made
-
-
-def shown(command: Command, pattern: str) -> re.Match[str]:
-    """Return what a command prints sooner or later."""
-    wait_until(
-        lambda: re.search(pattern, command.out) or command.process.poll() is not None, pattern, TIMEOUT_S
-    )
-    found = re.search(pattern, command.out)
-    assert found, f"{command.end()!r}"
-    return found
 
 
 class TestFourCommands:
@@ -270,20 +251,6 @@ class TestTwoServers:
         )
 
 
-def write_yaml(folder: Path, leader: int, context: int, generation: int) -> None:
-    """Write d.yaml, which names the ports of a leader and its two servers."""
-    (folder / "d.yaml").write_text(
-        f"port: {leader}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
-        f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
-    )
-
-
-def serve(starter: Starter, role: str, *options: object) -> Command:
-    """Return a server of one rank."""
-    words = ("serve", "--server_role", role, "--port", 0, "--log_dir", starter.folder / role)
-    return starter.command([starter.python, "-m", "mpillm", *words, *MODEL, *options])
-
-
 def taken(port: int) -> bool:
     """Return whether somebody has bound a port."""
     with socket.socket() as probe:
@@ -292,11 +259,6 @@ def taken(port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def port_of(command: Command) -> int:
-    """Return the port of a server as soon as it is ready."""
-    return int(shown(command, r"serving .* at http://127.0.0.1:(\d+)/v1")[1])
 
 
 def check_names(answer: dict[str, Any]) -> None:
@@ -320,14 +282,6 @@ def check_names(answer: dict[str, Any]) -> None:
     }
     assert {*answer["choices"][0]} <= choice
     assert {*answer["choices"][0]["disaggregated_params"]} <= params
-
-
-def handed(answered: tuple[int, Any]) -> dict[str, Any]:
-    """Return what a context server hands over, for a generation server."""
-    status, content = answered
-    assert status == 200, content
-    params: dict[str, Any] = content["choices"][0]["disaggregated_params"]
-    return params | {"request_type": "generation_only"}
 
 
 def leave(port: int, body: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.pages import report_steps
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -129,11 +130,6 @@ def rank_2(pids: list[int]) -> list[int]:
     return found[:1]
 
 
-def steps(report: str) -> dict[str, str]:
-    """Return the status of each step of a cluster report."""
-    return dict(re.findall(r"^== \d+\. ([^:]+): (\w+), ", report, re.MULTILINE))
-
-
 def test_a_cluster_report(one: Starter) -> None:
     """Of this machine alone; of hosts in test_hosts.py, under Slurm in test_slurm.py."""
     file, secret = one.folder / "cluster.txt", "the key of this cluster"
@@ -141,7 +137,7 @@ def test_a_cluster_report(one: Starter) -> None:
     line = [one.python, "-m", "mpillm", "doctor", *words]
     ended = one.command(line, env={"MPILLM_API_KEY": secret}).end(240).must(DONE)
     report = file.read_text()
-    found = steps(report)
+    found = report_steps(report)
     names = ["this machine", "hosts, by mpirun", "a test, by mpirun", "a lost rank, by mpirun"]
     assert [*found] == names and "failure" not in found.values(), ended
     assert re.search(r"LoadGen +VALID", report) and "rank 2 (executor" in report
@@ -155,7 +151,7 @@ def test_a_cluster_report_says_which_step_fails_first(one: Starter) -> None:
     ended = one.command([one.python, "-m", "mpillm", "doctor", *words]).end(240).must(FAILED)
     assert "\nFirst: hosts, by mpirun." in ended.out
     assert "no-such-option" in file.read_text()
-    assert steps(file.read_text())["a lost rank, by mpirun"] == "failure"
+    assert report_steps(file.read_text())["a lost rank, by mpirun"] == "failure"
 
 
 @pytest.mark.parametrize("words", ["-H h1:2", "-n 1", ""])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_faults import check_failure
-from tests.e2e.test_serve import serve
+from tests.helpers.failures import check_failure
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, answer_of, good, head
+from tests.helpers.serve_command import serve
 from tests.helpers.support import DONE, TEST_FAILED, Ended, Starter, make_samples
 
 N = 40  # samples

@@ -8,23 +8,28 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from mpillm.engine.shape.families import FAMILIES
-from tests.e2e.test_parallel import VARIANTS, Answers, check, layout, oracle
-from tests.e2e.test_serve import post, serve
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.int4 import pack_int4
+from tests.helpers.layouts import (
+    FAMILY_PROMPTS,
+    FAMILY_TOKENS,
+    GUESSES,
+    VARIANTS,
+    Answers,
+    check,
+    layout,
+    make_answers,
+)
+from tests.helpers.serve_command import post, serve
 from tests.helpers.support import DONE, Starter
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-N_PROMPTS, NEW_TOKENS = 12, 24
-GUESSES = ["--speculative_config", "decoding_type:NGram,max_draft_len:3"]
 # Those of the presets have tests in `test_parallel` and `test_oracle`.
 NAMES = [name for name in FAMILIES if name not in ("LlamaForCausalLM", "MixtralForCausalLM")]
 
@@ -39,15 +44,6 @@ def family(
     yield folder / "model", make_answers(model, folder)
 
 
-def make_answers(model: Any, folder: Path) -> Answers:
-    """Return prompts, longer than windows and shorter, and transformers' answers."""
-    lengths = np.random.default_rng(5).integers(1, 60, N_PROMPTS).tolist()
-    prompts = [np.random.default_rng(i).integers(3, 318, n).tolist() for i, n in enumerate(lengths)]
-    dataset = folder / "prompts.jsonl"
-    dataset.write_text("".join(f'{{"input_tokens": {prompt}}}\n' for prompt in prompts))
-    return dataset, oracle(model, prompts, NEW_TOKENS)
-
-
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -58,8 +54,8 @@ def make_answers(model: Any, folder: Path) -> Answers:
 )
 def test_layouts(one: Starter, family: tuple[Path, Answers], ranks: int, options: list[object]) -> None:
     model, answers = family
-    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
-    check(one, model, ranks, answers, *options, n_new=NEW_TOKENS)
+    assert len({tuple(tokens) for tokens in answers[1]}) > FAMILY_PROMPTS // 2
+    check(one, model, ranks, answers, *options, n_new=FAMILY_TOKENS)
 
 
 def test_a_handoff_between_layouts(one: Starter, family: tuple[Path, Answers]) -> None:
@@ -68,14 +64,14 @@ def test_a_handoff_between_layouts(one: Starter, family: tuple[Path, Answers]) -
     ended = one.run(
         4,
         *("--mode", "disaggregated", "--ctx_tp_size", 2, "--model_path", model, "--dataset_path", dataset),
-        *("--dtype", "float32", "--save_outputs", "--max_output_len", NEW_TOKENS, "--num_threads", 1),
-        *("--min_query_count", N_PROMPTS, "--enable_kv_cache_reuse", "true"),
+        *("--dtype", "float32", "--save_outputs", "--max_output_len", FAMILY_TOKENS, "--num_threads", 1),
+        *("--min_query_count", FAMILY_PROMPTS, "--enable_kv_cache_reuse", "true"),
         *("--enable_chunked_context", "true", "--max_num_tokens", 24),
         core="torch",
         timeout=300,
     ).must(DONE)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
-    assert [found[index] for index in range(N_PROMPTS)] == expected
+    assert [found[index] for index in range(FAMILY_PROMPTS)] == expected
 
 
 @pytest.mark.slow
@@ -83,7 +79,7 @@ def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
     """All prompts at once, whole and as streams."""
     model, (dataset, expected) = family
     prompts = [json.loads(line)["input_tokens"] for line in dataset.read_text().splitlines()]
-    asked = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    asked = {"max_tokens": FAMILY_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     command, host, port = serve(
         one, 2, "--core_type", "torch", "--model_path", model, "--dtype", "float32", "--num_threads", 1
     )
@@ -98,7 +94,7 @@ def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
         choices = [choice for part in parts for choice in json.loads(part)["choices"]]
         return [token for choice in choices for token in choice["token_ids"]]
 
-    with ThreadPoolExecutor(N_PROMPTS) as threads:
+    with ThreadPoolExecutor(FAMILY_PROMPTS) as threads:
         found = [[*threads.map(ask, [(prompt, stream) for prompt in prompts])] for stream in (False, True)]
     assert found == [expected, expected]
     command.process.send_signal(signal.SIGTERM)
@@ -112,7 +108,7 @@ def test_an_engine_holds_biases_and_norms(one: Starter, family: tuple[Path, Answ
     model, answers = family
     engine = one.folder / "engine"
     build(model, engine, tp_size=2, dtype="float32")
-    check(one, model, 2, answers, *layout(tp=2), "--engine_dir", engine, n_new=NEW_TOKENS)
+    check(one, model, 2, answers, *layout(tp=2), "--engine_dir", engine, n_new=FAMILY_TOKENS)
 
 
 @pytest.mark.slow
@@ -128,7 +124,7 @@ def test_experts_on_their_ranks(one: Starter, tmp_path: Path, name: str) -> None
             tp,
             answers,
             *(*layout(tp=tp, ep=ep), *VARIANTS["scarce"]),
-            n_new=NEW_TOKENS,
+            n_new=FAMILY_TOKENS,
             name=f"tp{tp}ep{ep}",
         )
 
@@ -138,10 +134,10 @@ def test_experts_in_mxfp4(one: Starter, tmp_path: Path) -> None:
     model = make_family("GptOssForCausalLM", tmp_path / "model", intermediate_size=64)
     pack_experts(model, tmp_path / "model")
     answers = make_answers(model, tmp_path)
-    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
+    assert len({tuple(tokens) for tokens in answers[1]}) > FAMILY_PROMPTS // 2
     for tp, ep in ((1, 1), (2, 1), (2, 2)):
         more = layout(tp=tp, ep=ep)
-        check(one, tmp_path / "model", tp, answers, *more, n_new=NEW_TOKENS, name=f"tp{tp}ep{ep}")
+        check(one, tmp_path / "model", tp, answers, *more, n_new=FAMILY_TOKENS, name=f"tp{tp}ep{ep}")
 
 
 @pytest.mark.parametrize(("name", "form"), [("LlamaForCausalLM", "awq"), ("Qwen2ForCausalLM", "gptq")])
@@ -150,6 +146,6 @@ def test_weights_in_int4(one: Starter, tmp_path: Path, name: str, form: str) -> 
     model = make_family(name, tmp_path / "model", intermediate_size=128)
     pack_int4(model, tmp_path / "model", form, 32)
     answers = make_answers(model, tmp_path)
-    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
+    assert len({tuple(tokens) for tokens in answers[1]}) > FAMILY_PROMPTS // 2
     for tp in (1, 2):
-        check(one, tmp_path / "model", tp, answers, *layout(tp=tp), n_new=NEW_TOKENS, name=f"tp{tp}")
+        check(one, tmp_path / "model", tp, answers, *layout(tp=tp), n_new=FAMILY_TOKENS, name=f"tp{tp}")

@@ -17,10 +17,16 @@ pytest.importorskip("transformers")
 
 from mpillm.engine.shape.families import FAMILIES  # noqa: E402
 from mpillm.engine.shape.read_config import load_model_config  # noqa: E402
-from tests.e2e.test_families import GUESSES, N_PROMPTS, NEW_TOKENS, make_answers  # noqa: E402
-from tests.e2e.test_handoff_layouts import sections  # noqa: E402
-from tests.e2e.test_parallel import Answers, layout  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
+from tests.helpers.layouts import (  # noqa: E402  # noqa: E402
+    FAMILY_PROMPTS,
+    FAMILY_TOKENS,
+    GUESSES,
+    Answers,
+    layout,
+    make_answers,
+    sections,
+)
 from tests.helpers.support import CHUNKED, DONE, Starter  # noqa: E402
 
 N_GPUS = torch.cuda.device_count()
@@ -96,7 +102,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Return a model's folder, and prompts with transformers' answers."""
     folder = tmp_path_factory.mktemp(request.param)
     answers = make_answers(make_family(request.param, folder / "model"), folder)
-    assert len({tuple(tokens) for tokens in answers[1]}) > N_PROMPTS // 2
+    assert len({tuple(tokens) for tokens in answers[1]}) > FAMILY_PROMPTS // 2
     return folder / "model", answers
 
 
@@ -114,13 +120,13 @@ def test_tokens(one: Starter, family: tuple[Path, Answers], device: str, place: 
     ended = one.run(
         of.n_ranks + 1,
         *("--model_path", model, "--dataset_path", dataset, "--dtype", "float32", "--save_outputs"),
-        *("--max_output_len", NEW_TOKENS, "--min_query_count", N_PROMPTS, "--num_threads", 1),
+        *("--max_output_len", FAMILY_TOKENS, "--min_query_count", FAMILY_PROMPTS, "--num_threads", 1),
         *("--device", device, *where, *VARIANTS[variant]),
         core="torch",
         timeout=300,
     ).must(DONE)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
-    assert [found[index] for index in range(N_PROMPTS)] == expected
+    assert [found[index] for index in range(FAMILY_PROMPTS)] == expected
     instances = ended.result["per_instance"]
     print(place, variant, instances)
     if variant == "evictions" and len(instances) == 1 and not load_model_config(str(model)).widest_window:

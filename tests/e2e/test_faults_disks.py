@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_faults import ENDLESS, GRACE, GRACE_S, START_S
+from tests.helpers.failures import ENDLESS, GRACE, GRACE_S, START_S
 from tests.helpers.support import (
     NOT_READY,
     TEST_FAILED,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_faults import START_S, check_failure
+from tests.helpers.failures import START_S, check_failure
 from tests.helpers.support import (
     DONE,
     USAGE,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.signals import title
-from tests.e2e.test_faults import ENDLESS, GRACE, GRACE_S, START_S, check_failure
+from tests.helpers.failures import ENDLESS, GRACE, GRACE_S, START_S, check_failure
 from tests.helpers.support import (
     INSTANCE_LOST,
     NOT_READY,

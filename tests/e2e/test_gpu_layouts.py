@@ -13,9 +13,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.test_families import GUESSES, N_PROMPTS, NEW_TOKENS, make_answers  # noqa: E402
-from tests.e2e.test_parallel import Answers, check, layout  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
+from tests.helpers.layouts import (  # noqa: E402  # noqa: E402
+    FAMILY_PROMPTS,
+    FAMILY_TOKENS,
+    GUESSES,
+    Answers,
+    check,
+    layout,
+    make_answers,
+)
 from tests.helpers.support import CHUNKED, DONE, Starter  # noqa: E402
 
 N_GPUS = torch.cuda.device_count()
@@ -55,7 +62,7 @@ def test_layouts(one: Starter, family: tuple[Path, Answers, bool], ranks: int, o
     if "--moe_expert_parallelism" in options and not has_experts:
         at = options.index("--moe_expert_parallelism")
         options = [*options[:at], *options[at + 2 :]]
-    check(one, model, ranks, answers, *SMALL, *options, n_new=NEW_TOKENS)
+    check(one, model, ranks, answers, *SMALL, *options, n_new=FAMILY_TOKENS)
 
 
 @pytest.mark.parametrize(("ctx", "gen"), [(1, 1), (2, 1), (1, 2)])
@@ -67,9 +74,9 @@ def test_a_handoff(one: Starter, family: tuple[Path, Answers, bool], ctx: int, g
         1 + ctx + gen,
         *("--mode", "disaggregated", "--ctx_tp_size", ctx, "--gen_tp_size", gen),
         *("--model_path", model, "--dataset_path", dataset, "--dtype", "float32", "--save_outputs"),
-        *("--max_output_len", NEW_TOKENS, "--min_query_count", N_PROMPTS, *SMALL, *REUSE),
+        *("--max_output_len", FAMILY_TOKENS, "--min_query_count", FAMILY_PROMPTS, *SMALL, *REUSE),
         core="torch",
         timeout=300,
     ).must(DONE)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
-    assert [found[index] for index in range(N_PROMPTS)] == expected
+    assert [found[index] for index in range(FAMILY_PROMPTS)] == expected

@@ -15,95 +15,19 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
+from tests.helpers.layouts import HANDOFF_SIZES, check_handoff, sections
+from tests.helpers.support import CHUNKED, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mpillm.data.fetch import fetch_model  # noqa: E402
 from mpillm.engine.weights.sources import save_preset  # noqa: E402 - needs torch
-from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers  # noqa: E402 - needs torch
+from tests.helpers.layouts import Answers, preset_answers, smollm2_answers  # noqa: E402
 
-Shape = tuple[int, int, int]  # TP, PP, EP
-
-LAYOUTS: dict[str, Shape] = {
-    "tp1": (1, 1, 1),
-    "tp2": (2, 1, 1),
-    "tp4": (4, 1, 1),
-    "pp2": (1, 2, 1),
-    "tp2pp2": (2, 2, 1),
-}
 PLUGINS = {"PYTHONPATH": str(ROOT)}
 # a context takes several steps: it is accepted before the last of them
 SMALL_CHUNKS: list[object] = [*CHUNKED, "--max_num_tokens", 16]
-
-
-def sections(
-    path: Path,
-    context: Shape,
-    generation: Shape,
-    n_contexts: int = 1,
-    n_generations: int = 1,
-    **of_generation: Any,
-) -> Path:
-    """Return a disaggregation file; `of_generation` are further values of the generation section."""
-    text = ""
-    for name, n, (tp, pp, ep), more in (
-        ("context_servers", n_contexts, context, {}),
-        ("generation_servers", n_generations, generation, of_generation),
-    ):
-        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "moe_expert_parallel_size": ep}
-        text += f"{name}: {json.dumps({'num_instances': n, **sizes, **more})}\n"
-    path.write_text(text)
-    return path
-
-
-def check(
-    starter: Starter,
-    model: Path | str,
-    answers: Answers,
-    file: Path,
-    ranks: int,
-    *options: object,
-    n_new: int,
-    timeout: float = 60,
-    **more: Any,
-) -> list[dict[str, Any]]:
-    """Run over `ranks` ranks of instances, and check the answers.
-
-    Returns the instances' reports, contexts first.
-    """
-    dataset, expected = answers
-    ended = starter.run(
-        ranks + 1,
-        *(
-            "--disagg_config",
-            file,
-            "--model_path",
-            model,
-            "--dataset_path",
-            dataset,
-            "--dtype",
-            "float32",
-            "--save_outputs",
-        ),
-        *("--num_threads", 1, "--max_output_len", n_new, "--min_query_count", len(expected), *options),
-        log_dir=file.with_suffix(""),
-        timeout=timeout,
-        **{"core": "torch", **more},
-    ).must(DONE)
-    found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
-    assert sorted(found) == list(range(len(expected)))
-    wrong = [index for index, tokens in enumerate(expected) if found[index] != tokens]
-    assert not wrong, (
-        f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)}"
-        " prompts differ)"
-    )
-    instances: list[dict[str, Any]] = ended.result["per_instance"]
-    assert (
-        sum(instance["tokens"] for instance in instances) == sum(map(len, expected)) == ended.result["tokens"]
-    )
-    return instances
 
 
 def prompt_tokens(dataset: Path) -> int:
@@ -123,12 +47,12 @@ def test_layouts(one: Starter, tiny: Answers, context: str, generation: str) -> 
     """Answers are right in small steps, and with blocks of different sizes at the two ends."""
     file = sections(
         one.folder / "run.yaml",
-        LAYOUTS[context],
-        LAYOUTS[generation],
+        HANDOFF_SIZES[context],
+        HANDOFF_SIZES[generation],
         kv_cache_config={"tokens_per_block": 16},
     )
-    ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
-    instances = check(one, "tiny-llama", tiny, file, ranks, *SMALL_CHUNKS, n_new=12)
+    ranks = sum(tp * pp for tp, pp, _ in (HANDOFF_SIZES[context], HANDOFF_SIZES[generation]))
+    instances = check_handoff(one, "tiny-llama", tiny, file, ranks, *SMALL_CHUNKS, n_new=12)
     assert [instance["samples"] for instance in instances] == [len(tiny[1])] * 2
     # keys and values, layers, heads, values of 4 bytes
     assert instances[0]["kv_bytes"] == prompt_tokens(tiny[0]) * 2 * 6 * 4 * 16 * 4
@@ -148,9 +72,9 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
     ]
     alone = sum(len(tokens) == 1 for tokens in expected)
     assert 2 <= alone < len(expected) - 4
-    file = sections(one.folder / "run.yaml", LAYOUTS["pp2"], LAYOUTS["tp1"], n_generations=2)
+    file = sections(one.folder / "run.yaml", HANDOFF_SIZES["pp2"], HANDOFF_SIZES["tp1"], n_generations=2)
     options = ["--max_batch_size", 2, "--kv_cache_tokens", 256, "--max_seq_len", 128]
-    instances = check(
+    instances = check_handoff(
         one,
         tmp_path / "model",
         (dataset, expected),
@@ -171,7 +95,7 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
 def test_a_killed_follower(one: Starter, rank: int) -> None:
     """The message names a follower of a context or a generation instance that is killed while KV caches
     move."""
-    file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
+    file = sections(one.folder / "run.yaml", HANDOFF_SIZES["tp2"], HANDOFF_SIZES["pp2"])
     options = [
         "--scenarios",
         "Server",
@@ -208,7 +132,7 @@ def test_a_killed_follower(one: Starter, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
-    file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
+    file = sections(one.folder / "run.yaml", HANDOFF_SIZES["tp2"], HANDOFF_SIZES["pp2"])
     env = PLUGINS | {"MPILLM_TEST_RANK": str(rank)}
     options = [
         "--disagg_config",
@@ -254,15 +178,15 @@ def test_every_pair_of_layouts(one: Starter, tmp_path: Path, variant: str) -> No
     answers = preset_answers("tiny-llama", tmp_path / "model", 64, 64)
     options, of_generation = VARIANTS[variant]
     n_evicted = 0
-    for context, generation in itertools.product(LAYOUTS, LAYOUTS):
+    for context, generation in itertools.product(HANDOFF_SIZES, HANDOFF_SIZES):
         file = sections(
             one.folder / f"{context}-to-{generation}.yaml",
-            LAYOUTS[context],
-            LAYOUTS[generation],
+            HANDOFF_SIZES[context],
+            HANDOFF_SIZES[generation],
             **of_generation,
         )
-        ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
-        instances = check(one, "tiny-llama", answers, file, ranks, *options, n_new=64, timeout=600)
+        ranks = sum(tp * pp for tp, pp, _ in (HANDOFF_SIZES[context], HANDOFF_SIZES[generation]))
+        instances = check_handoff(one, "tiny-llama", answers, file, ranks, *options, n_new=64, timeout=600)
         print(variant, file.stem, instances, flush=True)
         n_evicted += instances[1]["preemptions"]
     assert n_evicted > 0 or variant != "evictions"
@@ -274,7 +198,7 @@ def test_experts(one: Starter, tmp_path: Path) -> None:
     for context, generation in (((2, 1, 2), (1, 1, 1)), ((1, 2, 1), (4, 1, 2))):
         file = sections(one.folder / f"tp{context[0]}-to-tp{generation[0]}.yaml", context, generation)
         print(
-            check(
+            check_handoff(
                 one,
                 "tiny-mixtral",
                 answers,
@@ -299,4 +223,4 @@ def test_a_real_model(one: Starter, tmp_path: Path) -> None:
     ):
         file = sections(one.folder / f"{name}.yaml", context, generation, n_generations=n_generations)
         ranks = context[0] * context[1] + n_generations * generation[0] * generation[1]
-        print(name, check(one, model, answers, file, ranks, n_new=64, timeout=600), flush=True)
+        print(name, check_handoff(one, model, answers, file, ranks, n_new=64, timeout=600), flush=True)

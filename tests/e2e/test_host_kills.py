@@ -7,14 +7,13 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_instance_loss import OUTPUT, TEST, check_answers, check_told, wait_for_answers
-from tests.e2e.test_kills_in_phases import EXECUTORS, TIMES
-from tests.helpers.clusters import OnHosts, or_skip, python_on
+from tests.helpers.answers import check_answers, wait_for_answers
+from tests.helpers.clusters import THREE_HOSTS, OnHosts, kill_named, or_skip, python_on, signal_rank_on
 from tests.helpers.holds import GO, HELD, HOLD
+from tests.helpers.instance_loss import OUTPUT, TIMES, check_losses, run_words
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -23,7 +22,6 @@ from tests.helpers.support import (
     Ended,
     Samples,
     Starter,
-    make_samples,
     wait_until,
 )
 from tools.hosts import HEAD, Hosts, hosts
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.hosts
 
 WITHIN_S = 120.0  # hosts that share two cores start slowly
 LOST = "h2"
-WHERE = "h1:2,h2:2,h3:2"  # harness and leader, and two executors on each of the others
 
 
 @pytest.fixture
@@ -47,21 +44,6 @@ def on_hosts(three_hosts: Hosts, one: Starter) -> OnHosts:
     return OnHosts(three_hosts, one)
 
 
-@pytest.fixture
-def few(tmp_path: Path) -> Samples:
-    return make_samples(tmp_path / "few.jsonl", [1 + 37 * i % 293 for i in range(64)])
-
-
-def signal_rank_on(made: Hosts, rank: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a rank, on whichever host it is."""
-    wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
-    for host in made.names:
-        for pid in python_on(made, host, "run"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if wanted & {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
-                    os.kill(pid, number)
-
-
 def _kill_ranks(made: Hosts) -> None:
     for pid in python_on(made, LOST, "run"):
         with contextlib.suppress(ProcessLookupError):
@@ -69,20 +51,12 @@ def _kill_ranks(made: Hosts) -> None:
 
 
 def _kill_daemon(made: Hosts) -> None:
-    _kill(made, LOST, "prted")
-
-
-def _kill(made: Hosts, host: str, *names: str) -> None:
-    """Kill the processes on a host that the system calls so."""
-    for pid in made.processes(host):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
-            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
-                os.kill(pid, signal.SIGKILL)
+    kill_named(made, LOST, "prted")
 
 
 def _kill_mpirun(made: Hosts) -> None:
     """It is on `head`, below the process that `mpillm mpirun` is there."""
-    _kill(made, HEAD, "prterun", "mpirun")
+    kill_named(made, HEAD, "prterun", "mpirun")
 
 
 HITS: dict[str, Callable[[Hosts], None]] = {
@@ -128,12 +102,6 @@ def _wait(command: Command, on: Hosts, phase: str) -> None:
     assert command.process.poll() is None, repr(command.end())
 
 
-def _words(few: Samples, policy: str) -> list[object]:
-    words = ["run", "--dataset_path", few.path, *TEST, *EXECUTORS, "--control_ranks", 2]
-    words += ["--heartbeat_timeout", 10, "--grace", 3]
-    return [*words, "--on_instance_loss", policy]
-
-
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
 def test_the_next_start_sweeps_what_killed_ranks_left(
     three_hosts: Hosts, both: Starter, few: Samples
@@ -141,7 +109,7 @@ def test_the_next_start_sweeps_what_killed_ranks_left(
     """On each host, of ours only: here another program's segment lies there, too."""
     on = OnHosts(three_hosts, both)
     three_hosts.run(LOST, "touch", "/dev/shm/mpich_shm_1234_0")
-    command = on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES)
+    command = on.start(THREE_HOSTS, *run_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES)
     _wait(command, three_hosts, "test")
     for host in three_hosts.names:
         for pid in python_on(three_hosts, host, "run"):
@@ -154,7 +122,7 @@ def test_the_next_start_sweeps_what_killed_ranks_left(
         return {host: {*three_hosts.run(host, *find).split()} for host in three_hosts.names}
 
     assert any(re.match("mpich_shm|sm_segment", name) for names in left().values() for name in names)
-    on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy").end(WITHIN_S).must(DONE)
+    on.start(THREE_HOSTS, *run_words(few, "fail"), "--core_type", "dummy").end(WITHIN_S).must(DONE)
     assert left() == {"h1": set(), LOST: {"mpich_shm_1234_0"}, "h3": set()}
 
 
@@ -171,8 +139,8 @@ def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, p
     """The run ends, says so, and leaves nothing; or it goes on, which Open MPI's mpirun allows as long as its
     daemons are all there. A rank of the last host keeps load and warm-up from ending."""
     hang = f",fault:hang,fault_phase:{phase},fault_rank:5" if phase in ("load", "warmup") else ""
-    words = [*_words(few, policy), "--core_type", "dummy", "--join_deadline", 20]
-    command = on_hosts.start(WHERE, *words, "--core_options", TIMES + hang)
+    words = [*run_words(few, policy), "--core_type", "dummy", "--join_deadline", 20]
+    command = on_hosts.start(THREE_HOSTS, *words, "--core_options", TIMES + hang)
     _wait(command, on_hosts.hosts, phase)
     HITS[hit](on_hosts.hosts)
     # Ranks without a daemon that are inside MPI_Init end by themselves, some time after the deadline.
@@ -185,7 +153,7 @@ def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, p
         return
     if hit == "its ranks" and phase == "test" and policy == "continue":
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
-        check_told(ended, [0, 1])
+        check_losses(ended, [0, 1])
         return
     if hit == "its ranks":
         assert ended.must(INSTANCE_LOST).result["status"] == "FAILED", ended
@@ -203,7 +171,9 @@ def test_mpichs_mpirun_leaves_rank_0_no_time(
 ) -> None:
     hang = f",fault:hang,fault_phase:{phase},fault_rank:5" if phase == "warmup" else ""
     on = OnHosts(three_hosts, both)
-    command = on.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES + hang)
+    command = on.start(
+        THREE_HOSTS, *run_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES + hang
+    )
     _wait(command, three_hosts, phase)
     HITS[hit](three_hosts)
     ended = command.end(WITHIN_S)
@@ -219,7 +189,9 @@ def test_mpichs_mpirun_leaves_rank_0_no_time(
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_rank_0_is_blamed_only_where_it_was_killed(on_hosts: OnHosts, few: Samples, victim: int) -> None:
-    command = on_hosts.start(WHERE, *_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES)
+    command = on_hosts.start(
+        THREE_HOSTS, *run_words(few, "fail"), "--core_type", "dummy", "--core_options", TIMES
+    )
     _wait(command, on_hosts.hosts, "test")
     signal_rank_on(on_hosts.hosts, victim)
     ended = command.end(WITHIN_S).must(INSTANCE_LOST)
@@ -236,7 +208,7 @@ def test_a_host_is_lost_after_the_test(
 ) -> None:
     """As above; LoadGen's verdict is told in any case. A rank of the last host holds the phase."""
     hold = {HOLD: f"{'finalize' if phase == 'end' else phase}:5"}
-    command = on_hosts.start(WHERE, *_words(few, policy), "--core_type", HELD, exports=hold)
+    command = on_hosts.start(THREE_HOSTS, *run_words(few, policy), "--core_type", HELD, exports=hold)
     _wait(command, on_hosts.hosts, phase)
     HITS[hit](on_hosts.hosts)
     goes_on = hit == "its ranks" and policy == "continue"
@@ -253,7 +225,7 @@ def test_a_host_is_lost_after_the_test(
         assert ended.must(DONE).result["status"] == "VALID"
     elif goes_on:
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
-        check_told(ended, [0, 1])
+        check_losses(ended, [0, 1])
     else:
         assert (ended.result["status"], ended.result["phase"]) == ("FAILED", phase), ended
         if hit == "its ranks":

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.test_faults import check_failure
 from tests.helpers.clusters import ENDLESS, ROOT_MAY, SHARED, OnHosts, or_skip, python_on
+from tests.helpers.failures import check_failure
 from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Samples, Starter, wait_until
 from tools.hosts import HEAD, Hosts, address, hosts
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_instance_loss import GRACE, PACE, SPREAD, check_answers, check_told
+from tests.helpers.answers import check_answers
+from tests.helpers.instance_loss import GRACE, N_SAMPLES, OUTPUT, PACE, SPREAD, check_losses
 from tests.helpers.make_checkpoint import make_checkpoint
 from tests.helpers.support import (
     CHUNKED,
@@ -26,15 +27,12 @@ from tests.helpers.support import (
     Ended,
     Samples,
     Starter,
-    make_samples,
 )
 
 pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("MPILLM_KILLS", "20"))
 SEED = int(os.environ.get("MPILLM_KILLS_SEED", "0"))
-N_SAMPLES = 64
-OUTPUT = 24
 # No shorter heartbeat: eight ranks that import torch on two busy cores were silent for 15 s.
 HANG: list[object] = ["--stall_timeout", 10]
 TORCH: list[object] = ["--dtype", "float32", "--num_threads", 1, "--max_seq_len", 512, *CHUNKED]
@@ -71,13 +69,6 @@ LAYOUTS = {
         "torch",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    return make_samples(
-        tmp_path_factory.mktemp("data") / "few.jsonl", [1 + 37 * i % 293 for i in range(N_SAMPLES)]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +189,7 @@ def check(
         check_answers(ended, expected)
         if ended.result["lost"]:
             assert policy == "continue", told
-            check_told(ended, sorted(one["instance"] for one in ended.result["lost"]))
+            check_losses(ended, sorted(one["instance"] for one in ended.result["lost"]))
         return
     assert ended.code in (INSTANCE_LOST, TEST_FAILED), f"{told}\n{ended!r}"
     before_test = "\n  ready  " not in ended.out

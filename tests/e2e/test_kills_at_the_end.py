@@ -5,9 +5,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.test_instance_loss import GRACE, OUTPUT, TEST, check_answers, check_told, signal_rank
-from tests.e2e.test_kills_in_phases import EXECUTORS, KINDS, N_SAMPLES, PAIRS
+from tests.helpers.answers import check_answers
 from tests.helpers.holds import GO, HELD, HOLD, VICTIM
+from tests.helpers.instance_loss import (
+    EXECUTORS,
+    GRACE,
+    KINDS,
+    N_SAMPLES,
+    OUTPUT,
+    PAIRS,
+    TEST,
+    check_losses,
+    signal_rank,
+)
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -15,7 +25,6 @@ from tests.helpers.support import (
     Ended,
     Samples,
     Starter,
-    make_samples,
     wait_until,
 )
 
@@ -26,12 +35,6 @@ FOLLOWERS = {
     "a generation instance's follower": (7, [*PAIRS, "--gen_tp_size", 2], 4, 2),
 }
 ALL = {**KINDS, **FOLLOWERS}
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    lengths = [1 + 37 * i % 293 for i in range(N_SAMPLES)]
-    return make_samples(tmp_path_factory.mktemp("data") / "few.jsonl", lengths)
 
 
 def start(one: Starter, few: Samples, kind: str, policy: str, env: dict[str, str]) -> Command:
@@ -65,7 +68,7 @@ def test_killed_after_the_test(one: Starter, few: Samples, kind: str, phase: str
     assert "Traceback" not in ended.err, ended
     if goes_on and instance is not None:
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(N_SAMPLES)])
-        check_told(ended, [instance])
+        check_losses(ended, [instance])
         assert [(lost["phase"], lost["retried"]) for lost in ended.result["lost"]] == [(phase, 0)]
         return
     ended.must(INSTANCE_LOST)

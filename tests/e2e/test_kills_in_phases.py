@@ -10,39 +10,22 @@ import time
 
 import pytest
 
-from tests.e2e.test_instance_loss import (
+from tests.helpers.answers import check_answers, wait_for_answers
+from tests.helpers.instance_loss import (
     GRACE,
+    KINDS,
+    N_SAMPLES,
     OUTPUT,
-    SPREAD,
     TEST,
-    check_answers,
-    check_told,
+    TIMES,
+    check_losses,
     signal_rank,
-    wait_for_answers,
 )
-from tests.helpers.support import INSTANCE_LOST, NOT_READY, Command, Ended, Samples, Starter, make_samples
+from tests.helpers.support import INSTANCE_LOST, NOT_READY, Command, Ended, Samples, Starter
 
 pytestmark = pytest.mark.slow
 
-N_SAMPLES = 64
-TIMES = "ttft_ms:20,tpot_ms:6,kv_bytes_per_token:512"
-PAIRS = [*SPREAD, "--max_batch_size", 4]  # two context and two generation instances
-EXECUTORS = ["--max_batch_size", 4]
-KINDS: dict[str, tuple[int, list[object], int, int | None]] = {  # ranks, options, victim, its instance
-    "harness and leader": (5, PAIRS, 0, None),
-    "harness": (6, PAIRS, 0, None),
-    "leader": (6, PAIRS, 1, None),
-    "context": (6, PAIRS, 2, 0),
-    "generation": (5, PAIRS, 3, 2),
-    "executor": (3, EXECUTORS, 1, 0),
-}
 IN_MPI_INIT_S = 3.0  # by then the others are inside; if not, the case is one of "start"
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    lengths = [1 + 37 * i % 293 for i in range(N_SAMPLES)]
-    return make_samples(tmp_path_factory.mktemp("data") / "few.jsonl", lengths)
 
 
 def kill_in(command: Command, phase: str, victim: int, holder: int) -> None:
@@ -79,7 +62,7 @@ def test_a_killed_rank(one: Starter, few: Samples, kind: str, phase: str, policy
     assert "Traceback" not in ended.err, ended
     if phase == "test" and policy == "continue" and instance is not None:
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(N_SAMPLES)])
-        check_told(ended, [instance])
+        check_losses(ended, [instance])
     elif phase in ("start", "join"):
         check_named(ended, victim)
     elif victim == 0:

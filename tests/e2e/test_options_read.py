@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_serve import serve
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.scripted_server import ScriptedServer
+from tests.helpers.serve_command import serve
 from tests.helpers.support import Starter
 from tests.helpers.traced_options import OF_A_CLIENT, PROMPTS, SERVER, SERVING, lies, read_by
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpillm.data.fetch import fetch_model
-from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers
+from tests.helpers.layouts import Answers, preset_answers, smollm2_answers
 from tests.helpers.support import DONE, ROOT, Starter
 
 NEW_TOKENS = 64

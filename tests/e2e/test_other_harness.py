@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,25 +14,16 @@ import pytest
 
 from mpillm.experiments.commands.compare import main as compare
 from mpillm.report.request_log import read_requests
-from tests.e2e.test_own_servers import server
 from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.owned import N_SYNTHETIC, PLACES, SYNTHETIC, SYNTHETIC_OUTPUT, client, server
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 from tests.helpers.support import DONE, INSTANCE_LOST, TEST_FAILED, USAGE, Command, Starter, wait_until
 
-N, OUTPUT = 40, 16
-DATA: list[object] = ["--dataset", "synthetic", "--num_samples", N, "--input_mean", 20]
-DATA += ["--output_mean", OUTPUT, "--max_output_len", OUTPUT]
-PLACES = ("--urls", "{urls}", "--bodies", "{bodies}", "--report", "{report}")
-
-
-def client(*options: object, places: tuple[str, ...] = PLACES) -> list[object]:
-    """Return the options of a run whose load a program of this test makes."""
-    words = [sys.executable, "-m", "tests.helpers.small_client", *places, *map(str, options)]
-    return ["--harness", "command:" + re.sub(r"'(\{\w+\})'", r"\1", shlex.join(words))]
+N, OUTPUT = N_SYNTHETIC, SYNTHETIC_OUTPUT
 
 
 def start(one: Starter, ranks: int, *options: object, core: str = "dummy") -> Command:
-    return one.start(ranks, *DATA, *options, core=core)
+    return one.start(ranks, *SYNTHETIC, *options, core=core)
 
 
 def of_client(command: Command) -> int:
@@ -75,7 +64,7 @@ def test_our_own_endpoint(one: Starter) -> None:
     assert "MEASURED" in page and "command 1.0 reports 40 of 40 requests" in page
     assert ended.json("environment.json")["harness"] == "command 1.0"
     assert "enough" in (ended.log_dir / "harness.log").read_text()
-    again = one.start(2, *DATA, *words, "--concurrency", 4, core="dummy", log_dir=one.folder / "again")
+    again = one.start(2, *SYNTHETIC, *words, "--concurrency", 4, core="dummy", log_dir=one.folder / "again")
     again.end(60).must(DONE)
     assert compare([str(ended.log_dir), str(one.folder / "again"), "--log_dir", str(one.folder / "c")]) == 0
 

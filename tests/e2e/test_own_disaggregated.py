@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_instance_loss import wait_for_answers
-from tests.e2e.test_other_harness import DATA, client
-from tests.e2e.test_own_servers import TEST, processes
+from tests.helpers.answers import wait_for_answers
 from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.owned import SYNTHETIC, TEST, client, processes
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.small_vllm import ENDS_AT_ONCE
 from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Starter, make_samples
@@ -141,7 +140,7 @@ def test_a_generation_server_that_the_run_can_do_without(one: Starter) -> None:
 def test_another_client_goes_through_the_run(one: Starter) -> None:
     """It knows nothing of halves: the stand-in refuses what it would ask them."""
     make_tokenizer(one.folder)
-    command = one.start(3, *DATA, "--model_path", one.folder, *DISAGG, *client(), core="trtllm_endpoint")
+    command = one.start(3, *SYNTHETIC, "--model_path", one.folder, *DISAGG, *client(), core="trtllm_endpoint")
     ended = command.end(120).must(DONE)
     assert "through the run's own endpoint" in ended.out
     assert ended.result["harness"]["completed"] == ended.result["samples"] > 0

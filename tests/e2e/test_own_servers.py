@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpillm.roles.server import MOST_RESTARTS
-from tests.e2e.test_instance_loss import wait_for_answers
-from tests.e2e.test_serve import answer, post, serve, tokens_of
+from tests.helpers.answers import wait_for_answers
 from tests.helpers.make_checkpoint import make_tokenizer
-from tests.helpers.owned import guards
+from tests.helpers.owned import OUTPUT, TEST, guards, processes, server
 from tests.helpers.scripted_server import answer_of
+from tests.helpers.serve_command import answer, post, serve, tokens_of
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
@@ -31,32 +29,14 @@ from tests.helpers.support import (
     wait_until,
 )
 
-N, OUTPUT = 64, 6
-TEST: list[object] = ["--test_mode", "AccuracyOnly", "--max_output_len", OUTPUT, "--save_outputs"]
+N = 64
 SLOW = ("--pause_s", 0.3)
-
-
-def server(*options: object, port: str = "{port}") -> list[object]:
-    """Return the options of a run whose servers are programs of this test."""
-    words = [sys.executable, "-m", "tests.helpers.small_server", "--port", port, *map(str, options)]
-    return ["--server", f"command:{shlex.join(words)}".replace("'{port}'", "{port}")]
 
 
 def start(one: Starter, ranks: int, *options: object, **more: Any) -> tuple[Command, list[list[int]]]:
     samples = make_samples(one.folder / "samples.jsonl", range(1, N + 1))
     words = [*TEST, "--dataset_path", samples.path, "--max_batch_size", 4, *options]
     return one.start(ranks, *words, core="trtllm_endpoint", **more), samples.prompts
-
-
-def processes(command: Command, word: bytes = b"small_server") -> list[int]:
-    """Return the ids of the servers' first processes that run now, or of those with another word."""
-    found = []
-    for pid in command.pids():
-        with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if word in words and b"server_guard" not in words and b"mpillm\0" not in words:
-                found.append(pid)
-    return found
 
 
 @pytest.mark.smoke

@@ -10,11 +10,22 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.helpers.layouts import (
+    N_PROMPTS,
+    NEW_TOKENS,
+    SCARCER,
+    VARIANTS,
+    Answers,
+    check,
+    layout,
+    oracle,
+    preset_answers,
+    smollm2_answers,
+)
 from tests.helpers.support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, USAGE, Starter, wait_until
 
 torch = pytest.importorskip("torch")
@@ -22,102 +33,6 @@ transformers = pytest.importorskip("transformers")
 
 from mpillm.data.fetch import fetch_model  # noqa: E402
 from mpillm.engine.weights.sources import save_preset  # noqa: E402 - needs torch
-
-N_PROMPTS, NEW_TOKENS = 16, 40
-Answers = tuple[Path, list[list[int]]]  # data set, transformers' answers
-
-VARIANTS: dict[str, list[object]] = {
-    "default": [],
-    # Small chunks, and a cache that is too small for the batch, so that requests are evicted and computed
-    # again.
-    "scarce": [
-        *CHUNKED,
-        "--max_num_tokens",
-        24,
-        "--kv_cache_tokens",
-        320,
-        "--tokens_per_block",
-        32,
-        "--max_seq_len",
-        200,
-    ],
-}
-
-
-SCARCER: list[object] = ["--tokens_per_block", 16, "--kv_cache_tokens", 208]  # for answers that end sooner
-
-
-def layout(tp: int = 1, pp: int = 1, ep: int = 1) -> list[object]:
-    return ["--tensor_parallelism", tp, "--pipeline_parallelism", pp, "--moe_expert_parallelism", ep]
-
-
-def check(
-    starter: Starter,
-    model: Path | str,
-    ranks: int,
-    answers: Answers,
-    *options: object,
-    n_new: int = NEW_TOKENS,
-    name: str = "run",
-) -> Any:
-    """Run one instance of `ranks` ranks, check its answers, and return the run's result."""
-    dataset, expected = answers
-    ended = starter.run(
-        ranks + 1,
-        *(
-            "--model_path",
-            model,
-            "--dataset_path",
-            dataset,
-            "--dtype",
-            "float32",
-            "--save_outputs",
-            "--num_threads",
-            1,
-        ),
-        *("--max_output_len", n_new, "--min_query_count", len(expected), *options),
-        core="torch",
-        log_dir=starter.folder / name,
-        timeout=600,
-    ).must(DONE)
-    found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
-    assert sorted(found) == list(range(len(expected)))
-    wrong = [index for index, tokens in enumerate(expected) if found[index] != tokens]
-    assert not wrong, (
-        f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)}"
-        " prompts differ)"
-    )
-    (instance,) = ended.result["per_instance"]
-    assert instance["samples"] == len(expected)
-    return instance
-
-
-def oracle(model: Any, prompts: list[list[int]], n_new: int) -> list[list[int]]:
-    """Return transformers' answers, one prompt at a time: the end token included, nothing behind it."""
-    # small products: a second thread costs more than it gives, above all on a busy machine
-    torch.set_num_threads(1)
-    answers = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            answer = model.generate(
-                torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, pad_token_id=0
-            )
-            answers.append(answer[0, len(prompt) :].tolist())
-    return answers
-
-
-def preset_answers(
-    preset: str, folder: Path, n_prompts: int, n_new: int, shortest: int = 1, longest: int = 50
-) -> Answers:
-    """Return random prompts of `shortest` to `longest` tokens, and transformers' answers."""
-    save_preset(preset, folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    random = np.random.default_rng(7)
-    lengths = [shortest + 11 * i % (longest - shortest + 1) for i in range(n_prompts)]
-    prompts = [random.integers(3, model.config.vocab_size, length).tolist() for length in lengths]
-    dataset = folder / "prompts.jsonl"
-    dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
-    return dataset, oracle(model, prompts, n_new)
 
 
 @pytest.fixture(scope="module")
@@ -314,19 +229,6 @@ EVERY_LAYOUT = {
     "tiny-llama": [(2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1)],
     "tiny-mixtral": [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 2)],
 }
-
-
-def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
-    """Return answers to the first prompts of the data set that comes with mpillm."""
-    from mpillm.data.dataset import BUILTIN_PROMPTS
-    from mpillm.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    lines = BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()[:n_prompts]
-    dataset = folder / "prompts.jsonl"
-    dataset.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return dataset, oracle(loaded, [tokenizer.encode(json.loads(line)["prompt"]) for line in lines], 64)
 
 
 @pytest.mark.slow

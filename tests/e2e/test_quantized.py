@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.test_parallel import Answers, check, layout, oracle
+from tests.helpers.layouts import Answers, check, layout, oracle
 from tests.helpers.support import ROOT, USAGE, Starter
 
 torch = pytest.importorskip("torch")

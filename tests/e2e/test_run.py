@@ -8,30 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.support import DONE, ROOT, TEST_FAILED, Ended, Samples, Starter, make_samples
-
-
-def check_outputs(ended: Ended, samples: Samples, n_output: int, n_samples: int | None = None) -> None:
-    """Check that every line of outputs.jsonl has the prompt and the answer of its index, and that none is
-    missing."""
-    ended.must(DONE)
-    outputs = ended.outputs()
-    for line in outputs:
-        assert line["input_tokens"] == samples.prompts[line["index"]]
-        assert line["output_tokens"] == samples.answer(line["index"], n_output)
-    assert len(outputs) == ended.result["samples"]
-    assert len(outputs) == (len(samples.prompts) if n_samples is None else n_samples)
-    assert ended.result["tokens"] == n_output * len(outputs)
-    assert sum(instance["tokens"] for instance in ended.result["per_instance"]) == ended.result["tokens"]
-
-
-def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None:
-    """Check that LoadGen has logged every sample once, with the answer of its index."""
-    log = ended.accuracy_log()
-    assert sorted(index for index, _ in log) == list(range(len(samples.prompts)))
-    for index, tokens in log:
-        assert tokens == samples.answer(index, n_output)
-    assert sorted(line["index"] for line in ended.outputs()) == list(range(len(samples.prompts)))
+from tests.helpers.answers import check_each_index_once, check_outputs
+from tests.helpers.support import DONE, ROOT, TEST_FAILED, Samples, Starter, make_samples
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])

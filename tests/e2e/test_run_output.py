@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_run import check_each_index_once, check_outputs
+from tests.helpers.answers import check_each_index_once, check_outputs
 from tests.helpers.support import DONE, ROOT, Samples, Starter, make_samples, wait_until
 
 PHASES = ["join", "load", "health", "warmup", "ready", "test", "drain", "stop"]

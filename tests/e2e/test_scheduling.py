@@ -7,46 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.helpers.layouts import ALIKE_TOKENS, CHUNKINGS, SCARCE, prompts_alike
 from tests.helpers.support import DONE, ROOT, USAGE, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import disagg  # noqa: E402
-from mpillm.engine.weights.sources import save_preset  # noqa: E402
-from tests.e2e.test_parallel import Answers, layout, oracle  # noqa: E402 - needs torch
-
-N_NEW = 64
-# 10 blocks, of which a sequence has 2 when it starts and 4 when it ends.
-SCARCE: list[object] = ["--tokens_per_block", 32, "--kv_cache_tokens", 320, "--max_seq_len", 200]
-CHUNKINGS: dict[str, list[object]] = {
-    "unchunked": ["--enable_chunked_context", "false", "--max_num_tokens", 160],
-    "in order": ["--enable_chunked_context", "true", "--max_num_tokens", 24],
-    "evenly": [
-        "--enable_chunked_context",
-        "true",
-        "--max_num_tokens",
-        24,
-        "--context_chunking_policy",
-        "equal_progress",
-    ],
-}
-
-
-def prompts_alike(folder: Path, n_prompts: int) -> Answers:
-    """Return prompts of 34 to 40 tokens for tiny-llama, every third beginning alike, and transformers'
-    answers."""
-    save_preset("tiny-llama", folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    random = np.random.default_rng(11)
-    beginnings = [random.integers(3, 512, 33).tolist() for _ in range(3)]
-    prompts = [beginnings[i % 3] + random.integers(3, 512, 1 + i % 7).tolist() for i in range(n_prompts)]
-    dataset = folder / "prompts.jsonl"
-    dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
-    return dataset, oracle(model, prompts, N_NEW)
+from tests.helpers.layouts import Answers, layout  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +42,7 @@ def check(
     ]
     ended = starter.run(
         tp * pp + 1,
-        *(*given, "--max_output_len", N_NEW, "--min_query_count", len(expected)),
+        *(*given, "--max_output_len", ALIKE_TOKENS, "--min_query_count", len(expected)),
         core="tests.helpers.plugin_torch_cores:Greedy",
         env={"PYTHONPATH": str(ROOT)},
         log_dir=starter.folder / name,
@@ -141,7 +111,7 @@ def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
         "--num_threads",
         1,
     ]
-    options += ["--dataset_path", dataset, "--max_output_len", N_NEW, "--max_seq_len", 200]
+    options += ["--dataset_path", dataset, "--max_output_len", ALIKE_TOKENS, "--max_seq_len", 200]
     ended = one.run(2, *options, "--min_query_count", 16, core="torch").must(DONE)
     assert "KV cache reuse is on: MLPerf forbids it" in ended.out
     assert "executors: has no effect on the torch core: moe_config\n" in ended.out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.test_doctor import steps
-from tests.e2e.test_own_servers import server
+from tests.helpers.owned import server
+from tests.helpers.pages import report_steps
 from tests.helpers.support import USAGE, Starter
 
 FAILED = 1
@@ -22,7 +22,7 @@ def test_a_server_that_does_what_it_should(one: Starter) -> None:
     """Each loss is named; what can't be tried is skipped, with the reason; a busy machine is a warning."""
     ended = one.command(words(one, "--worker", "--pause_s", 0.05)).end(400)
     report = (one.folder / "selftest.txt").read_text()
-    found = steps(report)
+    found = report_steps(report)
     assert ended.code == 0 and "All cases that can be tried here" in ended.out, report
     assert {found[name] for name in ("Offline", "Server", "answers", "two instances")} <= {"ok", "warning"}
     assert [found[name] for name in LOSSES] == ["ok"] * len(LOSSES), report
@@ -36,7 +36,7 @@ def test_a_server_that_does_not_start(one: Starter) -> None:
     ended = one.command(words(one, "--nonsense")).end(400).must(FAILED)
     report = (one.folder / "selftest.txt").read_text()
     assert "\nFirst: Offline. It would show: all prompts at once are answered" in ended.out
-    assert steps(report)["a server killed"] == "failure" and "no answer came: " in report
+    assert report_steps(report)["a server killed"] == "failure" and "no answer came: " in report
     assert "unrecognized arguments: --nonsense" in report
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_host_kills import _kill as kill_daemon
-from tests.e2e.test_instance_loss import wait_for_answers
-from tests.e2e.test_own_servers import TEST
+from tests.helpers.answers import wait_for_answers
 from tests.helpers.clusters import OnHosts
-from tests.helpers.owned import words_of
+from tests.helpers.clusters import kill_named as kill_daemon
+from tests.helpers.owned import TEST, words_of
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, Command, make_samples, wait_until
 from tools.hosts import Hosts

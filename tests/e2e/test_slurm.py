@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_host_kills import signal_rank_on
-from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on
+from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on, signal_rank_on
 from tests.helpers.support import DONE, INSTANCE_LOST, USAGE, Command, Ended, Starter, wait_until
 from tools.hosts import HEAD
 from tools.slurm import Slurm, slurm

@@ -17,9 +17,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mpillm.engine.weights.sources import save_preset
-from tests.e2e.test_handoff_layouts import LAYOUTS, sections
-from tests.e2e.test_handoff_layouts import check as check_pair
-from tests.e2e.test_parallel import (
+from tests.helpers.eagle_heads import save_head
+from tests.helpers.layouts import (
+    HANDOFF_SIZES,
     N_PROMPTS,
     SCARCER,
     VARIANTS,
@@ -28,8 +28,9 @@ from tests.e2e.test_parallel import (
     layout,
     oracle,
     preset_answers,
+    sections,
 )
-from tests.helpers.eagle_heads import save_head
+from tests.helpers.layouts import check_handoff as check_pair
 from tests.helpers.mtp_heads import save_model
 
 NGRAM = "decoding_type:NGram,max_draft_len:4"
@@ -81,7 +82,7 @@ def test_layouts(one: Starter, answers: Answers, tp: int, pp: int, variant: str,
 @pytest.mark.parametrize(("context", "generation"), [("tp1", "tp1"), ("tp2", "pp2"), ("pp2", "tp2")])
 def test_disaggregated(one: Starter, answers: Answers, context: str, generation: str, how: str) -> None:
     """The YAML asks for it in the generation section; no context instance guesses."""
-    shapes = LAYOUTS[context], LAYOUTS[generation]
+    shapes = HANDOFF_SIZES[context], HANDOFF_SIZES[generation]
     file = sections(one.folder / "run.yaml", *shapes, speculative_config=flag_dict(how))
     ranks = sum(tp * pp for tp, pp, _ in shapes)
     first, second = check_pair(one, "tiny-llama", answers, file, ranks, n_new=N_NEW)

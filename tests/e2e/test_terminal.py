@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_faults import ENDLESS, GRACE
+from tests.helpers.failures import ENDLESS, GRACE
 from tests.helpers.screen import screen
 from tests.helpers.support import (
     DONE,

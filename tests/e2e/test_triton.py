@@ -5,84 +5,39 @@ Only with `make test-triton`, which installs one (`make triton`).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.real_triton import MARKS, TRITONSERVER
+from tests.helpers.real_triton import (
+    CURL,
+    EMBEDDED,
+    MARKS,
+    TIMEOUT_S,
+    TRITONSERVER,
+    generate,
+    post,
+    serving,
+    start,
+)
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
     NOT_READY,
-    Command,
     Starter,
     free_ports,
     make_samples,
-    wait_until,
 )
 from tests.helpers.traced_options import OF_A_CLIENT, lies, read_by
 from tests.random_server_faults import Round, play
 
-TIMEOUT_S = 180.0
-# `trtllm_runtime_flags` of a repository with the embedded engine.
-EMBEDDED = "triton_backend:python,max_batch_size:8"
-CURL = {"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": ""}
-
 pytestmark = MARKS
-
-
-def generate(starter: Starter, *options: object, scenario: str = "Server", flags: str = EMBEDDED) -> None:
-    """Write the model repositories ``repo_0``, …"""
-    starter.mpillm(
-        "generate-triton-config",
-        "--model_path=tiny-llama",
-        f"--scenarios={scenario}",
-        "--triton_model_repo=repo",
-        f"--trtllm_runtime_flags={flags}",
-        *options,
-    ).must(DONE)
-
-
-def start(starter: Starter, ports: list[int], *more: object) -> Command:
-    """Start ``run-llm-server`` for each repository, with these gRPC ports."""
-    words = [starter.python, "-m", "mpillm", "run-llm-server", "--core_type=triton_grpc"]
-    listed = ",".join(map(str, ports))
-    options = [f"--triton_grpc_ports=localhost:{listed}", "--triton_model_repo=repo", "--log_dir=servers"]
-    return starter.command([*words, *options, f"--tritonserver={TRITONSERVER}", *more])
-
-
-def until_ready(command: Command) -> Command:
-    """Wait until its servers are ready; fail, with what it has printed, if it ends instead."""
-    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "ready", TIMEOUT_S)
-    assert command.process.poll() is None, f"{command.end()!r}"
-    return command
-
-
-@contextlib.contextmanager
-def serving(starter: Starter, n: int = 1, *options: object) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
-    ports = free_ports(n)
-    command = until_ready(start(starter, ports, *options))
-    logs = sorted((starter.folder / "servers").glob("*.log"))
-    http = [int(log.read_text().split("--http-port=")[1].split()[0]) for log in logs]
-    yield ports, http
-    command.process.send_signal(signal.SIGINT)
-    command.end(60).must(128 + signal.SIGINT)
-
-
-def post(port: int, path: str, body: dict[str, Any]) -> str:
-    request = urllib.request.Request(f"http://localhost:{port}/v2/models/{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        return str(answer.read().decode())
 
 
 def test_text_in_text_out(one: Starter) -> None:

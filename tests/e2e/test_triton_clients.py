@@ -9,8 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.e2e.test_triton import generate, serving
-from tests.helpers.real_triton import MARKS
+from tests.helpers.real_triton import MARKS, generate, serving
 from tests.helpers.support import DONE, NOT_READY, TEST_FAILED, USAGE, Starter, free_ports
 
 pytestmark = MARKS

@@ -15,20 +15,17 @@ import torch
 
 from mpillm.engine.shape.families import FAMILIES
 from mpillm.engine.weights.sources import save_preset
-from tests.e2e.test_parallel import oracle
-from tests.e2e.test_triton import generate, serving
 from tests.helpers.adapters import ALL, make_adapter, with_adapter
 from tests.helpers.families import make_family
+from tests.helpers.layouts import oracle
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Oracle
-from tests.helpers.real_triton import MARKS
+from tests.helpers.real_triton import MARKS, N_OUTPUT, PROMPTS, generate, serving
 from tests.helpers.support import DONE, Starter
 from tests.helpers.triton_requests import Asker, Refusal
 
 pytestmark = MARKS
 
-PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
-N_OUTPUT = 8
 N_LONG = 1500  # tokens of an answer that is stopped
 
 

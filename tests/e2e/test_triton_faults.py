@@ -10,8 +10,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.e2e.test_triton import EMBEDDED, generate, start, until_ready
-from tests.helpers.real_triton import MARKS
+from tests.helpers.real_triton import EMBEDDED, MARKS, generate, start, until_ready
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,

@@ -11,11 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.test_triton import generate, until_ready
-from tests.e2e.test_triton_engine import N_OUTPUT, PROMPTS
-from tests.e2e.test_triton_ranks import RANKS, repository
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip, python_on
-from tests.helpers.real_triton import MARKS, TRITONSERVER
+from tests.helpers.real_triton import (
+    MARKS,
+    N_OUTPUT,
+    PROMPTS,
+    RANKS,
+    TRITONSERVER,
+    generate,
+    repository,
+    until_ready,
+)
 from tests.helpers.support import DONE, Command, Starter, make_samples, wait_until
 from tools.hosts import Hosts, hosts
 from tools.slurm import Slurm, slurm

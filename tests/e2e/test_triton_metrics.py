@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.test_triton import EMBEDDED, TIMEOUT_S, generate, post, serving
-from tests.helpers.real_triton import MARKS
+from tests.helpers.real_triton import EMBEDDED, MARKS, TIMEOUT_S, generate, post, serving
 from tests.helpers.support import Starter, wait_until
 
 pytestmark = MARKS

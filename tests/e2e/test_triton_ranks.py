@@ -11,26 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.engine.weights.sources import save_preset
-from tests.e2e.test_triton import generate, serving, start, until_ready
-from tests.e2e.test_triton_engine import N_OUTPUT, PROMPTS
-from tests.helpers.oracle import Oracle
-from tests.helpers.real_triton import MARKS, TRITONSERVER
+from tests.helpers.real_triton import (
+    MARKS,
+    N_OUTPUT,
+    PROMPTS,
+    TRITONSERVER,
+    repository,
+    serving,
+    start,
+    until_ready,
+)
 from tests.helpers.support import INSTANCE_LOST, Command, Starter, free_ports, wait_until
 from tests.helpers.triton_requests import Asker, Refusal
 
 pytestmark = MARKS
-RANKS = 2
-
-
-def repository(starter: Starter, *options: object, text_models: bool = True) -> list[list[int]]:
-    """Write one whose engine has two ranks; the answers to `PROMPTS`."""
-    folder = starter.folder / "model"
-    save_preset("tiny-llama", folder)
-    more = [*options, *(["--triton_text_models"] if text_models else [])]
-    generate(starter, f"--model_path={folder}", f"--tensor_parallelism={RANKS}", *more)
-    oracle = Oracle(folder)
-    return [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
 
 
 def check(asker: Asker, plain: list[list[int]]) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import signal
 
-from tests.e2e.test_triton import CURL, start, until_ready
 from tests.helpers.make_checkpoint import make_checkpoint
-from tests.helpers.real_triton import MARKS
+from tests.helpers.real_triton import CURL, MARKS, start, until_ready
 from tests.helpers.support import DONE, Starter, free_ports
 
 pytestmark = MARKS

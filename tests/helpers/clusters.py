@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,7 +14,12 @@ from typing import TypeVar
 import pytest
 
 from launch.prctl import KEEPER
-from tests.helpers.support import PYTHONS, Command, Starter, wait_until
+from tests.helpers.support import (
+    PYTHONS,
+    Command,
+    Starter,
+    wait_until,
+)
 from tools.hosts import HEAD, Hosts, NotHere
 from tools.slurm import Slurm
 
@@ -19,8 +27,6 @@ ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 # They share this machine's cores: an idle rank yields.
 SHARED = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
 ENDLESS = ["--scenarios", "Server", "--server_target_qps", 20, "--min_duration", 100, "--grace", 3]
-
-
 H = TypeVar("H")
 
 
@@ -122,3 +128,24 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
         ):
             found.append(pid)
     return sorted(found)
+
+
+THREE_HOSTS = "h1:2,h2:2,h3:2"  # harness and leader, and two executors on each of the others
+
+
+def signal_rank_on(made: Hosts, rank: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a rank, on whichever host it is."""
+    wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
+    for host in made.names:
+        for pid in python_on(made, host, "run"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if wanted & {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
+                    os.kill(pid, number)
+
+
+def kill_named(made: Hosts, host: str, *names: str) -> None:
+    """Kill the processes on a host that the system calls so."""
+    for pid in made.processes(host):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
+                os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,16 @@
-"""The processes of servers that ranks own, as tests see them."""
+"""Servers that ranks own and load clients: the options that start them, and their processes."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shlex
+import sys
 from pathlib import Path
 
-from tests.helpers.support import Command
+from tests.helpers.support import (
+    Command,
+)
 
 
 def words_of(pid: int) -> bytes:
@@ -37,3 +43,38 @@ def parent_of(pid: int) -> int:
 def guards(command: Command) -> list[int]:
     """Return what stands over the servers of a command."""
     return [pid for pid in command.pids() if b"server_guard" in words_of(pid)]
+
+
+OUTPUT = 6  # tokens of an answer
+TEST: list[object] = ["--test_mode", "AccuracyOnly", "--max_output_len", OUTPUT, "--save_outputs"]
+
+
+def server(*options: object, port: str = "{port}") -> list[object]:
+    """Return the options of a run whose servers are programs of this test."""
+    words = [sys.executable, "-m", "tests.helpers.small_server", "--port", port, *map(str, options)]
+    return ["--server", f"command:{shlex.join(words)}".replace("'{port}'", "{port}")]
+
+
+def processes(command: Command, word: bytes = b"small_server") -> list[int]:
+    """Return the ids of the servers' first processes that run now, or of those with another word."""
+    found = []
+    for pid in command.pids():
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if word in words and b"server_guard" not in words and b"mpillm\0" not in words:
+                found.append(pid)
+    return found
+
+
+PLACES = ("--urls", "{urls}", "--bodies", "{bodies}", "--report", "{report}")
+
+
+def client(*options: object, places: tuple[str, ...] = PLACES) -> list[object]:
+    """Return the options of a run whose load a program of this test makes."""
+    words = [sys.executable, "-m", "tests.helpers.small_client", *places, *map(str, options)]
+    return ["--harness", "command:" + re.sub(r"'(\{\w+\})'", r"\1", shlex.join(words))]
+
+
+N_SYNTHETIC, SYNTHETIC_OUTPUT = 40, 16
+SYNTHETIC: list[object] = ["--dataset", "synthetic", "--num_samples", N_SYNTHETIC, "--input_mean", 20]
+SYNTHETIC += ["--output_mean", SYNTHETIC_OUTPUT, "--max_output_len", SYNTHETIC_OUTPUT]

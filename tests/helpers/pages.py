@@ -130,3 +130,8 @@ def replaced(value: Any, way: tuple[Any, ...], new: Any) -> Any:
     made = {**value} if isinstance(value, dict) else [*value]
     made[way[0]] = replaced(value[way[0]], way[1:], new)
     return made
+
+
+def report_steps(report: str) -> dict[str, str]:
+    """Return the status of each step of a cluster report."""
+    return dict(re.findall(r"^== \d+\. ([^:]+): (\w+), ", report, re.MULTILINE))

@@ -16,18 +16,20 @@ from typing import Any
 
 import pytest
 
-from launch.environment import clean_environment
-from tests.e2e.conftest import one as one
-from tests.e2e.conftest import own_tmpdir as own_tmpdir
 from tests.helpers.peer_programs import FOLDER as FOLDER
-from tests.helpers.peer_programs import on_cpus
-from tests.helpers.support import ROOT, Ended, Starter
+from tests.helpers.peer_programs import (
+    MODEL,
+    Program,
+    Says,
+    forking_vllm,
+)
+from tests.helpers.starters import one as one
+from tests.helpers.starters import own_tmpdir as own_tmpdir
+from tests.helpers.support import (
+    ROOT,
+    Starter,
+)
 
-MODEL = "smollm2-135m"
-TIMEOUT_S = 1200.0
-
-Program = Callable[[str], Path]
-Says = Callable[[str], None]
 _found: set[str] = set()  # programs
 
 
@@ -97,15 +99,30 @@ def start() -> Iterator[Starter]:
     shutil.rmtree(folder)
 
 
-def peer_environment() -> dict[str, str]:
-    """Return an environment for programs that know nothing of this project."""
-    return {
-        **clean_environment(os.environ),
-        "PYTHONPATH": "",
-        **on_cpus(),
-    }
+@pytest.fixture
+def prompts(tmp_path: Path) -> Callable[[int], Path]:
+    """Return a data set with the first prompts of ours."""
+
+    def make(n: int) -> Path:
+        lines = (ROOT / "mpillm" / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:n]
+        (path := tmp_path / f"prompts{n}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return make
 
 
-def typed(starter: Starter, *words: object) -> Ended:
-    """Run a program to its end, which must be good."""
-    return starter.command(words, env=peer_environment()).end(TIMEOUT_S, tidy=False).must(0)
+@pytest.fixture
+def in_path(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Have vllm in PATH, and its settings for CPUs in the environment; return these."""
+    program("vllm")
+    settings = forking_vllm(tmp_path / "program")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return settings
+
+
+@pytest.fixture
+def nixl(in_path: dict[str, str]) -> None:
+    """Skip where NIXL is not installed."""
+    if not [*FOLDER.glob("lib/python*/site-packages/nixl")]:
+        pytest.skip(f"{FOLDER} has no nixl")

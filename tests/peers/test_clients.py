@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_serve import serve
+from tests.helpers.peer_programs import FOLDER, MODEL, Program, Says, typed
+from tests.helpers.serve_command import serve
 from tests.helpers.support import DONE, Starter
-from tests.peers.conftest import FOLDER, MODEL, Program, Says, typed
 
 pytestmark = pytest.mark.peers
 

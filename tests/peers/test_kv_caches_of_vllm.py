@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.peer_programs import DISAGG, TIMEOUT_S, Says, offline
 from tests.helpers.support import DONE, NOT_READY, Ended, Starter
-from tests.peers.conftest import TIMEOUT_S, Says
-from tests.peers.test_own_disaggregated import DISAGG
-from tests.peers.test_own_disaggregated import nixl as nixl
-from tests.peers.test_own_servers import in_path as in_path
-from tests.peers.test_servers import offline
-from tests.peers.test_servers import prompts as prompts
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("nixl")]
 
 LATE_S = 6
 LATE = f"""import asyncio

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.official_checker import INFERENCE, check_submission, listed
+from tests.helpers.peer_programs import TIMEOUT_S, VLLM, Program, Says, peer_environment
 from tests.helpers.support import DONE, TEST_FAILED, Starter
-from tests.peers.conftest import TIMEOUT_S, Program, Says, peer_environment
-from tests.peers.test_own_servers import VLLM
 
 pytestmark = pytest.mark.peers
 

@@ -12,25 +12,23 @@ import pytest
 
 from tests.helpers.clusters import UnderSlurm, or_skip
 from tests.helpers.owned import guards, started_at
+from tests.helpers.peer_programs import (
+    DISAGG,
+    LENGTH,
+    TIMEOUT_S,
+    VLLM,
+    Says,
+    offline,
+    options,
+    processes,
+    server,
+)
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter, descendants
-from tests.peers.conftest import FOLDER, TIMEOUT_S, Says
-from tests.peers.test_own_servers import LENGTH, VLLM, options, processes
-from tests.peers.test_own_servers import in_path as in_path
-from tests.peers.test_servers import offline, server
-from tests.peers.test_servers import prompts as prompts
 from tools.slurm import slurm
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("nixl")]
 
 N = 40
-DISAGG = ("--mode", "disaggregated", *VLLM)
-
-
-@pytest.fixture(autouse=True)
-def nixl(in_path: dict[str, str]) -> None:
-    """Skip where NIXL is not installed."""
-    if not [*FOLDER.glob("lib/python*/site-packages/nixl")]:
-        pytest.skip(f"{FOLDER} has no nixl")
 
 
 def test_one_context_server_and_two_that_generate(

@@ -14,45 +14,35 @@ import pytest
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.programs.servers.kind import Part, Wanted
 from mpillm.programs.servers.kinds import kind_of
-from tests.e2e.test_instance_loss import wait_for_answers
+from tests.helpers.answers import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
 from tests.helpers.make_checkpoint import make_checkpoint
-from tests.helpers.owned import guards, words_of
-from tests.helpers.peer_programs import forking_vllm, tiny_llama
-from tests.helpers.support import DONE, Command, Starter, descendants, make_samples, wait_until
-from tests.peers.conftest import TIMEOUT_S, Program, Says
-from tests.peers.test_servers import offline, server
-from tests.peers.test_servers import prompts as prompts
+from tests.helpers.peer_programs import (
+    EAGER,
+    TIMEOUT_S,
+    VLLM,
+    Program,
+    Says,
+    offline,
+    options,
+    processes,
+    server,
+    tiny_llama,
+)
+from tests.helpers.support import DONE, Starter, make_samples
 from tests.random_server_faults import Round, play
 from tools.hosts import hosts
 from tools.slurm import slurm
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("in_path")]
 
-LENGTH = 32
 END = 2  # of its answers
-EAGER: tuple[object, ...] = ("--server", "vllm", "--server_args=--enforce-eager", "--health_deadline", 600)
 TINY: tuple[object, ...] = (*EAGER, "--load_format", "dummy")
-VLLM: tuple[object, ...] = (*EAGER, "--max_seq_len", 1024)
 
 TRANSFORMERS: tuple[object, ...] = (
     "--server",
     "command:transformers serve --device cpu --dtype float32 --host {host} --port {port}",
 )
-
-
-@pytest.fixture(autouse=True)
-def in_path(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """Have vllm in PATH, and its settings for CPUs in the environment; return these."""
-    program("vllm")
-    settings = forking_vllm(tmp_path / "program")
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    return settings
-
-
-def options(model: Path, data: Path) -> tuple[object, ...]:
-    return ("--dataset_path", data, "--model_path", model, "--max_output_len", LENGTH, "--dtype", "float32")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -233,16 +223,3 @@ def test_under_slurm(
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(seed: int, tmp_path: Path, say: Says) -> None:
     say(str(play(Round.of(seed, "vllm"), tmp_path)))
-
-
-def processes(command: Command, title: bytes, word: bytes = b"vllm") -> list[int]:
-    """Wait for the processes with this title of the server with `word` in its command line, and return them.
-
-    vLLM's titles take the place of our mark; what stands over a server keeps it.
-    """
-
-    def find() -> list[int]:
-        ids = [pid for pid in guards(command) if word in words_of(pid)]
-        return [pid for guard in ids for pid in descendants(guard) if title in words_of(pid)]
-
-    return list(wait_until(find, f"vLLM's {title.decode()}", TIMEOUT_S))

@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
+from tests.helpers.peer_programs import FOLDER, Program
 from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS
-from tests.peers.conftest import FOLDER, Program
 
 pytestmark = pytest.mark.peers
 

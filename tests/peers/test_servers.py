@@ -8,29 +8,24 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpillm.data.tokenizer import load_tokenizer
-from tests.helpers.support import DONE, ROOT, Command, Starter, wait_until
-from tests.peers.conftest import MODEL, TIMEOUT_S, Program, Says, peer_environment
+from tests.helpers.peer_programs import (
+    MODEL,
+    TIMEOUT_S,
+    TRANSFERS,
+    USER_CONF,
+    Program,
+    Says,
+    offline,
+    peer_environment,
+    server,
+)
+from tests.helpers.support import DONE, Command, Starter, wait_until
 
 pytestmark = pytest.mark.peers
-
-# A test of few queries, on any machine.
-USER_CONF = "".join(
-    f"*.Server.{name} = {value}\n"
-    for name, value in (
-        ("target_latency", 600_000),
-        ("ttft_latency", 600_000),
-        ("tpot_latency", 600_000),
-        ("target_latency_percentile", 90),
-    )
-)
-# Checks of disaggregated serving, for which an aggregated server gives no counts.
-TRANSFERS = ["no_failed_transfers", "no_expired_leases", "contexts_arrived"]
-Outputs = dict[int, tuple[list[int], str]]  # tokens and text, by index of the prompt
 
 
 def _start(start: Starter, url: str, *words: object) -> Command:
@@ -83,37 +78,6 @@ def transformers(start: Starter, model: Path, program: Program) -> str:
     words = ("--device", "cpu", "--dtype", "float32", "--host", host, "--port", port)
     _start(start, f"http://{host}:{port}", program("transformers"), "serve", model, *words)
     return f"{host}:{port}"
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Callable[[int], Path]:
-    """Return a data set with the first prompts of ours."""
-
-    def make(n: int) -> Path:
-        lines = (ROOT / "mpillm" / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:n]
-        (path := tmp_path / f"prompts{n}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return path
-
-    return make
-
-
-def offline(one: Starter, name: str, core: str, *words: object) -> Outputs:
-    """Return the answers of a VALID test."""
-    options = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / name)
-    ended = one.run(2, *words, *options, core=core, log_dir=one.folder / name, timeout=TIMEOUT_S).must(DONE)
-    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
-    return {line["index"]: (line["output_tokens"], line["text"]) for line in ended.outputs()}
-
-
-def server(one: Starter, n: int, *words: object, ranks: int = 2) -> dict[str, Any]:
-    """Return the result of a VALID test in scenario Server."""
-    conf = one.folder / "user.conf"
-    conf.write_text(USER_CONF)
-    options = ("--scenarios", "Server", "--server_target_qps", 2, "--min_query_count", n, "--min_duration", 0)
-    command = one.start(ranks, *words, *options, "--user_conf", conf, core="trtllm_endpoint")
-    result = command.end(TIMEOUT_S).must(DONE).result
-    assert (result["status"], result["errors"]) == ("VALID", 0) and result["samples"] >= n
-    return result
 
 
 def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.peer_programs import TIMEOUT_S, Says, offline, processes
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter
-from tests.peers.conftest import TIMEOUT_S, Says
-from tests.peers.test_own_servers import processes
-from tests.peers.test_servers import offline
-from tests.peers.test_servers import prompts as prompts
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("sglang_in_path")]
 
