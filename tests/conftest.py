@@ -48,10 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, one process has all of the busy ones, and one each of the other files.
 
     That process begins with them: they take so long that the others would wait for it at the end. Tests that
-    start whole commands are long, but for a few.
+    start whole commands are long, but for a few, and so are those of benchmarks that are not installed.
     """
     for item in items:
-        if "e2e" in item.path.parts and not item.get_closest_marker("smoke"):
+        parts = item.path.parts
+        if ("e2e" in parts and not item.get_closest_marker("smoke")) or "benchmarks" in parts:
             item.add_marker(pytest.mark.long)
         if item.path.stem in BUSY:
             item.add_marker(pytest.mark.xdist_group("busy"))

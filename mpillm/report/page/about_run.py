@@ -65,11 +65,11 @@ def _prompts(result: Mapping[str, Any]) -> str:
 
 
 def _answers(run: RunFiles) -> str:
-    samples, most = run.result.get("samples"), run.value("max_output_len")
-    if not samples:
+    samples, tokens = run.result.get("samples"), run.result.get("tokens")
+    if not samples or not tokens:  # a run that was stopped has no count of tokens
         return ""
-    limit = f", at most {most:,} (--max_output_len)" if most else ""
-    return f"mean {short(run.result.get('tokens', 0) / samples)} tokens{limit}"
+    limit = f", at most {most:,} (--max_output_len)" if (most := run.value("max_output_len")) else ""
+    return f"mean {short(tokens / samples)} tokens{limit}"
 
 
 def _options(run: RunFiles) -> list[str] | None:
