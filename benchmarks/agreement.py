@@ -12,8 +12,9 @@ from benchmarks.on_ranks import RankOptions
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.options.core_config import CoreConfig
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.on_ranks import RankOptions
 from disagg.errors import ConfigError
-from mpillm.options.fields import Field, integers, positive
-from mpillm.options.parsers import boolean
+from mpillm.options.field import Field
+from mpillm.options.parsers import boolean, integers, positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -19,8 +19,9 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.data import DataFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 
 _DEADLINE_S = 600.0

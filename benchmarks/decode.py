@@ -20,8 +20,8 @@ from mpillm.experiments.bench.bench_engine import Options as OfEngine
 from mpillm.experiments.bench.roofline import Roofline
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import option
-from mpillm.options.fields import integers, not_negative, positive
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import integers, not_negative, positive
 from mpillm.options.values import Values
 
 if TYPE_CHECKING:

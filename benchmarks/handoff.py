@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.on_ranks import RankOptions
-from mpillm.options.fields import Field, integers, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import integers, positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,8 +8,9 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from benchmarks.endpoints import load_test, served
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
 

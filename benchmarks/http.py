@@ -19,8 +19,9 @@ from benchmarks.endpoints import load_test, served
 from benchmarks.other_clients import Load, request_rates
 from disagg.errors import ConfigError, nearest
 from mpillm.experiments.bench.bench_endpoint import null_server
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once, served_in
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from disagg.errors import ConfigError
 from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.options.core_config import CoreConfig
-from mpillm.options.fields import Field, integers, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import integers, positive
 from mpillm.options.values import Values
 
 

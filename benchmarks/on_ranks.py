@@ -20,8 +20,10 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import share_out
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import DEADLINES, Field, seconds
+from mpillm.options.field import Field
+from mpillm.options.fields import DEADLINES
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import seconds
 from mpillm.options.values import Values, collect
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from launch.command import find_program
 from launch.environment import clean_environment
 from launch.held_port import HeldPort
 from mpillm.experiments.intervals import paired_test
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.runtime.whole_runs import served_in

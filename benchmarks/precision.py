@@ -20,8 +20,9 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.model_info import check_model
 from mpillm.options.core_config import CoreConfig
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 
 Tokens = list[list[int]]

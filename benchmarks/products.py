@@ -14,8 +14,9 @@ from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.errors import ExitCode
-from mpillm.options.fields import Field, integers, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import integers, positive
 from mpillm.options.values import Values
 
 

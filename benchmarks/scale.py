@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mpillm.options.fields import Field, integers
+from mpillm.options.field import Field
 from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.topology import TopologyFields
 from mpillm.options.options import parse_run
+from mpillm.options.parsers import integers
 from mpillm.options.values import Values
 from mpillm.phases import PHASES
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from launch.places import RUNS
-from mpillm.options.fields import Field, positive, seconds
+from mpillm.options.field import Field
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.fields.topology import TopologyFields
+from mpillm.options.parsers import positive, seconds
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_in
 

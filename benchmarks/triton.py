@@ -32,8 +32,9 @@ from benchmarks.busy import Busy, cores, median, thread_times
 from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
 from launch.children import Child, Children
-from mpillm.options.fields import Field, positive
+from mpillm.options.field import Field
 from mpillm.options.fields.servers import ServerFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
 from mpillm.stages.servers import Servers, check_ports

@@ -22,9 +22,8 @@ from mpillm.doctor.findings import Line, Status, World, report_lines, worst
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import seconds
 from mpillm.options.fields.results import OutputFields
-from mpillm.options.parsers import boolean
+from mpillm.options.parsers import boolean, seconds
 from mpillm.options.values import Values, collect
 from mpillm.version import __version__
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.data.preprocessed.converted import load_npy
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import autoconfigure, bind
 
 
@@ -28,7 +28,7 @@ class Samples:
 
 
 @autoconfigure
-@bind(fields.dataset_path)
+@bind(AllFields.dataset_path)
 class LLMDataLoader:
     """A data set. A subclass says how many samples it has, and their tokens.
 

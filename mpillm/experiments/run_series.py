@@ -14,10 +14,10 @@ from mpillm.files import write_json
 from mpillm.options import json_output
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import option
-from mpillm.options.fields import positive
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.mitten import Configuration
+from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
 from mpillm.options.values import Values, complete
 from mpillm.runtime.whole_runs import EndedRun

@@ -12,7 +12,7 @@ from mpillm.nvidia.configs import TritonHarnessConfig as TritonHarnessConfig
 from mpillm.nvidia.configs import TrtllmEndpointConfig as TrtllmEndpointConfig
 from mpillm.nvidia.configs import TrtllmExecutorConfig as TrtllmExecutorConfig
 from mpillm.nvidia.configs import TrtllmHlApiConfig as TrtllmHlApiConfig
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.generation_config import GenerationConfig as GenerationConfig
 from mpillm.options.mitten import autoconfigure, bind, current
 
@@ -20,14 +20,14 @@ C = TypeVar("C", bound=backends.HarnessConfig)
 
 
 @autoconfigure
-@bind(fields.end_ids)
-@bind(fields.max_output_len)
-@bind(fields.min_output_len)
-@bind(fields.beam_width)
-@bind(fields.temperature)
-@bind(fields.top_k)
-@bind(fields.top_p)
-@bind(fields.stop_words)
+@bind(AllFields.end_ids)
+@bind(AllFields.max_output_len)
+@bind(AllFields.min_output_len)
+@bind(AllFields.beam_width)
+@bind(AllFields.temperature)
+@bind(AllFields.top_k)
+@bind(AllFields.top_p)
+@bind(AllFields.stop_words)
 @dataclass
 class _InForce:
     """How to generate answers, by the configuration in force."""
@@ -44,7 +44,7 @@ class _InForce:
 
 def with_generation(config: C) -> C:
     """Add a `gen_config` to `config`: its file's, unless the configuration in force has it (as in a run)."""
-    if config.gen_config is None or fields.max_output_len in (current() or {}):
+    if config.gen_config is None or AllFields.max_output_len in (current() or {}):
         values = _InForce()
         config.gen_config = GenerationConfig(
             eos_token_id=values.end_ids or (),

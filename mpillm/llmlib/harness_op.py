@@ -16,7 +16,7 @@ from mpillm.llmlib.cores.base import LLMCore
 from mpillm.llmlib.dataset import LLMDataLoader
 from mpillm.llmlib.rank_core import RankCore
 from mpillm.llmlib.words import command_line
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import option_texts
 from mpillm.workloads import Workload
 
@@ -73,7 +73,7 @@ class LLMHarnessOp:
         SystemExit with mpillm's exit code: the test failed.
         """
         words = self.words()
-        (core_type,) = option_texts([fields.core_type], words).values() or (fields.core_type.default,)
+        (core_type,) = option_texts([AllFields.core_type], words).values() or (AllFields.core_type.default,)
         with contextlib.suppress(ConfigError):  # the run reports it, once
             if issubclass(core := BackendRegistry.get(core_type), RankCore):
                 core.backend_kwargs = self.get_backend_kwargs(dependency_outputs or {})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import ConfigError, about
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
 from mpillm.options.flags import check_limits, limits_of_engine, overlaid
 from mpillm.options.mitten import autoconfigure, bind
@@ -21,23 +21,23 @@ if TYPE_CHECKING:  # its records take time to make, at the start of every rank
 
 
 @autoconfigure
-@bind(fields.core_type)
-@bind(fields.benchmarks)
-@bind(fields.scenarios)
-@bind(fields.tensor_parallelism)
-@bind(fields.pipeline_parallelism)
-@bind(fields.moe_expert_parallelism)
-@bind(fields.traffic_distribution_policy)
-@bind(fields.show_steady_state_progress)
-@bind(fields.llm_gen_config_path, "gen_config_path")
-@bind(fields.log_dir)
-@bind(fields.seed, "random_seed")
-@bind(fields.stall_timeout)
+@bind(AllFields.core_type)
+@bind(AllFields.benchmarks)
+@bind(AllFields.scenarios)
+@bind(AllFields.tensor_parallelism)
+@bind(AllFields.pipeline_parallelism)
+@bind(AllFields.moe_expert_parallelism)
+@bind(AllFields.traffic_distribution_policy)
+@bind(AllFields.show_steady_state_progress)
+@bind(AllFields.llm_gen_config_path, "gen_config_path")
+@bind(AllFields.log_dir)
+@bind(AllFields.seed, "random_seed")
+@bind(AllFields.stall_timeout)
 @dataclass
 class HarnessConfig:
     """What every backend needs."""
 
-    core_type: str = fields.core_type.default
+    core_type: str = AllFields.core_type.default
     benchmarks: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ("Offline",)
     tensor_parallelism: int = 1
@@ -48,7 +48,7 @@ class HarnessConfig:
     gen_config_path: str | None = None
     log_dir: str | None = None
     random_seed: int = 0
-    stall_timeout: float = fields.stall_timeout.default  # seconds
+    stall_timeout: float = AllFields.stall_timeout.default  # seconds
     # None: no file says it; the fields of group generation hold, and the model's own end tokens
     gen_config: GenerationConfig | None = None
 
@@ -65,9 +65,9 @@ class HarnessConfig:
 
 
 @autoconfigure
-@bind(fields.trtllm_checkpoint_flags, "checkpoint_flags")
-@bind(fields.trtllm_build_flags, "build_flags")
-@bind(fields.trtllm_runtime_flags, "runtime_flags")
+@bind(AllFields.trtllm_checkpoint_flags, "checkpoint_flags")
+@bind(AllFields.trtllm_build_flags, "build_flags")
+@bind(AllFields.trtllm_runtime_flags, "runtime_flags")
 @dataclass
 class TrtllmHarnessConfig(HarnessConfig):
     """The flags in force, for our own cores, too: TRTLLM_RUNTIME_FLAGS over given ones over the defaults."""
@@ -83,7 +83,7 @@ class TrtllmHarnessConfig(HarnessConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | overlaid(
-            fields.trtllm_runtime_flags, self.runtime_flags
+            AllFields.trtllm_runtime_flags, self.runtime_flags
         )
         for name in BUILD_OPTIONS:
             mine, flag = getattr(self, name), self.build_flags.get(name)

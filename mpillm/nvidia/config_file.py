@@ -20,8 +20,8 @@ from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
 from mpillm import user_config
 from mpillm.nvidia import tree_files
 from mpillm.nvidia.passed_over import PASSED_OVER
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE
 from mpillm.options.found import Level, Origin
 from mpillm.options.mitten import Configuration
@@ -31,20 +31,20 @@ from mpillm.workloads import accuracy_of, plain_form
 
 # What a file's configurations are told apart by.
 KEYS = (
-    fields.benchmarks,
-    fields.scenarios,
-    fields.harness_type,
-    fields.accuracy_target,
-    fields.power_setting,
-    fields.system_name,
-    fields.config_suffix,
+    AllFields.benchmarks,
+    AllFields.scenarios,
+    AllFields.harness_type,
+    AllFields.accuracy_target,
+    AllFields.power_setting,
+    AllFields.system_name,
+    AllFields.config_suffix,
 )
 # as the reference's classes have them
 _SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}
-_SETTINGS = {
-    HarnessType: fields.harness_type,
-    AccuracyTarget: fields.accuracy_target,
-    PowerSetting: fields.power_setting,
+_SETTINGS: Mapping[type, Field] = {
+    HarnessType: AllFields.harness_type,
+    AccuracyTarget: AllFields.accuracy_target,
+    PowerSetting: AllFields.power_setting,
 }
 
 
@@ -63,7 +63,7 @@ class Entry:
 
     def fits(self, wanted: Mapping[Field, Any]) -> bool:
         """Return whether it agrees with all that is `wanted`, as far as it states that."""
-        others = wanted.keys() - {fields.benchmarks, fields.scenarios}
+        others = wanted.keys() - {AllFields.benchmarks, AllFields.scenarios}
         return all(self.values.get(key) in (None, wanted[key]) for key in others) and any(
             _same(name, other) and _same(scenario, other_scenario)
             for name, scenario in _tests(self.values)
@@ -85,8 +85,8 @@ def _same(a: str | None, b: str | None) -> bool:
 
 def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None]]:
     """Yield pairs of a workload and a scenario, None for any."""
-    for name in values.get(fields.benchmarks) or (None,):
-        for scenario in values.get(fields.scenarios) or (None,):
+    for name in values.get(AllFields.benchmarks) or (None,):
+        for scenario in values.get(AllFields.scenarios) or (None,):
             yield _apart(name, scenario) if name else (None, scenario)
 
 
@@ -102,15 +102,17 @@ def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
 
 def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
     """`values`, with the scenario and target that a benchmark's name implies: llama2-70b-interactive-99.9."""
-    names = [accuracy_of(name) for name in values.get(fields.benchmarks) or ()]
+    names = [accuracy_of(name) for name in values.get(AllFields.benchmarks) or ()]
     spelled = dict(values)
     if len({target for _, target in names} - {None}) == 1:
-        spelled[fields.accuracy_target] = next(target for _, target in names if target is not None)
-        spelled[fields.benchmarks] = tuple(name for name, _ in names)
-    scenarios = values.get(fields.scenarios) or (None,)
+        spelled[AllFields.accuracy_target] = next(target for _, target in names if target is not None)
+        spelled[AllFields.benchmarks] = tuple(name for name, _ in names)
+    scenarios = values.get(AllFields.scenarios) or (None,)
     if len(names) == len(scenarios) == 1:
         name, scenario = _apart(names[0][0], scenarios[0])
-        spelled |= {fields.benchmarks: (name,), **({fields.scenarios: (scenario,)} if scenario else {})}
+        spelled[AllFields.benchmarks] = (name,)
+        if scenario:
+            spelled[AllFields.scenarios] = (scenario,)
     return spelled
 
 
@@ -137,7 +139,7 @@ def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test:
     for field in KEYS:
         if field not in given and field.default is not None:
             found = [entry for entry in found if entry.fits({field: field.default})] or found
-    if (suffix := fields.config_suffix) not in given:
+    if (suffix := AllFields.config_suffix) not in given:
         found = _first_variants(found)
     elif suffix not in found[0].values:
         raise ConfigError(f"--config_file {path}: no configuration for {suffix.name} {given[suffix]}")
@@ -160,12 +162,12 @@ def _first_variants(found: Sequence[Entry]) -> list[Entry]:
     """
     alike: dict[tuple[str, ...], list[Entry]] = {}
     for entry in found:
-        keys = tuple(_shown(entry.values.get(key)) for key in KEYS if key is not fields.config_suffix)
+        keys = tuple(_shown(entry.values.get(key)) for key in KEYS if key is not AllFields.config_suffix)
         alike.setdefault(keys, []).append(entry)
     return [
         entry
         for same in alike.values()
-        for entry in [entry for entry in same if fields.config_suffix in entry.values][:1] or same
+        for entry in [entry for entry in same if AllFields.config_suffix in entry.values][:1] or same
     ]
 
 
@@ -203,13 +205,11 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
             values[passed_over] = value if isinstance(value, (bool, int, float, str)) else str(value)
             origins[passed_over] = Origin(Level.CONTEXT, where)
             continue
-        field = fields.BY_NAME.get(_SHORT.get(key, key))
-        if field is fields.config_file:
+        field = BY_NAME.get(_SHORT.get(key, key))
+        if field is AllFields.config_file:
             raise ConfigError(f"{where}: {written} can be given only on the command line")
         if field is None:
-            raise ConfigError(
-                f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}"
-            )
+            raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*BY_NAME, *_SHORT])}")
         checked = field.check(value, f"{where}: {written}")
         if field in values and values[field] != checked:
             raise ConfigError(
@@ -219,15 +219,15 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
         values[field] = checked
         origins[field] = Origin(Level.CONTEXT, where)
     spelled = _spelled_out(values)
-    target = fields.accuracy_target
+    benchmarks, target = AllFields.benchmarks, AllFields.accuracy_target
     if values.get(target, spelled.get(target)) != spelled.get(target):
-        name_said = f"{origins[fields.benchmarks].where}: benchmark {_shown(values[fields.benchmarks])}"
+        name_said = f"{origins[benchmarks].where}: benchmark {_shown(values[benchmarks])}"
         raise ConfigError(
             f"{name_said} means {target.name} {spelled[target]}, but {origins[target].where} says"
             f" {values[target]}"
         )
     for implied in spelled.keys() - values.keys():
-        origins[implied] = origins[fields.benchmarks]
+        origins[implied] = origins[AllFields.benchmarks]
     return Entry(name, f"{path}:{line}", spelled, origins)
 
 
@@ -267,7 +267,7 @@ def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
                 )
             items[name] = (setting, f"{path}:{line}")
         if variant:
-            items[fields.config_suffix.name] = (variant, f"{path}:{line}")
+            items[AllFields.config_suffix.name] = (variant, f"{path}:{line}")
         yield cls.__name__, line, items
 
 

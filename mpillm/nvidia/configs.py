@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import disagg
 from disagg.errors import ConfigError, about
 from mpillm.nvidia.backends import TrtllmHarnessConfig
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS
 from mpillm.options.mitten import autoconfigure, bind
 
@@ -21,7 +21,7 @@ ENGINE_MODEL = "tensorrt_llm"
 
 
 @autoconfigure
-@bind(fields.engine_dir)
+@bind(AllFields.engine_dir)
 @dataclass
 class TrtllmExecutorConfig(TrtllmHarnessConfig):
     """An engine of TensorRT-LLM, which must be what the fields say."""
@@ -67,7 +67,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
                 )
             room = build.max_seq_len - build.max_input_len
             # Hugging Face's need not say it
-            wanted = gen.values(str(self.gen_config_path)).get(fields.max_output_len, 0)
+            wanted = gen.values(str(self.gen_config_path)).get(AllFields.max_output_len, 0)
             if wanted > room:
                 raise ConfigError(
                     f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less"
@@ -81,19 +81,19 @@ def model_name(benchmark: str, scenario: str, index: int) -> str:
 
 
 @autoconfigure
-@bind(fields.triton_server_urls, "server_urls")
-@bind(fields.triton_num_clients_per_server, "clients_per_server")
-@bind(fields.triton_num_models_per_server, "models_per_server")
-@bind(fields.triton_num_clients_per_frontend, "clients_per_frontend")
-@bind(fields.triton_request_timeout, "request_timeout")
-@bind(fields.triton_num_servers, "num_servers")
-@bind(fields.triton_skip_server_spawn, "skip_server_spawn")
-@bind(fields.triton_grpc_ports, "grpc_ports")
-@bind(fields.triton_model_repo, "model_repo")
-@bind(fields.triton_text_models, "text_models")
-@bind(fields.engine_dir)
-@bind(fields.load_deadline)
-@bind(fields.health_deadline)
+@bind(AllFields.triton_server_urls, "server_urls")
+@bind(AllFields.triton_num_clients_per_server, "clients_per_server")
+@bind(AllFields.triton_num_models_per_server, "models_per_server")
+@bind(AllFields.triton_num_clients_per_frontend, "clients_per_frontend")
+@bind(AllFields.triton_request_timeout, "request_timeout")
+@bind(AllFields.triton_num_servers, "num_servers")
+@bind(AllFields.triton_skip_server_spawn, "skip_server_spawn")
+@bind(AllFields.triton_grpc_ports, "grpc_ports")
+@bind(AllFields.triton_model_repo, "model_repo")
+@bind(AllFields.triton_text_models, "text_models")
+@bind(AllFields.engine_dir)
+@bind(AllFields.load_deadline)
+@bind(AllFields.health_deadline)
 @dataclass
 class TritonHarnessConfig(TrtllmHarnessConfig):
     """Triton servers: how many, where, and the clients of each."""
@@ -110,8 +110,8 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
     model_repo: str = "build/triton_model_repo"
     text_models: bool = False
     engine_dir: str | None = None
-    load_deadline: float = fields.load_deadline.default  # seconds, and below
-    health_deadline: float = fields.health_deadline.default
+    load_deadline: float = AllFields.load_deadline.default  # seconds, and below
+    health_deadline: float = AllFields.health_deadline.default
 
     @about("triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn")
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
 
 
 @autoconfigure
-@bind(fields.model_path)
+@bind(AllFields.model_path)
 @dataclass
 class TrtllmHlApiConfig(TrtllmHarnessConfig):
     """TensorRT-LLM's LLM class."""
@@ -178,17 +178,17 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
 
 @autoconfigure
-@bind(fields.trtllm_server_urls, "endpoint_urls")
-@bind(fields.load_deadline)
-@bind(fields.health_deadline)
-@bind(fields.compliance_test)
+@bind(AllFields.trtllm_server_urls, "endpoint_urls")
+@bind(AllFields.load_deadline)
+@bind(AllFields.health_deadline)
+@bind(AllFields.compliance_test)
 @dataclass
 class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
 
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
-    load_deadline: float = fields.load_deadline.default  # seconds, and below
-    health_deadline: float = fields.health_deadline.default
+    load_deadline: float = AllFields.load_deadline.default  # seconds, and below
+    health_deadline: float = AllFields.health_deadline.default
     compliance_test: str | None = None
 
     DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
@@ -234,7 +234,7 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
 
 
 @autoconfigure
-@bind(fields.disagg_config, "disagg_config_path")
+@bind(AllFields.disagg_config, "disagg_config_path")
 @dataclass
 class TrtllmDisaggEndpointConfig(TrtllmEndpointConfig):
     """trtllm-serve disaggregated: the endpoint is the one of its YAML."""

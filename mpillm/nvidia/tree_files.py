@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError, nearest
 from mpillm import user_config
 from mpillm.nvidia.passed_over import PASSED_OVER
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE, SCENARIOS
+from mpillm.options.parsers import positive
 from mpillm.workloads import WORKLOADS
 
 _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")
-_PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree
-_DURATIONS = (fields.min_duration.name, fields.max_duration.name)
+_PATHS = (AllFields.llm_gen_config_path, AllFields.dataset_path)  # relative to the top of the tree
+_DURATIONS = (AllFields.min_duration.name, AllFields.max_duration.name)
 _ANY_SYSTEM = "minimal"
 _OLDER = "__init__"
 _NEWEST = ("harness", "server")
@@ -38,17 +39,17 @@ _PACKAGES = ("code", "nv_mlpinf")
 _FLAGS = ("trtllm_build_flags", "trtllm_checkpoint_flags", "trtllm_runtime_flags")
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
 _OF_RUNTIME = {
-    name: Field(name, f"{what}: here a flag of the runtime", fields.positive)
+    name: Field(name, f"{what}: here a flag of the runtime", positive)
     for name, what in {
         "max_concurrency": "requests at a server at once",
         "workers_per_core": "client processes of a server",
     }.items()
 }
 _BY_NAME: Mapping[str, Field] = {
-    **fields.BY_NAME,
+    **BY_NAME,
     **PASSED_OVER,
-    "quantizer_outdir": fields.llm_quantizer_outdir,
-    "readiness_timeout": fields.load_deadline,
+    "quantizer_outdir": AllFields.llm_quantizer_outdir,
+    "readiness_timeout": AllFields.load_deadline,
     **_OF_RUNTIME,
 }
 _FOLDERS = {"DATA_DIR": "data", "PREPROCESSED_DATA_DIR": "preprocessed_data", "MODEL_DIR": "models"}
@@ -213,7 +214,7 @@ def exports(
                 value = {**there, **value}
             values = {**values, field: value}
             lines.pop(field, None)
-        flags, moved = fields.trtllm_runtime_flags, [*_OF_RUNTIME.values()]
+        flags, moved = AllFields.trtllm_runtime_flags, [*_OF_RUNTIME.values()]
         if stated := {field.name: values[field] for field in moved if field in values}:
             rest = {field: value for field, value in values.items() if field not in moved}
             values = rest | {flags: {**values.get(flags, {}), **stated}}
@@ -263,7 +264,7 @@ def of_path(path: str) -> dict[str, str]:
     if place is None or place.scenario not in (*SCENARIOS, INTERACTIVE):
         return {}
     try:
-        fields.benchmarks.parse(place.workload, "")
+        AllFields.benchmarks.parse(place.workload, "")
     except ConfigError:
         raise ConfigError(
             f"{path}: mpillm has no workload {place.workload}; it has {', '.join(WORKLOADS)}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 
 # In `CoreConfig.options`, true or false: see `engine.kernels.sum_kernels` and `fp8_contexts`.
 CUSTOM_ALL_REDUCE, FP8_CONTEXTS = CORE_OPTIONS = "use_custom_all_reduce", "use_fp8_context_fmha"
@@ -32,12 +32,12 @@ class CoreConfig:
     gpu_bytes: int | None = None
     n_threads: int = 1  # CPU threads that this rank may use
     model_path: str | None = None  # a folder, or the name of a preset
-    load_format: str = fields.load_format.default  # auto: safetensors; dummy: seeded random weights
-    dtype: str = fields.dtype.default  # auto: the checkpoint's; float32 or bfloat16
+    load_format: str = AllFields.load_format.default  # auto: safetensors; dummy: seeded random weights
+    dtype: str = AllFields.dtype.default  # auto: the checkpoint's; float32 or bfloat16
     # of linear layers. auto: the checkpoint's; none, int8 or fp8
-    quantization: str = fields.quantization.default
+    quantization: str = AllFields.quantization.default
     # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
-    kv_cache_dtype: str = fields.kv_cache_dtype.default
+    kv_cache_dtype: str = AllFields.kv_cache_dtype.default
     # weights as each rank holds them (see `engine.weights.rank_weights`), instead of the checkpoint's
     engine_dir: str | None = None
     max_batch_size: int = 64
@@ -45,15 +45,15 @@ class CoreConfig:
     max_seq_len: int | None = None  # prompt and answer; None: the model's
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
     # of what the model leaves of a GPU
-    kv_cache_fraction: float = fields.kv_cache_free_gpu_mem_fraction.default
-    tokens_per_block: int = fields.tokens_per_block.default
-    enable_chunked_context: bool = fields.enable_chunked_context.default
-    enable_max_num_tokens_tuning: bool = fields.enable_max_num_tokens_tuning.default
-    context_chunking_policy: str = fields.context_chunking_policy.default  # or equal_progress
-    batch_scheduler_policy: str = fields.batch_scheduler_policy.default  # or no_evict, static
-    enable_kv_cache_reuse: bool = fields.enable_kv_cache_reuse.default
+    kv_cache_fraction: float = AllFields.kv_cache_free_gpu_mem_fraction.default
+    tokens_per_block: int = AllFields.tokens_per_block.default
+    enable_chunked_context: bool = AllFields.enable_chunked_context.default
+    enable_max_num_tokens_tuning: bool = AllFields.enable_max_num_tokens_tuning.default
+    context_chunking_policy: str = AllFields.context_chunking_policy.default  # or equal_progress
+    batch_scheduler_policy: str = AllFields.batch_scheduler_policy.default  # or no_evict, static
+    enable_kv_cache_reuse: bool = AllFields.enable_kv_cache_reuse.default
     speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no guesses
-    beam_width: int = fields.beam_width.default
+    beam_width: int = AllFields.beam_width.default
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
     node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included

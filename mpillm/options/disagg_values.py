@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
 from disagg.schema import INNER, SECTIONS, SERVER, section_kind
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.found import Found, Level, Origin
@@ -48,66 +48,71 @@ class Place:
 # The layout of each section.
 SIZES: dict[str, tuple[Place, ...]] = {
     _CTX: (
-        Place(fields.num_ctx_servers, ("num_instances",)),
-        Place(fields.ctx_tp_size, ("tensor_parallel_size",)),
-        Place(fields.ctx_pp_size, ("pipeline_parallel_size",)),
+        Place(AllFields.num_ctx_servers, ("num_instances",)),
+        Place(AllFields.ctx_tp_size, ("tensor_parallel_size",)),
+        Place(AllFields.ctx_pp_size, ("pipeline_parallel_size",)),
     ),
     _GEN: (
-        Place(fields.num_gen_servers, ("num_instances",)),
-        Place(fields.gen_tp_size, ("tensor_parallel_size",)),
-        Place(fields.gen_pp_size, ("pipeline_parallel_size",)),
+        Place(AllFields.num_gen_servers, ("num_instances",)),
+        Place(AllFields.gen_tp_size, ("tensor_parallel_size",)),
+        Place(AllFields.gen_pp_size, ("pipeline_parallel_size",)),
     ),
     _EXECUTORS: (
-        Place(fields.tensor_parallelism, ("tensor_parallel_size",)),
-        Place(fields.pipeline_parallelism, ("pipeline_parallel_size",)),
+        Place(AllFields.tensor_parallelism, ("tensor_parallel_size",)),
+        Place(AllFields.pipeline_parallelism, ("pipeline_parallel_size",)),
     ),
 }
 # What every section has.
-EXPERTS = Place(fields.moe_expert_parallelism, ("moe_expert_parallel_size",))
+EXPERTS = Place(AllFields.moe_expert_parallelism, ("moe_expert_parallel_size",))
 ROUTER = Place(
-    fields.traffic_distribution_policy,
+    AllFields.traffic_distribution_policy,
     ("router", "type"),
-    {name: name for name in fields.traffic_distribution_policy.choices} | {PROMPTS_ALONE: "load_balancing"},
+    {name: name for name in AllFields.traffic_distribution_policy.choices}
+    | {PROMPTS_ALONE: "load_balancing"},
 )
 # What TensorRT-LLM's router kv_cache_aware is given beside its name, of what ours knows.
 ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
 KV_TRANSFER_TIMEOUT = Place(
-    fields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
+    AllFields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
 )
 # At the top level the leader's, in a section a server's.
-PERF_METRICS = Place(fields.perf_metrics_max_requests, ("perf_metrics_max_requests",))
+PERF_METRICS = Place(AllFields.perf_metrics_max_requests, ("perf_metrics_max_requests",))
 SERVER_ONLY = KV_TRANSFER_TIMEOUT, PERF_METRICS
 """What a section states about instances that are servers of their own."""
-KV_CACHE_DTYPE = Place(fields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
+KV_CACHE_DTYPE = Place(AllFields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
 # How its instances run: what `CoreConfig` is made of.
 CORE = (
-    Place(fields.max_batch_size, ("max_batch_size",)),
-    Place(fields.max_num_tokens, ("max_num_tokens",)),
-    Place(fields.max_seq_len, ("max_seq_len",)),
-    Place(fields.kv_cache_tokens, ("kv_cache_config", "max_tokens")),
+    Place(AllFields.max_batch_size, ("max_batch_size",)),
+    Place(AllFields.max_num_tokens, ("max_num_tokens",)),
+    Place(AllFields.max_seq_len, ("max_seq_len",)),
+    Place(AllFields.kv_cache_tokens, ("kv_cache_config", "max_tokens")),
     Place(
-        fields.kv_cache_free_gpu_mem_fraction,
+        AllFields.kv_cache_free_gpu_mem_fraction,
         ("kv_cache_config", "free_gpu_memory_fraction"),
         in_core="kv_cache_fraction",
         also="free_gpu_memory_fraction",
     ),
-    Place(fields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
-    Place(fields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
-    Place(fields.enable_chunked_context, ("enable_chunked_prefill",)),
-    Place(fields.speculative_config, ("speculative_config",)),
-    Place(fields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES),
+    Place(AllFields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
+    Place(AllFields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
+    Place(AllFields.enable_chunked_context, ("enable_chunked_prefill",)),
+    Place(AllFields.speculative_config, ("speculative_config",)),
     Place(
-        fields.enable_max_num_tokens_tuning,
+        AllFields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES
+    ),
+    Place(
+        AllFields.enable_max_num_tokens_tuning,
         ("scheduler_config", "dynamic_batch_config", "enable_max_num_tokens_tuning"),
     ),
     Place(
-        fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES
+        AllFields.batch_scheduler_policy,
+        ("scheduler_config", "capacity_scheduler_policy"),
+        SCHEDULER_POLICIES,
     ),
-    Place(fields.beam_width, ("max_beam_width",)),
-    Place(fields.dtype, ("dtype",)),
+    Place(AllFields.beam_width, ("max_beam_width",)),
+    Place(AllFields.dtype, ("dtype",)),
     KV_CACHE_DTYPE,
-    Place(fields.load_format, ("load_format",)),
+    Place(AllFields.load_format, ("load_format",)),
 )
 
 
@@ -124,9 +129,9 @@ def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_whole: bool
     `serves_model`: servers read `model`. `is_whole`: leader and instances are one run.
     """
     origin = Origin(Level.YAML, path)
-    stated = {fields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
+    stated = {AllFields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
     if yaml.model is not None and not serves_model:
-        stated[fields.model_path.name] = Stated(
+        stated[AllFields.model_path.name] = Stated(
             Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model
         )
     for section, server in yaml.sections:
@@ -182,7 +187,7 @@ def same(name: str, one: Any, other: Any) -> bool:
     return bool(
         one == other
         or (
-            name == fields.model_path.name
+            name == AllFields.model_path.name
             and one
             and other
             and os.path.realpath(one) == os.path.realpath(other)

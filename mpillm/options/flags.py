@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.options import fields
 from mpillm.options.field import AutoConfStrategy, Field
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS
 from mpillm.options.found import Found, Level, Origin
 from mpillm.options.mitten import environment, from_environment
 
 OVERLAYS: dict[Field, str] = {
-    fields.trtllm_checkpoint_flags: "TRTLLM_CHECKPOINT_FLAGS",
-    fields.trtllm_build_flags: "TRTLLM_BUILD_FLAGS",
-    fields.trtllm_runtime_flags: "TRTLLM_RUNTIME_FLAGS",
+    AllFields.trtllm_checkpoint_flags: "TRTLLM_CHECKPOINT_FLAGS",
+    AllFields.trtllm_build_flags: "TRTLLM_BUILD_FLAGS",
+    AllFields.trtllm_runtime_flags: "TRTLLM_RUNTIME_FLAGS",
 }
 """Environment variables that override flags, key by key, of a command and of the class that owns them."""
 
@@ -70,7 +70,7 @@ def _rank(origin: Origin) -> tuple[bool, Level]:
     return origin.level is Level.ENVIRONMENT, origin.level
 
 
-LIMITS = (fields.max_batch_size.name, fields.max_num_tokens.name)
+LIMITS = (AllFields.max_batch_size.name, AllFields.max_num_tokens.name)
 """What an engine is built for, and a run may use less of."""
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpillm.json_slice import Slice
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import AllFields
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class GenerationConfig(Slice):
     def values(self, where: str) -> dict[Field, Any]:
         """Return the values by field; ConfigError, which begins with `where`, if a field refuses one."""
         said: dict[str, tuple[Field, Any]] = {
-            "max_output_len": (fields.max_output_len, self.max_output_len),
-            "min_output_len": (fields.min_output_len, self.min_output_len),
-            "runtime_beam_width": (fields.beam_width, self.runtime_beam_width),
-            "temperature": (fields.temperature, self.temperature),
-            "top_k": (fields.top_k, self.top_k),
-            "top_p": (fields.top_p, self.top_p),
+            "max_output_len": (AllFields.max_output_len, self.max_output_len),
+            "min_output_len": (AllFields.min_output_len, self.min_output_len),
+            "runtime_beam_width": (AllFields.beam_width, self.runtime_beam_width),
+            "temperature": (AllFields.temperature, self.temperature),
+            "top_k": (AllFields.top_k, self.top_k),
+            "top_p": (AllFields.top_p, self.top_p),
         }
         if self.eos_token_id:
-            said["eos_token_id"] = (fields.end_ids, self.eos_token_id)
+            said["eos_token_id"] = (AllFields.end_ids, self.eos_token_id)
         if not self.use_stop_tokens:
-            said["use_stop_tokens"] = (fields.stop_words, None)
+            said["use_stop_tokens"] = (AllFields.stop_words, None)
         return {
             field: field.check(value, f"{where}: {name}")
             for name, (field, value) in said.items()

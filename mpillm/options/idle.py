@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm.core_names import WITH_BACKENDS, with_backend
-from mpillm.options import fields
 from mpillm.options.effect import ANY, Use
 from mpillm.options.field import Field
-from mpillm.options.fields import BY_NAME, FIELDS, SIZES
+from mpillm.options.fields import BY_NAME, FIELDS, SIZES, AllFields
 from mpillm.options.fields.effects import CLIENTS, DISAGG, PLAN, RUN, SERVE, STAGES
 from mpillm.options.fields.runtime_flags import KNOWN_FLAGS, names_of
 from mpillm.options.found import Found, Level, Origin
@@ -91,7 +90,11 @@ def idle(config: RunConfig, command: str) -> list[Idle]:
             if (why := whys[0]) is not None and None not in whys:
                 said = where[0].named(field.name)
                 found += _judged(field.name, said, origin, why, field.effect.measured, config, command)
-    for flags in (fields.trtllm_checkpoint_flags, fields.trtllm_build_flags, fields.trtllm_runtime_flags):
+    for flags in (
+        AllFields.trtllm_checkpoint_flags,
+        AllFields.trtllm_build_flags,
+        AllFields.trtllm_runtime_flags,
+    ):
         found += _idle_flags(config, flags, command)
     return found
 
@@ -112,7 +115,7 @@ def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]
         field, origin = KNOWN_FLAGS.get(key), stated.key(key).origin
         # a file that names no core has TensorRT-LLM's flags for whatever core
         measured = origin.level is not Level.CONTEXT or config.origin("core_type").level is Level.CONTEXT
-        if flags is fields.trtllm_runtime_flags and field is not None:
+        if flags is AllFields.trtllm_runtime_flags and field is not None:
             if field in FIELDS or not _is_stated(field, Found(field.check(value, key), origin)):
                 continue
             why, measured = why_idle(field, config, command), measured and field.effect.measured
@@ -136,7 +139,7 @@ def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
 
     Of several uses, the one that lacks least is named.
     """
-    if config.server and (field.effect is DISAGG or field in (fields.mode, fields.disagg_config)):
+    if config.server and (field.effect is DISAGG or field in (AllFields.mode, AllFields.disagg_config)):
         return None  # `own_servers` refuses a kind without halves
     if config.server and of_engine(field):
         kind = kind_of(config.server)

@@ -13,8 +13,8 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm import workloads
 from mpillm.core_names import brought
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import AllFields
 from mpillm.options.found import COMMAND_LINE, DEFAULT, Found, Level, Origin
 from mpillm.options.mitten import Configuration
 from mpillm.options.values import complete
@@ -25,20 +25,20 @@ def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None
     """Return the layers of user and command: command line, the file that it names, the command's defaults."""
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
-    if (path := found_for(own, fields.config_file).value) is not None:
+    if (path := found_for(own, AllFields.config_file).value) is not None:
         # takes time to import, and few commands have one
         reader = importlib.import_module(brought("READERS")["config_file"])
         given = {key: found_for(own, key) for key in reader.KEYS}
         if (
-            found_for(own, fields.use_triton).value
-            and given[fields.harness_type].origin.level <= Level.CONTEXT
+            found_for(own, AllFields.use_triton).value
+            and given[AllFields.harness_type].origin.level <= Level.CONTEXT
         ):
-            given[fields.harness_type] = Found("triton", COMMAND_LINE)
+            given[AllFields.harness_type] = Found("triton", COMMAND_LINE)
         file: Configuration = reader.load(
             path,
             {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT},
-            found_for(own, fields.test_mode).value,
-            found_for(own, fields.compliance_test).value,
+            found_for(own, AllFields.test_mode).value,
+            found_for(own, AllFields.compliance_test).value,
         )
         own.update(file)
         own.origins = file.origins
@@ -66,19 +66,19 @@ def stack(
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)
     test = named_test(
-        found_for(own, fields.benchmarks),
-        found_for(own, fields.scenarios),
-        found_for(own, fields.accuracy_target),
+        found_for(own, AllFields.benchmarks),
+        found_for(own, AllFields.scenarios),
+        found_for(own, AllFields.accuracy_target),
     )
     benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
     if benchmarks is not None and len(benchmarks) == 1:
-        known_workload = workloads.get(benchmarks[0], found_for(own, fields.model_scale).value)
+        known_workload = workloads.get(benchmarks[0], found_for(own, AllFields.model_scale).value)
         if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
             scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
             test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(defaults_of(known_workload, scenarios[0], found_for(own, fields.test_mode).value))
+        workload.update(defaults_of(known_workload, scenarios[0], found_for(own, AllFields.test_mode).value))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
-    path, origin, _ = found_for(own, fields.llm_gen_config_path)
+    path, origin, _ = found_for(own, AllFields.llm_gen_config_path)
     if path is not None:
         from mpillm.options.generation_config import GenerationConfig  # its records take time to make
 

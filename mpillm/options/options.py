@@ -10,17 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpillm.options import fields, layers
+from mpillm.options import layers
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
-from mpillm.options.fields import FIELDS
+from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.idle import check_idle
 from mpillm.options.run_config import RunConfig
 from mpillm.options.together import check_compliance, check_together
 
 # What `run` shows in --help.
-RUN_FIELDS = fields.command_fields(
+RUN_FIELDS = command_fields(
     *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
@@ -28,7 +28,7 @@ RUN_FIELDS = fields.command_fields(
 
 
 # What `serve` shows.
-SERVE_FIELDS = fields.command_fields(
+SERVE_FIELDS = command_fields(
     *(
         "serve",
         "workload",
@@ -106,7 +106,10 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
 
 
 # Clients choose their prompts: any that fits the model's context is computed.
-_OF_SERVERS = {fields.on_instance_loss: "continue", fields.enable_chunked_context: True}
+_OF_SERVERS: Mapping[Field, Any] = {
+    AllFields.on_instance_loss: "continue",
+    AllFields.enable_chunked_context: True,
+}
 
 
 def parse_serve(argv: Sequence[str]) -> RunConfig:

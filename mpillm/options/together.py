@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from mpillm.options import fields
-from mpillm.options.fields import BY_NAME
+from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.idle import SIZES_OF_HALVES
 from mpillm.programs.load_clients.kinds import kind_of as harness_kind
 from mpillm.programs.servers.kinds import kind_of
@@ -37,14 +37,15 @@ def check_options(config: RunConfig) -> None:
             f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
             " end the test first"
         )
-    for least, most in (
-        (fields.min_duration, fields.max_duration),
-        (fields.min_query_count, fields.max_query_count),
-        (fields.min_output_len, fields.max_output_len),
-    ):
-        low, high = config[least], config[most]
+    bounds: tuple[tuple[Field, Field], ...] = (
+        (AllFields.min_duration, AllFields.max_duration),
+        (AllFields.min_query_count, AllFields.max_query_count),
+        (AllFields.min_output_len, AllFields.max_output_len),
+    )
+    for lower, upper in bounds:
+        low, high = config[lower], config[upper]
         if low is not None and high is not None and low > high:
-            raise ConfigError(f"{config.named(least.name)} is more than {config.named(most.name)}")
+            raise ConfigError(f"{config.named(lower.name)} is more than {config.named(upper.name)}")
     if config.given("output_mean") and config.output_mean > config.max_output_len:
         raise ConfigError(
             f"{config.named('output_mean')} is more than {config.named('max_output_len')}, where every answer"

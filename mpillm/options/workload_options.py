@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.options import fields
 from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE
 from mpillm.options.found import Found, Level, Origin
 from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form, plain_form
@@ -24,20 +24,21 @@ def defaults_of(workload: Workload, scenario: str, test_mode: str = "Performance
     if test_mode == "AccuracyOnly":
         longest = workload.accuracy_output_len or longest
     return {
-        fields.model_path: workload.model_path,
-        fields.dataset_path: workload.dataset_path,
-        fields.max_num_tokens: _STEP_TOKENS,
-        fields.enable_chunked_context: workload.max_input_len > _STEP_TOKENS,
-        fields.max_seq_len: workload.max_input_len + longest,
-        fields.max_output_len: longest,
-        fields.min_output_len: workload.min_output_len,
-        fields.end_ids: workload.end_ids,
-        fields.stop_words: [list(word) for word in workload.stop_words] or None,
+        AllFields.model_path: workload.model_path,
+        AllFields.dataset_path: workload.dataset_path,
+        AllFields.max_num_tokens: _STEP_TOKENS,
+        AllFields.enable_chunked_context: workload.max_input_len > _STEP_TOKENS,
+        AllFields.max_seq_len: workload.max_input_len + longest,
+        AllFields.max_output_len: longest,
+        AllFields.min_output_len: workload.min_output_len,
+        AllFields.end_ids: workload.end_ids,
+        AllFields.stop_words: [list(word) for word in workload.stop_words] or None,
         **dict.fromkeys(
-            (fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), workload.tensor_parallelism
+            (AllFields.tensor_parallelism, AllFields.ctx_tp_size, AllFields.gen_tp_size),
+            workload.tensor_parallelism,
         ),
-        **{fields.BY_NAME[name]: value for name, value in workload.sampling.items()},
-        **{fields.BY_NAME[name]: value for name, value in workload.loadgen.get(scenario, {}).items()},
+        **{BY_NAME[name]: value for name, value in workload.sampling.items()},
+        **{BY_NAME[name]: value for name, value in workload.loadgen.get(scenario, {}).items()},
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.flags import overlaid
 from mpillm.options.mitten import autoconfigure, bind
 from mpillm.stages.preconditions import Layout
@@ -25,11 +25,11 @@ BUILD_SOURCE = "--trtllm_build_flags"
 
 
 @autoconfigure
-@bind(fields.tensor_parallelism, "tp_size")
-@bind(fields.pipeline_parallelism, "pp_size")
-@bind(fields.moe_expert_parallelism, "ep_size")
-@bind(fields.trtllm_checkpoint_flags, "checkpoint_flags")
-@bind(fields.trtllm_build_flags, "build_flags")
+@bind(AllFields.tensor_parallelism, "tp_size")
+@bind(AllFields.pipeline_parallelism, "pp_size")
+@bind(AllFields.moe_expert_parallelism, "ep_size")
+@bind(AllFields.trtllm_checkpoint_flags, "checkpoint_flags")
+@bind(AllFields.trtllm_build_flags, "build_flags")
 @dataclass
 class EngineLayout:
     """An engine's layout.
@@ -73,9 +73,9 @@ def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @autoconfigure
-@bind(fields.model_path)
-@bind(fields.llm_quantizer_outdir, "output_path")
-@bind(fields.trtllm_checkpoint_flags, "flags")
+@bind(AllFields.model_path)
+@bind(AllFields.llm_quantizer_outdir, "output_path")
+@bind(AllFields.trtllm_checkpoint_flags, "flags")
 @dataclass
 class QuantizerConfig:
     """The source of a checkpoint, its place, and the flags of the tool that makes it.
@@ -93,7 +93,7 @@ class QuantizerConfig:
     def __post_init__(self) -> None:
         if not self.model_path:
             raise ConfigError("generate-engines needs --model_path: the Hugging Face folder of the model")
-        flags = overlaid(fields.trtllm_checkpoint_flags, self.flags)
+        flags = overlaid(AllFields.trtllm_checkpoint_flags, self.flags)
         self.flags = without_parallelism(flags)
         self.sizes = {name: value for name, value in flags.items() if name in _SIZES}
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.launcher import find_launcher
-from mpillm.options import fields, layers
+from mpillm.options import layers
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
+from mpillm.options.fields import AllFields
 from mpillm.options.found import Level
 from mpillm.options.idle import idle_in_all, told
 from mpillm.options.options import parse, with_all
@@ -39,9 +40,11 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> l
     add_fields(parser, known, shown)
     options = parser.texts(argv)
     made = []
-    for benchmark in layers.found_for(layers.of_the_user(options, None), fields.benchmarks).value or (None,):
+    for benchmark in layers.found_for(layers.of_the_user(options, None), AllFields.benchmarks).value or (
+        None,
+    ):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = layers.found_for(layers.of_the_user(named, None), fields.scenarios)
+        scenarios = layers.found_for(layers.of_the_user(named, None), AllFields.scenarios)
         if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
             made.append(RunConfig.resolved(layers.stated_values(named, known, None)))
         else:

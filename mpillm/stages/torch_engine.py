@@ -11,7 +11,7 @@ from disagg.errors import ConfigError, about, nearest
 from launch.command import Command
 from mpillm.engine.shape.read_config import PRESETS
 from mpillm.files import read_object
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS
 from mpillm.options.mitten import HelpInfo, autoconfigure, bind
 from mpillm.options.run_config import RunConfig
@@ -85,10 +85,10 @@ class TorchQuantizerOp(Operation):
 
 
 @autoconfigure
-@bind(fields.trtllm_build_flags, "build_flags")
-@bind(fields.engine_dir)
-@bind(fields.dtype)
-@bind(fields.quantization)
+@bind(AllFields.trtllm_build_flags, "build_flags")
+@bind(AllFields.engine_dir)
+@bind(AllFields.dtype)
+@bind(AllFields.quantization)
 class TorchBuilderOp(Operation):
     """From a checkpoint, or a preset, to the file of each rank of an instance."""
 

@@ -13,7 +13,7 @@ from disagg.world_plan import CONTROL
 from mpillm.engine.shape.read_config import PRESETS
 from mpillm.files import as_written, is_there, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.workload_options import defaults_of
 from mpillm.report.doubts import cached_prompts, refused, restarts
 from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
@@ -27,7 +27,7 @@ KINDS = ("performance", "accuracy", *FILES)
 # What the runs of one result must have in common: they are of one system under test.
 _SAME = ("harness", "core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
 # Options that a workload sets and the closed division does not allow to change.
-_OF_THE_WORKLOAD = (fields.max_output_len, fields.min_output_len, fields.stop_words)
+_OF_THE_WORKLOAD = (AllFields.max_output_len, AllFields.min_output_len, AllFields.stop_words)
 # The entries of `describe_machine` that a submission describes.
 _OF_MACHINE = (
     "cpu",

@@ -12,7 +12,7 @@ from launch.command import Command, NotHere, find_program
 from mpillm.data.model_files import BuildConfig, EngineConfig
 from mpillm.files import read_object
 from mpillm.nvidia.configs import TrtllmHlApiConfig
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.flags import overlaid
 from mpillm.options.mitten import HelpInfo, autoconfigure, bind
 from mpillm.options.run_config import RunConfig
@@ -45,8 +45,8 @@ _SHRINK = {
 
 
 @autoconfigure
-@bind(fields.trtllm_lib_path, "lib_path")
-@bind(fields.quantizer_lib_path_override, "quantizer_lib_path")
+@bind(AllFields.trtllm_lib_path, "lib_path")
+@bind(AllFields.quantizer_lib_path_override, "quantizer_lib_path")
 @dataclass
 class TRTLLMLibraryLoader(EngineLayout):
     """The place of TensorRT-LLM's tools, and the engine's layout."""
@@ -184,11 +184,11 @@ class TRTLLMQuantizerOp(Operation):
 
 
 @autoconfigure
-@bind(fields.trtllm_build_flags, "build_flags")
-@bind(fields.engine_dir)
-@bind(fields.max_batch_size)
-@bind(fields.max_num_tokens)
-@bind(fields.max_seq_len)
+@bind(AllFields.trtllm_build_flags, "build_flags")
+@bind(AllFields.engine_dir)
+@bind(AllFields.max_batch_size)
+@bind(AllFields.max_num_tokens)
+@bind(AllFields.max_seq_len)
 class TRTLLMBuilderOp(Operation):
     """From a checkpoint to an engine. TRTLLM_BUILD_FLAGS overrides the flags, from a caller or the field.
 
@@ -208,7 +208,7 @@ class TRTLLMBuilderOp(Operation):
         max_seq_len: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        given = overlaid(fields.trtllm_build_flags, build_flags)
+        given = overlaid(AllFields.trtllm_build_flags, build_flags)
         if checkpoint is None:
             config = QuantizerConfig()
             loader = TRTLLMLibraryLoader(checkpoint_flags=config.sizes, build_flags=given)

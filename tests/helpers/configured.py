@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from mpillm.options import fields
+from mpillm.options.fields import BY_NAME
 from mpillm.options.mitten import Configuration
 
 DUMMY = ["--core_type", "dummy"]
@@ -21,6 +21,6 @@ def from_fields(cls: type[T], /, *args: Any, **kwargs: Any) -> T:
 def built(cls: Any, **values: Any) -> Any:
     """Return an instance whose fields have these values, by their names."""
     with Configuration(
-        {fields.BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}
+        {BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}
     ).autoapply():
         return cls()

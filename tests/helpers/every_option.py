@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpillm.options import fields
 from mpillm.options.effect import ANY
 from mpillm.options.field import Field
+from mpillm.options.fields import BY_NAME
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {
@@ -57,9 +57,9 @@ def named(core: str) -> dict[str, str]:
 def beside(field: Field) -> dict[str, str]:
     """Return options that this one needs."""
     words = {
-        use.needs[0]: fields.BY_NAME[use.needs[0]].text(use.needs[1])
+        use.needs[0]: BY_NAME[use.needs[0]].text(use.needs[1])
         for use in field.effect.uses
-        if use.needs and use.needs[1] is not ANY and use.needs[0] in fields.BY_NAME
+        if use.needs and use.needs[1] is not ANY and use.needs[0] in BY_NAME
     }
     for use in field.effect.uses:
         if use.needs in (("server", ANY), ("harness", ANY), ("server_role", ANY)):

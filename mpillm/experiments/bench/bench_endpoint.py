@@ -28,13 +28,12 @@ from mpillm.experiments.loadtest.serving_report import DETAILS, judged, numbers,
 from mpillm.files import write_json, write_text
 from mpillm.options import json_output
 from mpillm.options.field import option
-from mpillm.options.fields import positive, seconds
 from mpillm.options.fields.data import GenerationFields
 from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.latency_limits import WORDS, limits_ms
-from mpillm.options.parsers import at_least_one, boolean, rate
+from mpillm.options.parsers import at_least_one, boolean, positive, rate, seconds
 from mpillm.options.values import Values
 from mpillm.report.run_directory import path_shown, series_folder
 

@@ -26,8 +26,8 @@ from mpillm.experiments.bench.vllm_baseline import VllmBaseline
 from mpillm.options import json_output
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import option
-from mpillm.options.fields import positive
 from mpillm.options.fields.model import ModelFields
+from mpillm.options.parsers import positive
 from mpillm.options.values import Values
 from mpillm.telemetry.other_load import OtherLoad
 

@@ -11,8 +11,8 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.options import json_output
 from mpillm.options.field import option
-from mpillm.options.fields import integers, positive, seconds
 from mpillm.options.fields.topology import TopologyFields
+from mpillm.options.parsers import integers, positive, seconds
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
 

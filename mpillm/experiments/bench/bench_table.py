@@ -22,9 +22,8 @@ from mpillm.options import json_output
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.disagg_values import CORE
 from mpillm.options.field import option
-from mpillm.options.fields import positive, seconds
 from mpillm.options.fields.model import ModelFields
-from mpillm.options.parsers import flag_dict, rate
+from mpillm.options.parsers import flag_dict, positive, rate, seconds
 from mpillm.options.values import Values
 from mpillm.report.page.facts import floats
 from mpillm.report.run_directory import TELEMETRY

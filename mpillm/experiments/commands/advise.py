@@ -27,9 +27,10 @@ from mpillm.loadgen.issue_order import issue_order
 from mpillm.options.columns import beside, table
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import BY_NAME, positive
+from mpillm.options.fields import BY_NAME
 from mpillm.options.fields.loadgen import LoadgenFields
 from mpillm.options.options import parse_run, without
+from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
 from mpillm.report.run_directory import path_shown, series_folder
 from mpillm.report.run_files import RunFiles

@@ -20,9 +20,8 @@ from mpillm.files import write_text
 from mpillm.options.columns import beside
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import seconds
 from mpillm.options.options import parse_run
-from mpillm.options.parsers import fraction
+from mpillm.options.parsers import fraction, seconds
 from mpillm.options.run_config import RunConfig
 from mpillm.report.numbers import duration
 from mpillm.report.page.facts import limits_ms

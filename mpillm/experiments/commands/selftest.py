@@ -11,8 +11,8 @@ from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
 from mpillm.experiments.selftest import GOOD, Tried, cases
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import seconds
 from mpillm.options.options import parse_run
+from mpillm.options.parsers import seconds
 
 
 class Options(SeriesOptions, group=GROUP):

@@ -25,8 +25,8 @@ from mpillm.devices import assign
 from mpillm.llmlib.cores.base import CompleteCallback, LLMCore, LLMRequest, LLMResponse
 from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.llmlib.words import command_line
-from mpillm.options import fields
 from mpillm.options.disagg_yaml import disagg_config
+from mpillm.options.fields import AllFields
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import core_configs
@@ -151,7 +151,7 @@ def _core(config: RunConfig) -> ranks.LLMCore:
     """Make the core of a run's only instance, of one rank. ConfigError: it needs several."""
     kind = BackendRegistry.get(config.core_type)
     n_ranks = disagg.ranks_for(1, config.control_ranks)
-    sizes = (fields.tensor_parallelism, fields.pipeline_parallelism)
+    sizes = (AllFields.tensor_parallelism, AllFields.pipeline_parallelism)
     several = [field.name for field in sizes if not kind.is_client and (config[field] or 1) > 1]
     if several or (config.mode == "disaggregated" and not kind.is_client):
         what = config.named(several[0] if several else "mode")

@@ -2,15 +2,14 @@
 
 A new option is one declaration in the class of its subject: ``name = option("what it means", parser,
 default=…)``. It is then an option of the commands that show its group, an attribute of
-`RunConfig` with the type that its parser returns, and a name of this package (`mpillm.fields.name`).
+`RunConfig` with the type that its parser returns, and a name of `mpillm.fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from disagg.errors import nearest
-from mpillm.options.field import Field as Field
+from mpillm.options.field import Field
 from mpillm.options.fields.data import DataFields, GenerationFields
 from mpillm.options.fields.deadlines import DEADLINES as DEADLINES
 from mpillm.options.fields.deadlines import DeadlineFields
@@ -23,11 +22,6 @@ from mpillm.options.fields.servers import OwnServerFields, ServerFields, TritonF
 from mpillm.options.fields.serving import ServingFields
 from mpillm.options.fields.stages import BuildFields, CheckpointFields, HarnessFields
 from mpillm.options.fields.topology import TopologyFields
-from mpillm.options.parsers import integers as integers
-from mpillm.options.parsers import not_negative as not_negative
-from mpillm.options.parsers import one_or_two as one_or_two
-from mpillm.options.parsers import positive as positive
-from mpillm.options.parsers import seconds as seconds
 
 
 class AllFields(
@@ -79,11 +73,3 @@ def command_fields(*groups: str, also: Iterable[str] = ()) -> list[Field]:
     while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
         found |= setting
     return [field for field in FIELDS if field in found]
-
-
-def __getattr__(name: str) -> Field:
-    """Return a field, by its name or an alias."""
-    try:
-        return BY_NAME[name]
-    except KeyError:
-        raise AttributeError(f"there is no field {name}{nearest(name, BY_NAME)}") from None

@@ -19,9 +19,9 @@ from mpillm.core_names import TRITON_URL
 from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
-from mpillm.options import fields
 from mpillm.options.columns import table
 from mpillm.options.command_line import Parser
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN
 from mpillm.options.idle import idle, idle_in_all, told
 from mpillm.options.options import RUN_FIELDS, run_name, without
@@ -61,7 +61,7 @@ def _parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> list[RunConfig]:
     """Return the configuration of each test. Raises ConfigError."""
-    configs = parse_each(argv, _parser(), [*RUN_FIELDS, fields.world_size, fields.dry_run])
+    configs = parse_each(argv, _parser(), [*RUN_FIELDS, AllFields.world_size, AllFields.dry_run])
     return [config.with_yaml() for config in configs]
 
 

@@ -19,8 +19,7 @@ from mpillm.errors import ExitCode, needs_extra
 from mpillm.files import write_json
 from mpillm.options import json_output
 from mpillm.options.field import option
-from mpillm.options.fields import not_negative, positive, seconds
-from mpillm.options.parsers import boolean, shell_words
+from mpillm.options.parsers import boolean, not_negative, positive, seconds, shell_words
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
 from mpillm.triton.bench.report import statistics_of, table

@@ -10,8 +10,7 @@ from disagg.errors import ConfigError
 from mpillm.errors import ExitCode, needs_extra
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import positive, seconds
-from mpillm.options.parsers import boolean
+from mpillm.options.parsers import boolean, positive, seconds
 from mpillm.options.values import Values, collect
 
 

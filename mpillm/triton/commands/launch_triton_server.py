@@ -20,13 +20,12 @@ from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.fields import positive, seconds
 from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.general import GeneralFields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.fields.servers import ServerFields
 from mpillm.options.fields.topology import TopologyFields
-from mpillm.options.parsers import boolean, natural
+from mpillm.options.parsers import boolean, natural, positive, seconds
 from mpillm.options.values import Values, collect
 from mpillm.stages.commands.run_llm_server import run_servers
 from mpillm.triton.tritonserver import (

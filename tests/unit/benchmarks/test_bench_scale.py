@@ -11,7 +11,7 @@ from benchmarks.simulated_cluster import ControlledCluster, RoutedCluster, plan_
 from mpillm.comms import messages
 from mpillm.comms.watch import beat_interval_s
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import traffic_distribution_policy
+from mpillm.options.fields import AllFields
 from mpillm.options.values import collect
 from mpillm.phases import PHASES
 
@@ -33,7 +33,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[-2:] for line in lines if line.startswith("  ranks ")] == [["10", "18"]]
 
 
-@pytest.mark.parametrize("policy", traffic_distribution_policy.choices)
+@pytest.mark.parametrize("policy", AllFields.traffic_distribution_policy.choices)
 def test_every_request_is_sent_on_and_answered(policy: str) -> None:
     cluster = RoutedCluster(plan_of(N), policy)
     assert set(cluster.leader.owed().values()) == {8}

@@ -20,9 +20,8 @@ from mpillm.cli import main, module_of
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry
 from mpillm.nvidia.config_file import KEYS
-from mpillm.options import fields
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import BY_NAME, FIELDS, SETS
+from mpillm.options.fields import BY_NAME, FIELDS, SETS, AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.options.options import parse
 
@@ -157,7 +156,7 @@ def bound_classes(known: dict[str, list[Definition]]) -> dict[str, Bound]:
                 for call in node.decorator_list
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "bind"
             ]
-            fields = [(ast.unparse(args[0]).removeprefix("fields."), args) for args in binds]
+            fields = [(ast.unparse(args[0]).removeprefix("AllFields."), args) for args in binds]
             parameters = {
                 ast.literal_eval(args[1]) if len(args) > 1 else field: field for field, args in fields
             }
@@ -306,8 +305,8 @@ def test_these_options_set_others(options: list[str], expected: dict[str, object
 
 def test_flags_that_are_options_are_in_the_table() -> None:
     for field, keys in (
-        (fields.trtllm_runtime_flags, {**RUNTIME_FLAGS, **RUNTIME_OPTIONS}),
-        (fields.trtllm_build_flags, BUILD_OPTIONS),
+        (AllFields.trtllm_runtime_flags, {**RUNTIME_FLAGS, **RUNTIME_OPTIONS}),
+        (AllFields.trtllm_build_flags, BUILD_OPTIONS),
     ):
         assert set(SETS[field]) == {option for option in keys.values() if option in FIELDS}
 

@@ -80,7 +80,7 @@ def test_a_command_that_fails_has_no_figures(tmp_path: Path, capsys: pytest.Capt
 def test_what_a_process_of_its_prints_is_on_stderr() -> None:
     """As the runs of ab do."""
     code = (
-        "import subprocess; from mpillm.configurator import json_output as o;"
+        "import subprocess; from mpillm.options import json_output as o;"
         "o.begin(); subprocess.run(['echo', 'of a child']); print('of its own'); o.tell([1]); o.end()"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ import pytest
 from mpillm.data import model_files
 from mpillm.nvidia import backends as harness_config
 from mpillm.nvidia import configs
+from mpillm.options import generation_config
 from mpillm.options.fields import BY_NAME
 from mpillm.options.fields.runtime_flags import RUNTIME_FLAGS
 from mpillm.options.flags import OVERLAYS
@@ -115,4 +116,6 @@ def test_every_runtime_flag() -> None:
 
 def test_every_class() -> None:
     for name in re.findall(r"`(\w+Config)`", PAGE):
-        assert any(hasattr(module, name) for module in (harness_config, configs, model_files))
+        assert any(
+            hasattr(module, name) for module in (harness_config, configs, model_files, generation_config)
+        )

@@ -18,7 +18,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib import LLMCore, LLMRequest, LLMServerFactory, harness_op, launch_server
 from mpillm.llmlib.cores.built_in import BuiltInCore, built_in, core_of_ranks
 from mpillm.llmlib.cores.dummy import DummyCore
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14], [2, 3]]
@@ -63,9 +63,9 @@ def expected(prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("scenario", ["Offline", "Server"])
 def test_the_dummy_core_answers_under_a_server(scenario: str) -> None:
-    values = {fields.scenarios: (scenario,), fields.max_output_len: 3}
+    values = {AllFields.scenarios: (scenario,), AllFields.max_output_len: 3}
     if scenario == "Server":
-        values[fields.server_target_qps] = 10.0
+        values[AllFields.server_target_qps] = 10.0
     firsts, whole = answers("dummy", values, PROMPTS, core_options="tpot_ms:2")
     assert whole == expected(PROMPTS, 3)
     told = {id_: answer[:1] for id_, answer in whole.items()}
@@ -74,13 +74,13 @@ def test_the_dummy_core_answers_under_a_server(scenario: str) -> None:
 
 def test_more_requests_than_the_core_can_hold() -> None:
     prompts = [[i % 50 + 1] * 2 for i in range(40)]
-    values = {fields.max_output_len: 2, fields.max_batch_size: 3}
+    values = {AllFields.max_output_len: 2, AllFields.max_batch_size: 3}
     _, whole = answers(DummyCore, values, prompts)
     assert whole == expected(prompts, 2)
 
 
 def test_the_engine_answers() -> None:
-    values = {fields.model_path: "tiny-llama", fields.max_output_len: 6, fields.num_threads: 1}
+    values = {AllFields.model_path: "tiny-llama", AllFields.max_output_len: 6, AllFields.num_threads: 1}
     _, one = answers("torch", values, PROMPTS[:1])
     _, all_of_them = answers("torch", values, PROMPTS)
     assert all(1 <= len(answer) <= 6 for answer in all_of_them.values()) and len(all_of_them) == len(PROMPTS)
@@ -88,7 +88,7 @@ def test_the_engine_answers() -> None:
 
 
 def test_what_needs_ranks_says_so() -> None:
-    values = {fields.tensor_parallelism: 2, fields.max_output_len: 2}
+    values = {AllFields.tensor_parallelism: 2, AllFields.max_output_len: 2}
     with pytest.raises(ConfigError, match=r"tensor_parallelism 2.*one process; use LLMHarnessOp"):
         answers("dummy", values, PROMPTS)
 
@@ -138,7 +138,7 @@ def test_variants_of_the_harness_name_their_core(op: str, core_type: str) -> Non
 def test_an_operation_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
-    values = {fields.model_path: str(model), fields.ctx_tp_size: 1}
+    values = {AllFields.model_path: str(model), AllFields.ctx_tp_size: 1}
     with Configuration(values).autoapply():
         made = launch_server.GenerateTrtllmDisaggConfigOp(disagg_config="disagg.yaml", num_gen_servers=2)
         assert made.run() == {}

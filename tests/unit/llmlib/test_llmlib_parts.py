@@ -26,12 +26,12 @@ from mpillm.llmlib import (
     WarmupManager,
 )
 from mpillm.llmlib import fields as llmlib_fields
-from mpillm.options import fields
 from mpillm.options.core_config import CoreConfig
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration
 from tests.helpers.support import wait_until
 
-STREAMING = {fields.scenarios: ("Server",), fields.max_output_len: 8}
+STREAMING = {AllFields.scenarios: ("Server",), AllFields.max_output_len: 8}
 
 
 class Core(LLMCore):
@@ -95,7 +95,7 @@ def told() -> Told:
 
 def make(told: Told, policy: str = "load_balancing", values: Any = None, **kwargs: Any) -> LLMServer:
     with Configuration(
-        {fields.traffic_distribution_policy: policy, **(values or {})}, options={}
+        {AllFields.traffic_distribution_policy: policy, **(values or {})}, options={}
     ).autoapply():
         return LLMServerFactory.create_server(
             Core,
@@ -168,7 +168,7 @@ def test_an_error_is_no_answer(told: Told) -> None:
         ([[1], [2]], {}, "is not final, and this run is not streaming"),
         (
             [[1]],
-            {fields.min_output_len: 2, fields.max_output_len: 8},
+            {AllFields.min_output_len: 2, AllFields.max_output_len: 8},
             "an answer of 1 tokens; min_output_len is 2",
         ),
         ([[1, 2], [3]], {"twice": True}, "which is not open"),
@@ -191,7 +191,7 @@ def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> 
 
 
 def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None:
-    server = make(told, values={fields.stall_timeout: 0.1}, n=1)
+    server = make(told, values={AllFields.stall_timeout: 0.1}, n=1)
     server.issue_queries(requests(2))
     with pytest.raises(
         TimeoutError, match=r"core Core#0: 2 requests open, and silent for \d\d? s \(--stall_timeout 0\.1\)"
@@ -294,19 +294,19 @@ def test_how_answers_are_generated(tmp_path: Path) -> None:
     file.write_text('{"generation_config": {"max_output_len": 77, "eos_token_id": 5}}')
     generation = HarnessConfig(gen_config_path=str(file)).gen_config
     assert generation is not None and (generation.max_output_len, generation.eos_token_id) == (77, (5,))
-    with Configuration({fields.llm_gen_config_path: str(file)}, options={}).autoapply():
+    with Configuration({AllFields.llm_gen_config_path: str(file)}, options={}).autoapply():
         generation = HarnessConfig().gen_config
     assert generation is not None and generation.max_output_len == 77 and not generation.streaming, (
         "Offline does not stream"
     )
-    with Configuration({**STREAMING, fields.llm_gen_config_path: str(file)}, options={}).autoapply():
+    with Configuration({**STREAMING, AllFields.llm_gen_config_path: str(file)}, options={}).autoapply():
         generation = HarnessConfig().gen_config
     assert generation is not None and generation.max_output_len == 8 and generation.streaming
     assert HarnessConfig().gen_config is not None
 
 
 def test_fields_by_name() -> None:
-    assert llmlib_fields.trtllm_runtime_flags is fields.trtllm_runtime_flags
+    assert llmlib_fields.trtllm_runtime_flags is AllFields.trtllm_runtime_flags
     with pytest.raises(AttributeError, match="did you mean 'trtllm_runtime_flags'"):
         _ = llmlib_fields.trtllm_runtime_flag
 
@@ -327,7 +327,7 @@ class Loader(LLMDataLoader):
 
 def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "ids.npy", np.eye(3))
-    with Configuration({fields.dataset_path: str(tmp_path)}, options={}).autoapply():
+    with Configuration({AllFields.dataset_path: str(tmp_path)}, options={}).autoapply():
         loader = Loader(["ids.npy"])
     assert loader.ids.tolist() == np.eye(3).tolist()
     with pytest.raises(
@@ -357,7 +357,7 @@ def test_what_an_operation_says_to_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     class Op(LLMHarnessOp):
         data_loader = Loader
 
-    values = {fields.max_output_len: 9, fields.top_k: 4, fields.seed: 7}
+    values = {AllFields.max_output_len: 9, AllFields.top_k: 4, AllFields.seed: 7}
     with Configuration(values, options={}).autoapply():
         words = Op(core_type=Core, workload="llama2-70b", seed=1).words()
     assert words[:2] == ["--max_output_len=5", "--seed=3"]

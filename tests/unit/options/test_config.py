@@ -11,17 +11,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import (
-    BY_NAME,
-    DEADLINES,
-    FIELDS,
-    batch_scheduler_policy,
-    benchmarks,
-    core_type,
-    dataset,
-    gpu_batch_size,
-    scenarios,
-)
+from mpillm.options.fields import BY_NAME, DEADLINES, FIELDS, AllFields
 from mpillm.options.found import DEFAULT as DEFAULT_ORIGIN
 from mpillm.options.found import Found
 from mpillm.options.latency_limits import whole_limits_ms
@@ -137,7 +127,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "[" * 100000,
         ],
     ),
-    benchmarks.from_string: (
+    AllFields.benchmarks.from_string: (
         {
             "llama2-70b": ("llama2-70b",),
             "llama2,MOE": ("llama2-70b", "mixtral-8x7b"),
@@ -156,7 +146,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "llama2-70b-99-interactive",
         ],
     ),
-    scenarios.from_string: (
+    AllFields.scenarios.from_string: (
         {
             "offline": ("Offline",),
             "Offline,SERVER": ("Offline", "Server"),
@@ -174,11 +164,11 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99},
         ["0.9", "1", "99.99", "", "high", "nan"],
     ),
-    dataset.from_string: (
+    AllFields.dataset.from_string: (
         {"prompts": "prompts", "SYNTHETIC": "synthetic", "my.mod:Loader": "my.mod:Loader"},
         ["", "prompt", "my.mod"],
     ),
-    core_type.from_string: (
+    AllFields.core_type.from_string: (
         {
             "torch": "torch",
             "DUMMY": "dummy",
@@ -187,7 +177,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         },
         ["", "dumy", "torch,dummy", "torch "],
     ),
-    batch_scheduler_policy.from_string: (
+    AllFields.batch_scheduler_policy.from_string: (
         {
             "max_util": "max_util",
             "No_Evict": "no_evict",
@@ -196,7 +186,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         },
         ["", "max", "evict", "max_util,no_evict"],
     ),
-    gpu_batch_size.from_string: (
+    AllFields.gpu_batch_size.from_string: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
         ["0", "", "a", "a:1", "moe:1,mixtral:2", "moe:0", "moe:b", ":4", "moe:1,4"],
     ),

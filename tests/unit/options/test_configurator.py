@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.fields import save_outputs, seed, trtllm_runtime_flags
 from mpillm.options.field import AutoConfStrategy, Field
-from mpillm.options.fields import save_outputs, seed, trtllm_runtime_flags
 from mpillm.options.mitten import (
     Configuration,
     ConfigurationIndex,

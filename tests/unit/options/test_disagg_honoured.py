@@ -16,7 +16,7 @@ from mpillm.commands.plan import main as plan_main
 from mpillm.cores.base import CoreConfig
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig
 from mpillm.options.disagg_yaml import disagg_config
-from mpillm.options.fields import traffic_distribution_policy
+from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.idle import check_idle
 from mpillm.options.options import parse_run, parse_serve
@@ -291,7 +291,7 @@ def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice
         "generation_servers": {"router": {"type": "conversation"}},
     }
     policies = [given(file, **content).in_section(name).traffic_distribution_policy for name in content]
-    assert policies == ["round_robin", traffic_distribution_policy.default]
+    assert policies == ["round_robin", AllFields.traffic_distribution_policy.default]
     config = given(file, "--traffic_distribution_policy", "round_robin", **content)
     assert [config.in_section(name).traffic_distribution_policy for name in content] == [
         "round_robin",

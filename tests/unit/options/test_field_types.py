@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.options import fields
+from mpillm import fields
 from mpillm.options.command_line import Parser
 from mpillm.options.field import Field
-from mpillm.options.fields import FIELDS, AllFields
+from mpillm.options.fields import BY_NAME, FIELDS, AllFields
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 class Mine(Values):
     size = Field("size", "how many", positive, default=3)
-    seed = fields.seed
+    seed = AllFields.seed
 
 
 class Derived(Mine):
@@ -34,10 +34,10 @@ class Derived(Mine):
 
 
 def test_a_field_on_the_class_and_its_value_on_an_instance() -> None:
-    assert isinstance(Mine.size, Field) and Mine.seed is fields.seed is AllFields.seed
+    assert isinstance(Mine.size, Field) and Mine.seed is AllFields.seed is AllFields.seed
     made = collect(["--size", "5"], Mine, Parser(prog="mpillm x"))
     assert (made.size, made.seed, made[Mine.size]) == (5, 0, 5)
-    assert parse_run(["--core_type", "dummy"])[fields.top_p] == 1.0
+    assert parse_run(["--core_type", "dummy"])[AllFields.top_p] == 1.0
 
 
 def test_a_class_of_another_kind_holds_the_field_itself() -> None:
@@ -57,7 +57,7 @@ def test_a_field_but_with_another_default() -> None:
 
     class More(Values):
         size = Mine.size.but(default=7)
-        max_batch_size = fields.AllFields.max_batch_size.but("requests at once", default=64, group="here")
+        max_batch_size = AllFields.max_batch_size.but("requests at once", default=64, group="here")
 
     field = More.max_batch_size
     assert (field.name, field.description, field.group) == ("max_batch_size", "requests at once", "here")
@@ -94,7 +94,7 @@ def test_a_text_can_be_written(text: str) -> None:
     """A file can say what no command line can; a path of it raised errors of Python's."""
     for name in ("model_path", "log_dir", "system_name", "stop_words"):
         with pytest.raises(ConfigError, match=rf"^a file {name} .*: not UTF-8 text, or with a null"):
-            fields.BY_NAME[name].check(text, f"a file {name}")
+            BY_NAME[name].check(text, f"a file {name}")
 
 
 @pytest.mark.slow

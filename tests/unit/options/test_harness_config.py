@@ -15,7 +15,7 @@ from mpillm.nvidia.configs import (
     TrtllmEndpointConfig,
     TrtllmHlApiConfig,
 )
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration, HelpInfo
 from mpillm.options.options import parse_run
 from tests.helpers.configured import built, from_fields
@@ -35,7 +35,7 @@ def test_every_class_is_made_from_fields_only(cls: Any) -> None:
     made = built(cls, tensor_parallelism=4, pipeline_parallelism=2, seed=5)
     assert (made.tensor_parallelism, made.pipeline_parallelism, made.random_seed) == (4, 2, 5)
     assert cls(tensor_parallelism=3).tensor_parallelism == 3
-    assert {fields.tensor_parallelism, fields.llm_gen_config_path} <= set(HelpInfo.fields([cls]))
+    assert {AllFields.tensor_parallelism, AllFields.llm_gen_config_path} <= set(HelpInfo.fields([cls]))
 
 
 def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_the_environment_is_laid_over_runtime_flags_whatever_way_they_came(
         expected = {**cls.DEFAULT_RUNTIME_FLAGS, "max_num_tokens": 7, "old": 1, "new": True}
         assert cls(runtime_flags=mine).runtime_flags == expected
         with Configuration(
-            {fields.trtllm_runtime_flags: mine, fields.trtllm_build_flags: {"max_num_tokens": 9}}
+            {AllFields.trtllm_runtime_flags: mine, AllFields.trtllm_build_flags: {"max_num_tokens": 9}}
         ).autoapply():
             assert cls().runtime_flags == cls(runtime_flags=mine).runtime_flags == expected
             assert (cls().build_flags, cls().checkpoint_flags) == ({"max_num_tokens": 9}, {}), (

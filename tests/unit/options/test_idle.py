@@ -12,10 +12,10 @@ from disagg.errors import ConfigError
 from mpillm.cli import main
 from mpillm.core_names import WITH_BACKENDS
 from mpillm.data.dataset import Synthetic
-from mpillm.options import fields, layers
+from mpillm.options import layers
 from mpillm.options.disagg_values import CORE
 from mpillm.options.field import Field
-from mpillm.options.fields import FIELDS
+from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.idle import check_idle, idle
 from mpillm.options.options import parse_run, parse_serve
@@ -67,14 +67,14 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
         effects = [what for cores in commands.values() for what in cores.values()]
         assert set(effects) <= {"effect", "line", "error"}
         if name not in NAMES_A_FILE:
-            used = bool(fields.BY_NAME[name].effect.uses) and name not in (
+            used = bool(BY_NAME[name].effect.uses) and name not in (
                 "model_scale",
                 "power_setting",
                 "config_suffix",
             )
             assert ("effect" in effects) == used, f"{name}: nobody uses it, or its declaration is wrong"
         if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, *SETS_THE_CORE):
-            assert fields.BY_NAME[name].effect.measured, name
+            assert BY_NAME[name].effect.measured, name
             assert "error" not in commands["generate-engines"].values(), f"{name}: a stage measures nothing"
     run = {name: commands["run"] for name, commands in made.items()}
     for name in (

@@ -14,10 +14,9 @@ from mpillm.cli import main
 from mpillm.experiments.bench import bench_endpoint
 from mpillm.experiments.commands import ab, advise, find_max_qps, sweep
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.options import fields
 from mpillm.options.effect import Effect
 from mpillm.options.field import Field
-from mpillm.options.fields import FIELDS
+from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.idle import idle, of_engine
 from mpillm.options.options import parse_run
 from mpillm.programs.servers.kinds import kind_of
@@ -173,4 +172,4 @@ def test_a_load_test_takes_its_own_options_alone(capsys: pytest.CaptureFixture[s
     for field in others:
         assert main(["bench", "endpoint", "--null", f"--{field.name}={text_of(field)}"]) == 2
         assert f"unknown option --{field.name}" in capsys.readouterr().err
-    assert fields.BY_NAME["goodput"].name in own
+    assert BY_NAME["goodput"].name in own

@@ -14,9 +14,8 @@ from disagg.errors import ConfigError
 from mpillm import user_config
 from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import check_core
-from mpillm.options import fields
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import FIELDS
+from mpillm.options.fields import FIELDS, AllFields
 from mpillm.options.idle import check_idle
 from mpillm.options.options import parse, parse_run
 from mpillm.options.run_config import RunConfig
@@ -364,7 +363,7 @@ def test_the_older_form_takes_nvidias_names_too(tmp_path: Path) -> None:
     config = config_of(path)
     assert (config.precision, config.dataset_path, config.core_type) == ("fp8", "x", "trtllm_executor")
     assert [core.value for core in user_config.CoreType] == [*BUILT_IN]
-    assert {harness.value for harness in user_config.HarnessType} == set(fields.harness_type.choices)
+    assert {harness.value for harness in user_config.HarnessType} == set(AllFields.harness_type.choices)
 
 
 # --- precision: what it sets ---

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpillm.comms.messages import REQUEST, Batch
-from mpillm.options.fields import traffic_distribution_policy
+from mpillm.options.fields import AllFields
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 
-POLICIES = traffic_distribution_policy.choices
+POLICIES = AllFields.traffic_distribution_policy.choices
 
 
 def pool(policy: str, requests: list[int], tokens: list[int] | None = None) -> InstancePool:

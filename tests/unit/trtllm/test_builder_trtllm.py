@@ -19,7 +19,7 @@ from disagg.errors import ConfigError
 from mpillm.cli import main
 from mpillm.cores import torch_stage
 from mpillm.llmlib import builder
-from mpillm.options import fields
+from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration
 from mpillm.stages.checkpoint import QuantizerConfig
 from mpillm.stages.torch_engine import TorchBuilderOp, TorchQuantizerOp
@@ -394,9 +394,9 @@ def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch
     """An argument goes before the command line, that before the configuration, and that before the default,
     as the reference text says."""
     values = {
-        fields.model_path: "llama",
-        fields.trtllm_checkpoint_flags: {"qformat": "fp8", "calib_size": 8},
-        fields.trtllm_lib_path: "TRTLLM",
+        AllFields.model_path: "llama",
+        AllFields.trtllm_checkpoint_flags: {"qformat": "fp8", "calib_size": 8},
+        AllFields.trtllm_lib_path: "TRTLLM",
     }
     with Configuration(values, options={}).autoapply():
         assert QuantizerConfig().flags == {"qformat": "fp8", "calib_size": 8}
@@ -429,7 +429,7 @@ def test_the_environment_is_laid_over_flags_whatever_way_they_came(
     quantizer = TRTLLMQuantizerOp(QuantizerConfig("llama", flags=given))
     assert str(quantizer.layout) == "tp2-pp1", "of TRTLLM_CHECKPOINT_FLAGS alone"
     assert TRTLLMBuilderOp(quantizer, build_flags={"max_beam_width": 1}).build_flags["max_beam_width"] == 3
-    with Configuration({fields.model_path: "llama", fields.trtllm_checkpoint_flags: given}).autoapply():
+    with Configuration({AllFields.model_path: "llama", AllFields.trtllm_checkpoint_flags: given}).autoapply():
         assert QuantizerConfig().flags == QuantizerConfig(flags=given).flags == over
         built = TRTLLMBuilderOp(build_flags={"max_beam_width": 1, "max_num_tokens": 5})
         assert built.build_flags == {"max_beam_width": 3, "max_num_tokens": 5, "workers": 4}
@@ -460,7 +460,7 @@ def test_engines_of_the_torch_core_are_quantised_as_a_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    values = {fields.model_path: "tiny-llama", fields.quantization: "int8", fields.dtype: "float32"}
+    values = {AllFields.model_path: "tiny-llama", AllFields.quantization: "int8", AllFields.dtype: "float32"}
     with Configuration(values, options={}, environ={}).autoapply():
         op = TorchBuilderOp()
         assert op.output.name == "tiny-llama-int8-torch-tp1-pp1"

@@ -20,7 +20,7 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import PRESETS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
-from mpillm.options import fields
+from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
 from mpillm.options.workload_options import defaults_of
@@ -83,7 +83,7 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
 
 
 def as_option(name: str, value: Any) -> list[str]:
-    return [f"--{name}", fields.BY_NAME[name].text(value)]
+    return [f"--{name}", BY_NAME[name].text(value)]
 
 
 def test_the_names_are_the_fields() -> None:
@@ -377,6 +377,4 @@ def test_every_default_is_a_field() -> None:
             workload = workloads.get(name, scale)
             for scenario in workload.scenarios:
                 for field, value in defaults_of(workload, scenario).items():
-                    assert field in fields.FIELDS and (
-                        value in (None, "") or field.check(value, "x") == value
-                    )
+                    assert field in FIELDS and (value in (None, "") or field.check(value, "x") == value)
