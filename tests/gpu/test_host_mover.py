@@ -21,8 +21,8 @@ from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.run.gpu_steps import use_gpu
 from mpillm.engine.schedule.transfer import Kind, Transfer
 from mpillm.engine.shape.layout import Layout
+from tests.helpers.handoff_instances import model
 from tests.helpers.loopback import Wire
-from tests.unit.engine.handoff.test_engine_handoff import model
 
 N_TOKENS = (4100, 3, 16)  # by slot
 T = TypeVar("T")

@@ -1,13 +1,11 @@
-"""What few requests ask for (`engine.special`), on one GPU: the checks of tests/unit/engine, there.
+"""What few requests ask for (`engine.extras.special`), on one GPU: the checks of tests/unit/engine, there.
 
 Logits of every family, too.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,20 @@ from mpillm.engine.extras.special import Special
 from mpillm.engine.shape.families import FAMILIES
 from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers import torch_cores
 from tests.helpers.families import make_family
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.oracle import Oracle
+from tests.helpers.special_checks import (
+    BEAM_PROMPTS,
+    ON_GPU,
+    check_bad_words_and_repetition,
+    check_beams_beside_others,
+    check_beams_that_end,
+    check_family_logits,
+    check_logits,
+    check_presence_frequency_bias_and_minimum,
+)
 from tests.helpers.torch_cores import answer_specials, make_core
-from tests.unit.engine.extras import test_beams, test_engine_special
-from tests.unit.engine.model import test_families_logits
 
 SCARCE: dict[str, Any] = {"max_seq_len": 56, "kv_cache_tokens": 56, "max_batch_size": 4}
 
@@ -44,14 +49,6 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules: list[ModuleType] = [test_beams, test_engine_special, test_families_logits]
-    for module in modules:
-        make = functools.partial(torch_cores.make_core, gpu_bytes=8 << 30, device=0)
-        monkeypatch.setattr(module, "make_core", make)
-
-
 @pytest.mark.parametrize("near", [False, True], ids=["one cache", "near blocks"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,7 +57,7 @@ def test_logits_of_families(tmp_path: Path, name: str, chunked: bool, near: bool
     options = {"max_batch_size": 3, "kv_cache_tokens": 2048} if near else {"kv_cache_tokens": 256}
     if chunked:
         options["max_num_tokens"] = 16
-    worst = test_families_logits.check(name, tmp_path, **options)
+    worst = check_family_logits(name, tmp_path, **ON_GPU, **options)
     print(f"{name}, chunked {chunked}, near {near}: logits differ by at most {worst:.1e} of their norm")
 
 
@@ -70,12 +67,12 @@ def test_logits_of_families(tmp_path: Path, name: str, chunked: bool, near: bool
     ids=["plain", "chunked", "reuse", "evicted"],
 )
 def test_logits(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
-    test_engine_special.test_logits(options, folder, oracle)
+    check_logits(folder, oracle, **ON_GPU, **options)
 
 
 def test_penalties_and_what_is_forbidden(folder: Path, oracle: Oracle) -> None:
-    test_engine_special.test_bad_words_and_repetition(folder, oracle)
-    test_engine_special.test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder, oracle)
+    check_bad_words_and_repetition(folder, oracle, **ON_GPU)
+    check_presence_frequency_bias_and_minimum(folder, oracle, **ON_GPU)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +85,11 @@ def test_penalties_and_what_is_forbidden(folder: Path, oracle: Oracle) -> None:
     ids=["plain", "chunked, reuse", "evicting"],
 )
 def test_beams_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
-    test_beams.check_beside_others(options, folder, oracle)
+    check_beams_beside_others(folder, oracle, ON_GPU, **options)
 
 
 def test_beams_that_end(folder: Path, oracle: Oracle) -> None:
-    test_beams.test_end_tokens(early=False, penalty=1.0, folder=folder, oracle=oracle)
+    check_beams_that_end(folder, oracle, early=False, penalty=1.0, **ON_GPU)
 
 
 def test_blocks_in_fp8_are_copied(folder: Path) -> None:
@@ -100,8 +97,8 @@ def test_blocks_in_fp8_are_copied(folder: Path) -> None:
     found = []
     for _ in range(2):
         special = Special(beam_width=4, ends=())
-        core = make_core(folder, gpu_bytes=8 << 30, device=0, kv_cache_dtype="fp8")
-        answer_specials(core, [test_beams.PROMPTS[1]], {0: special}, 20)
+        core = make_core(folder, **ON_GPU, kv_cache_dtype="fp8")
+        answer_specials(core, [BEAM_PROMPTS[1]], {0: special}, 20)
         assert special.beams is not None
         found.append([beam.tokens for beam in special.beams.answers()])
     assert found[0] == found[1] and len(found[0]) == 4
@@ -112,18 +109,18 @@ def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle) -> None
     n = CHOSEN_AT_ONCE + 20
     prompts = random_prompts(np.random.default_rng(5).integers(1, 30, n).tolist())
     specials = {i: Special(repetition_penalty=1.7, keeps_generation_logits=i == 3) for i in range(0, n, 3)}
-    core = make_core(folder, gpu_bytes=8 << 30, device=0, max_batch_size=n)
+    core = make_core(folder, **ON_GPU, max_batch_size=n)
     found = answer_specials(core, prompts, specials, 9)
     for i, prompt in enumerate(prompts[:12]):
         penalty = {} if i % 3 else {"repetition_penalty": 1.7}
         assert found[i] == oracle.tokens(prompt, 9, **penalty)
-    plain = answer_specials(make_core(folder, gpu_bytes=8 << 30, device=0), prompts, {}, 9)
+    plain = answer_specials(make_core(folder, **ON_GPU), prompts, {}, 9)
     assert sum(a == b for i, (a, b) in enumerate(zip(found, plain, strict=True)) if i % 3) >= n * 2 // 3 - 1
 
 
 def test_beams_where_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
     make_family("GptOssForCausalLM", tmp_path)
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, max_batch_size=3, kv_cache_tokens=2048)
+    core = make_core(tmp_path, **ON_GPU, max_batch_size=3, kv_cache_tokens=2048)
     special = Special(beam_width=2, ends=())
     answer_specials(core, [[3, 4, 5]], {0: special}, 9)
     assert special.error.startswith("beam_width 2: not on a GPU where layers with a window")

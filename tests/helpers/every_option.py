@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from disagg.errors import ConfigError
+from mpillm.options import layers
 from mpillm.options.effect import ANY
 from mpillm.options.field import Field
-from mpillm.options.fields import BY_NAME
+from mpillm.options.fields import BY_NAME, FIELDS
+from mpillm.options.idle import idle
+from mpillm.options.run_config import RunConfig
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {
@@ -67,3 +71,20 @@ def beside(field: Field) -> dict[str, str]:
         if use.scenarios:
             words["scenarios"] = ",".join(use.scenarios)
     return words
+
+
+COMMANDS = ("run", "serve", "plan", "generate-engines")  # the last stands for all stages
+
+
+def config_of(**options: str) -> RunConfig:
+    return RunConfig.resolved(layers.stated_values(options, FIELDS, None))
+
+
+def outcomes(core: str, field: Field) -> list[str]:
+    """Return what comes of an option that is stated for a core, for each of COMMANDS."""
+    try:
+        config = config_of(**{**beside(field), **named(core), field.name: text_of(field)})
+    except ConfigError:
+        return ["error"] * len(COMMANDS)
+    found = [[one for one in idle(config, command) if one.name == field.name] for command in COMMANDS]
+    return ["effect" if not each else "error" if each[0].is_error else "line" for each in found]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 
@@ -312,3 +314,13 @@ def damaged(draw: st.DrawFn, seeds: Sequence[bytes], words: Sequence[bytes] = ()
 def json_bytes(value: Any) -> bytes:
     """Write JSON; halves of characters stay escapes."""
     return json.dumps(value).encode()
+
+
+def npy(values: Any) -> bytes:
+    """Return an array as numpy's file."""
+    made = io.BytesIO()
+    np.save(made, np.array(values, np.int32))
+    return made.getvalue()
+
+
+NPY_WORDS = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
@@ -44,4 +50,15 @@ def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
         device="cpu",
         kernels=plain_kernels,
         decode_rows=decode_rows(config),
+    )
+
+
+def make_engine(model: Path, kind: type[Worker] = Worker, on_gpu: bool = True, **options: Any) -> Engine:
+    torch.set_num_threads(1)
+    defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
+    core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
+    config = core.config
+    worker = gpu_worker(core, kind) if on_gpu else core._make_worker()
+    return Engine(
+        core.info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
     )

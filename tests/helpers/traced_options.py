@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from mpillm.options.fields import BY_NAME, FIELDS
+from tests.helpers.every_option import outcomes
 from tests.helpers.support import ROOT, Command, Starter, wait_until
-from tests.unit.options.test_idle import outcomes
 
 # Notes the option, the module and the function that reads it from the run's values, from a core's or from a
 # harness's, then does as `python -m mpillm`.

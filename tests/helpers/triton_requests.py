@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2
+
+from tests.helpers.fuzzing import damaged
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "f2": "FP16", "u8": "UINT64", "b1": "BOOL"}
 _TYPES = {kind: np.dtype(code) for code, kind in _KINDS.items()}
@@ -74,3 +78,17 @@ class Asker:
         """
         tensors = {"exclude_input_in_output": True, "end_id": -1, **tensors}
         return [one for one in self.responses(self.request(prompts, n_output, **tensors)) if one]
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> bytes:
+    """Draw a serialised ModelInferResponse, damaged or with tensors of any shape and content."""
+    made = service_pb2.ModelInferResponse(id=draw(st.sampled_from(["1", "", "x", "9" * 30, "-1", "²"])))
+    made.parameters["triton_final_response"].bool_param = draw(st.booleans())
+    for name in draw(st.lists(st.sampled_from(["output_ids", "sequence_length", "text_output"]), max_size=3)):
+        kind = draw(st.sampled_from(["INT32", "INT64", "BYTES", "FP32", "x"]))
+        shape = draw(st.lists(st.integers(-2, 4) | st.just(1 << 40), max_size=3))
+        made.outputs.add(name=name, datatype=kind, shape=shape)
+        if draw(st.integers(0, 5)):
+            made.raw_output_contents.append(draw(st.binary(max_size=24)))
+    return draw(st.just(bytes(made.SerializeToString())) | damaged([bytes(made.SerializeToString())], most=2))

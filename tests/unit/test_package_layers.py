@@ -277,3 +277,18 @@ def test_the_picture_in_the_architecture_has_every_package() -> None:
     assert [plugs_in for plugs_in, _ in places] == sorted((plugs_in for plugs_in, _ in places), reverse=True)
     core = [floor for plugs_in, floor in places if not plugs_in]
     assert core == sorted(core, reverse=True)
+
+
+def test_no_test_module_imports_another() -> None:
+    """Nor the conftest of another folder: what tests share is in tests/helpers."""
+    of_tests = re.compile(r"tests\b(?!\.helpers\b|\.random_\w*faults).*")
+    arrows = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in names_of(node)
+        if of_tests.fullmatch(name)
+    ]
+    assert arrows == []

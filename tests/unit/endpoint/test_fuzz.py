@@ -3,78 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
-from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from mpillm.endpoint.admission import BODY_S
 from tests.helpers.http_api import DEADLINE_S, api
-from tests.unit.endpoint.test_protocol import BODIES, JSON
-
-PATHS = st.sampled_from(
-    [
-        *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/dummy", "/health", "/metrics"),
-        *("/version", "/perf_metrics", "/", "*", "//", "/v1/models/%ff", "/v1/completions?stream=1", "/../x"),
-    ]
+from tests.helpers.odd_requests import (
+    CHUNKED,
+    HOST,
+    NEXT,
+    POST,
+    request,
+    talk,
 )
-METHODS = st.sampled_from(["GET", "POST", "POST", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "BREW"])
-BYTES = st.binary(max_size=60)
-HEADERS = st.dictionaries(
-    st.sampled_from(
-        ["Content-Type", "X-Request-Id", "Expect", "Authorization", "Accept-Encoding", "Upgrade"]
-    ),
-    st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=20),
-    max_size=3,
-)
-
-
-def asking(**options: Any) -> dict[str, Any]:
-    """Return a body that is answered."""
-    return {"prompt": [1, 2], "messages": [{"role": "user", "content": "a"}], "max_tokens": 5} | options
-
-
-GOOD = st.builds(asking, stream=st.booleans(), ignore_eos=st.booleans(), temperature=st.floats(0, 2))
-BODY = st.one_of(GOOD, BODIES, JSON).map(lambda body: json.dumps(body).encode()) | BYTES
-
-
-def request(method: str, path: str, headers: dict[str, str], body: bytes, more: int) -> bytes:
-    """Return an HTTP request; with `more` than there is of a body, it waits for the rest."""
-    lines = [
-        f"{method} {path} HTTP/1.1",
-        "Host: a",
-        "Connection: close",
-        f"Content-Length: {len(body) + more}",
-    ]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-
-
-WHOLE = st.tuples(st.builds(request, METHODS, PATHS, HEADERS, BODY, st.just(0)), st.just(DEADLINE_S))
-# Clients that go away after a moment: with an answer, without, or in its middle.
-LEAVING = st.tuples(
-    st.builds(request, METHODS, PATHS, HEADERS, BODY, st.sampled_from([0, 3])) | BYTES,
-    st.sampled_from([0.0, 0.001, 0.01]),
-)
-
-
-async def talk(base: str, sent: bytes, patience_s: float, cut: int | None = None) -> bytes:
-    """Send bytes, in two pieces if they are `cut`, and return what comes back."""
-    host, _, port = base.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        if cut is not None:
-            writer.write(sent[:cut])
-            await asyncio.sleep(0.01)  # most likely they arrive apart
-        writer.write(sent[cut:])
-        return await asyncio.wait_for(reader.read(), patience_s)
-    except (ConnectionError, asyncio.TimeoutError):
-        return b""
-    finally:
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -101,9 +44,6 @@ def test_what_was_a_traceback(sent: bytes, status: bytes, caplog: pytest.LogCapt
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-HOST, POST = b"Host: a\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
-NEXT = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 # Two programs that read one of these in two ways let a request hide in another's body.
 AMBIGUOUS = {
     "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",

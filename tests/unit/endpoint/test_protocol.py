@@ -16,52 +16,9 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.app import _LONG_TEXT
 from mpillm.endpoint.protocol import Served, encode, read
+from tests.helpers.odd_requests import BODIES, JSON
 
 SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), max_output_len=9)
-NUMBERS = st.integers(-3, 70) | st.integers() | st.floats()
-TEXTS = st.text(st.characters(), max_size=9)  # lone surrogates, too
-LEAVES = st.none() | st.booleans() | NUMBERS | TEXTS
-JSON = st.recursive(
-    LEAVES, lambda one: st.lists(one, max_size=3) | st.dictionaries(TEXTS, one, max_size=3), max_leaves=6
-)
-MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS | JSON}), max_size=3)
-NAMES = (
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-    ),
-    *(
-        "stream",
-        "stream_options",
-        "ignore_eos",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "add_special_tokens",
-        "request_id",
-        "n",
-        "logprobs",
-        "echo",
-        "model",
-        "user",
-        "tools",
-    ),
-)
-PROMPTS = TEXTS | st.lists(st.integers(-1, 256), max_size=5) | st.lists(TEXTS, max_size=3)
-BODIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "prompt": PROMPTS | JSON,
-        "messages": MESSAGES | JSON,
-        **{name: NUMBERS | st.booleans() | JSON for name in NAMES},
-    },
-)
 
 
 @settings(max_examples=300)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -25,7 +24,7 @@ from mpillm.submission.references import read_references
 from mpillm.triton.client.prompts_file import read_prompts
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Columns
-from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+from tests.helpers.fuzzing import NPY_WORDS, changed, damaged, fuzz, json_bytes, npy
 
 FRAMES = [file.read_bytes() for file in sorted(Path("tests/data/frames").glob("*.pkl"))]
 NAMES = [
@@ -128,20 +127,13 @@ def test_tables_and_packed_files(folder: Path, data: bytes, suffix: str) -> None
     load_dataset(file, ByteTokenizer(), LIMITS)
 
 
-def npy(values: Any) -> bytes:
-    made = io.BytesIO()
-    np.save(made, np.array(values, np.int32))
-    return made.getvalue()
-
-
 TOKENS, LENGTHS, STOPS = npy([[5, 6, 0], [7, 0, 0]]), npy([2, 1]), npy([[9, 9, 9, 9]] * 2)
-NPY = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]
 
 
 @fuzz(
-    damaged([TOKENS], NPY, most=2),
-    damaged([LENGTHS], NPY, most=2),
-    damaged([STOPS], NPY, most=1),
+    damaged([TOKENS], NPY_WORDS, most=2),
+    damaged([LENGTHS], NPY_WORDS, most=2),
+    damaged([STOPS], NPY_WORDS, most=1),
     refused_by=ConfigError,
     found=[(TOKENS, LENGTHS, STOPS.replace(b"{'descr': '<i4',", b"\0"))],
 )
@@ -151,7 +143,7 @@ def test_arrays(folder: Path, tokens: bytes, lengths: bytes, stops: bytes) -> No
     load_dataset(loader_of(folder, None), ByteTokenizer(), replace(LIMITS, stop_words=((9, 9, 9, 9),)))
 
 
-@fuzz(changed([["lengths", "tokens"]]), damaged([npy([2, 1])], NPY), examples=60)
+@fuzz(changed([["lengths", "tokens"]]), damaged([npy([2, 1])], NPY_WORDS), examples=60)
 def test_conversions_that_are_kept(folder: Path, names: Any, array: bytes) -> None:
     """What is damaged is made again."""
     (folder / "contents.json").write_bytes(json_bytes(names))
@@ -187,7 +179,7 @@ class OwnLoader(LLMDataLoader):
         return self.prompts[sample_indices]
 
 
-@fuzz(damaged([TOKENS], NPY, most=2), refused_by=(ConfigError, TypeError, IndexError, ValueError))
+@fuzz(damaged([TOKENS], NPY_WORDS, most=2), refused_by=(ConfigError, TypeError, IndexError, ValueError))
 def test_arrays_of_a_data_loader(folder: Path, array: bytes) -> None:
     """Its own code may fail on what it has not expected; the file is read, or refused by name."""
     (folder / "prompts.npy").write_bytes(array)

@@ -23,9 +23,9 @@ from mpillm.doctor import network
 from mpillm.endpoint.admission import Guard
 from tests.helpers.fuzzing import damaged, fuzz
 from tests.helpers.http_api import DEADLINE_S, api
-from tests.unit.endpoint.test_fuzz import CHUNKED, LEAVING, NEXT, WHOLE, request, talk
-from tests.unit.endpoint.test_leader_service import BODY as ASKED
-from tests.unit.endpoint.test_leader_service import led
+from tests.helpers.led_servers import BODY as ASKED
+from tests.helpers.led_servers import led
+from tests.helpers.odd_requests import CHUNKED, LEAVING, NEXT, WHOLE, request, talk
 
 WORDS = [
     *(

@@ -20,8 +20,7 @@ from mpillm.loadgen.logs import read_answers
 from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.pages import Wellformed
-from tests.helpers.run_directories import comparable_run, log_entry
-from tests.unit.report.test_page import EMPTY, noted, spans
+from tests.helpers.run_directories import EMPTY, comparable_run, log_entry, noted, spans
 
 LATENCY = {"p50": 100.0, "p90": 150.0, "p99": 250.0, "mean": 110.0}
 RESULT = {

@@ -18,6 +18,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
+from tests.helpers.triton_requests import responses
+
 pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import InferResult, service_pb2
@@ -40,8 +42,8 @@ from mpillm.triton.core import core as triton_core
 from mpillm.triton.core.triton_ready import Model
 from mpillm.triton.tritonserver import model_table
 from tests.helpers.fuzzing import ODD_TEXT, changed, damaged, fuzz, json_bytes
-from tests.unit.fuzz.test_wire import HTTP_WORDS, JSON_WORDS, LAST, raw_server
-from tests.unit.fuzz.test_wire import whole as reply
+from tests.helpers.raw_server import HTTP_WORDS, JSON_WORDS, LAST, raw_server
+from tests.helpers.raw_server import whole as reply
 
 MODELS = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_by": "vllm"}]}
 SGLANG = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_by": "sglang"}]}
@@ -229,20 +231,6 @@ def test_tables_of_models(_: Path, data: bytes) -> None:
     server.says = data
     for line in model_table(f"http://{server.address}/v2/repository/index"):
         assert line == one_line(line, 1 << 20)
-
-
-@st.composite
-def responses(draw: st.DrawFn) -> bytes:
-    """Draw a serialised ModelInferResponse, damaged or with tensors of any shape and content."""
-    made = service_pb2.ModelInferResponse(id=draw(st.sampled_from(["1", "", "x", "9" * 30, "-1", "²"])))
-    made.parameters["triton_final_response"].bool_param = draw(st.booleans())
-    for name in draw(st.lists(st.sampled_from(["output_ids", "sequence_length", "text_output"]), max_size=3)):
-        kind = draw(st.sampled_from(["INT32", "INT64", "BYTES", "FP32", "x"]))
-        shape = draw(st.lists(st.integers(-2, 4) | st.just(1 << 40), max_size=3))
-        made.outputs.add(name=name, datatype=kind, shape=shape)
-        if draw(st.integers(0, 5)):
-            made.raw_output_contents.append(draw(st.binary(max_size=24)))
-    return draw(st.just(bytes(made.SerializeToString())) | damaged([bytes(made.SerializeToString())], most=2))
 
 
 @cache

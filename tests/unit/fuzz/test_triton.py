@@ -34,11 +34,20 @@ from mpillm.triton.core import triton_ready
 from mpillm.triton.core.triton_counts import reading_of
 from mpillm.triton.core.triton_ready import TritonError
 from mpillm.triton.tritonserver import ports_beside, read_repository, triton_server
-from tests.helpers.fuzzing import ODD_NUMBER, ODD_TEXT, ODD_VALUE, changed, damaged, fuzz, json_bytes
-from tests.unit.fuzz.test_data_sets import NPY, npy
-from tests.unit.fuzz.test_servers import responses
-from tests.unit.fuzz.test_wire import GENERATED, HTTP_WORDS, raw_server
-from tests.unit.fuzz.test_wire import whole as reply
+from tests.helpers.fuzzing import (
+    NPY_WORDS,
+    ODD_NUMBER,
+    ODD_TEXT,
+    ODD_VALUE,
+    changed,
+    damaged,
+    fuzz,
+    json_bytes,
+    npy,
+)
+from tests.helpers.raw_server import GENERATED, HTTP_WORDS, raw_server
+from tests.helpers.raw_server import whole as reply
+from tests.helpers.triton_requests import responses
 
 MODEL = {
     "name": "tensorrt_llm",
@@ -267,7 +276,7 @@ def test_answers_to_core_model_over_http(_: Path, data: bytes, streaming: bool) 
 
 
 @fuzz(
-    damaged([npy([[5, 6, 7]])], NPY, most=2),
+    damaged([npy([[5, 6, 7]])], NPY_WORDS, most=2),
     damaged([b"5,6,7\n8\n", b'"5",6\n'], [b'"', b",", b"\0", b"\r", b"9" * 5000, b'"' + b"1" * 140_000]),
     st.booleans(),
     refused_by=ConfigError,

@@ -12,9 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.cli import main
 from mpillm.core_names import WITH_BACKENDS
 from mpillm.data.dataset import Synthetic
-from mpillm.options import layers
 from mpillm.options.disagg_values import CORE
-from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.idle import check_idle, idle
@@ -22,23 +20,7 @@ from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.run_config import RunConfig
 from mpillm.runtime import choose_samples
 from tests.helpers.configured import DUMMY
-from tests.helpers.every_option import beside, named, text_of
-
-COMMANDS = ("run", "serve", "plan", "generate-engines")  # the last stands for all stages
-
-
-def config_of(**options: str) -> RunConfig:
-    return RunConfig.resolved(layers.stated_values(options, FIELDS, None))
-
-
-def outcomes(core: str, field: Field) -> list[str]:
-    """Return what comes of an option that is stated for a core, for each of COMMANDS."""
-    try:
-        config = config_of(**{**beside(field), **named(core), field.name: text_of(field)})
-    except ConfigError:
-        return ["error"] * len(COMMANDS)
-    found = [[one for one in idle(config, command) if one.name == field.name] for command in COMMANDS]
-    return ["effect" if not each else "error" if each[0].is_error else "line" for each in found]
+from tests.helpers.every_option import COMMANDS, config_of, outcomes
 
 
 def table() -> dict[str, dict[str, dict[str, str]]]:

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,51 +30,7 @@ from tests.helpers.pages import (
     replaced,
     words,
 )
-from tests.helpers.run_directories import make_run, write
-
-EMPTY: dict[str, list[float]] = {"start": [], "end": [], "busy_s": [], "n": [], "kind": []}
-
-
-def spans(start: float, end: float, kind: int) -> dict[str, list[float]]:
-    starts = [start + 0.1 * i for i in range(round((end - start) / 0.1))]
-    return {
-        "start": starts,
-        "end": [one + 0.1 for one in starts],
-        "busy_s": [0.1] * len(starts),
-        "n": [1] * len(starts),
-        "kind": [kind] * len(starts),
-    }
-
-
-def noted(steps: dict[str, list[float]], gpu_watts: float | None = None) -> dict[str, Any]:
-    """Return the telemetry of a rank that was busy in `steps`; its GPU drew so much all the time."""
-    seconds = [0.5 * i for i in range(21)]
-
-    def until(kind: int) -> list[float]:
-        mine = [
-            (b, e) for b, e, k in zip(steps["start"], steps["end"], steps["kind"], strict=True) if k == kind
-        ]
-        return [sum(max(0, min(e, now) - b) for b, e in mine if b < now) for now in seconds]
-
-    samples: dict[str, Any] = {
-        "seconds": seconds,
-        "cpu_s": [0.9 * now for now in seconds],
-        "rss_bytes": [1 << 30] * 21,
-        "context_s": until(0),
-        "decode_s": until(1),
-        "busy_s": [0.0] * 21,
-        "handoff_s": [0.0] * 21,
-    }
-    if gpu_watts:
-        columns = ("sm_mhz", "memory_mhz", "temperature_c", "memory_bytes", "load")
-        samples["gpu"] = {
-            "seconds": seconds,
-            "power_w": [gpu_watts] * 21,
-            "energy_j": [None] * 21,
-            **{name: [None] * 21 for name in columns},
-        }
-    phases = [["load", -2.0, -1.0], ["test", 0.0, 10.0]]
-    return {"phases": phases, "knows_steps": True, "steps": steps, "handoffs": EMPTY, "samples": samples}
+from tests.helpers.run_directories import EMPTY, make_run, noted, spans, write
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from mpillm.engine.handoff.peer_mover import Link, Moving, PeerMover
 from mpillm.engine.handoff.transfers import Transfers, partners
 from mpillm.engine.schedule.transfer import Kind, Transfer
 from mpillm.engine.shape.layout import Layout
+from tests.helpers.handoff_instances import Instance, model
 from tests.helpers.loopback import PeerWire
 from tests.helpers.loopback import Wire as BufferWire
-from tests.unit.engine.handoff.test_engine_handoff import Instance, model
 
 N_TOKENS = 11
 SIZES = [(1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (8, 3)]

@@ -8,8 +8,8 @@ from mpillm.comms.mover import Peer
 from mpillm.endpoint.disagg.kv_socket import plain_memory
 from mpillm.engine.handoff.host_end import HostEnd
 from mpillm.engine.schedule.transfer import Kind, Transfer
+from tests.helpers.handoff_instances import Instance, model
 from tests.helpers.loopback import Wire
-from tests.unit.engine.handoff.test_engine_handoff import Instance, model
 
 N_TOKENS = 11
 SENT, RECEIVED = [3, 1, 7], [2, 5]  # blocks of 4 and of 8 tokens

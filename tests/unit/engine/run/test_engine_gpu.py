@@ -19,7 +19,6 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.engine import Engine
 from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.worker import Worker
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
@@ -28,7 +27,7 @@ from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.graphs import ladder, too_slow
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
-from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker, make_engine
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
 
@@ -47,17 +46,6 @@ class Repacked(Worker):
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "Sampled", Late)
-
-
-def make_engine(model: Path, kind: type[Worker] = Worker, on_gpu: bool = True, **options: Any) -> Engine:
-    torch.set_num_threads(1)
-    defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
-    core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
-    config = core.config
-    worker = gpu_worker(core, kind) if on_gpu else core._make_worker()
-    return Engine(
-        core.info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
-    )
 
 
 def answer(

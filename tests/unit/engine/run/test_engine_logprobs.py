@@ -13,10 +13,9 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.run import worker as worker_module
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
-from tests.helpers.gpu_steps_on_cpu import Late
+from tests.helpers.gpu_steps_on_cpu import Late, make_engine
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import make_batch, make_core
-from tests.unit.engine.run.test_engine_gpu import make_engine
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
 WANTS = [1, 4, 0, 3]  # 1 + how many of the likeliest tokens
