@@ -91,7 +91,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
     r"(\S+ )?make (test(-slow|-cross)?|check)": Elsewhere("these are the tests"),
-    r"make size": Elsewhere("tests/unit/test_size.py has what it counts"),
+    r"make size": Elsewhere("tests/unit/tools/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
@@ -99,9 +99,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"python -m mpillm mpirun {} {} …": Elsewhere("tests/unit/commands/test_what_users_type.py"),
     r".* report (mpillm-runs/.*|latest)": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
     r".* launch-triton-server .*": Elsewhere(
-        "a repository must be there: tests/unit/commands/test_launch_triton_server.py"
+        "a repository must be there: tests/unit/triton/test_launch_triton_server.py"
     ),
-    r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
+    r".* fill-template .*": Elsewhere("a template must be there: tests/unit/triton/test_fill_template.py"),
     r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
     r".* fetch-model .*": Elsewhere("a download: tests/unit/data/test_fetch_model.py"),
     r"make (test-)?slurm|make test-hosts": Elsewhere("they need root, and Slurm is installed"),
@@ -137,7 +137,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "a server must be there: tests/unit/experiments/test_bench_endpoint.py"
     ),
     r".* endpoints-submission --url .*": Elsewhere(
-        "a server must be there: tests/unit/commands/test_endpoints_submission.py"
+        "a server must be there: tests/unit/submission/test_endpoints_submission.py"
     ),
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/experiments/test_bench_endpoint.py sends 100"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import pytest
+
 from mpillm.options.fields import BY_NAME
 from mpillm.options.mitten import Configuration
 
@@ -24,3 +26,10 @@ def built(cls: Any, **values: Any) -> Any:
         {BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}
     ).autoapply():
         return cls()
+
+
+@pytest.fixture(autouse=True)
+def no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no command line and no flags in the environment but a test's own."""
+    monkeypatch.setattr("sys.argv", ["mpillm"])
+    monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS", raising=False)

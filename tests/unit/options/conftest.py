@@ -1,18 +1,12 @@
-"""Fixtures of the options' tests: no command line and no environment but a test's own."""
+"""Fixtures of the options' tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def no_command_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("sys.argv", ["mpillm"])
-    monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS", raising=False)
-    yield
+from tests.helpers.configured import no_command_line as no_command_line
 
 
 @pytest.fixture

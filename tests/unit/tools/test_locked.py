@@ -12,7 +12,7 @@ import pytest
 
 from tools import audit, lock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def prints(*packages: dict[str, Any], code: int = 0) -> str:

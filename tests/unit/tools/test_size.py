@@ -73,6 +73,6 @@ def test_package_layers_beside_those_of_a_release(tmp_path: Path, capsys: pytest
 
 def test_the_committed_table() -> None:
     """The table can be read, and adds up."""
-    release, before = read_table(Path(__file__).parents[2] / "docs" / "size.txt")
+    release, before = read_table(Path(__file__).parents[3] / "docs" / "size.txt")
     assert release and sum(before.values(), Size()).tokens > 0
     assert table(release, before, before).splitlines()[-1].endswith("+0.0%")

@@ -1,0 +1,18 @@
+"""Where tests are, and how they replace what they test with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "tests" / "unit"
+
+
+def test_folders_of_unit_tests_are_packages() -> None:
+    """Each has the tests of one package; `fuzz` alone is for readers of every package."""
+    folders = [path.relative_to(UNIT) for path in UNIT.rglob("*") if [*path.glob("test_*.py")]]
+    assert [
+        str(folder)
+        for folder in folders
+        if not (ROOT / "mpillm" / folder).is_dir() and not (ROOT / folder).is_dir()
+    ] == ["fuzz"]
