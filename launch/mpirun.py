@@ -46,6 +46,7 @@ from launch.environment import (
     told_started,
     without_secrets,
 )
+from launch.exits import RankExit, how_ended, sentence
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
 from launch.masking import MASK, masked_words
@@ -55,7 +56,7 @@ from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
-from launch.witness import Cause, Witness, killed
+from launch.witness import Cause, Witness
 
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
@@ -198,7 +199,7 @@ class _Heard:
     def lost(self) -> str:
         """Name the ranks without which MPI can't start; call it often."""
         roll_call, exit_file = self._roll_call, self._exit_file
-        absent, ended = roll_call.absent(), roll_call.first_ranks()
+        absent, ended = roll_call.absent(), sorted(one.rank for one in roll_call.first())
         if absent != self._told[0]:
             tell_absent(absent, exit_file)
         if ended != self._told[1]:
@@ -211,7 +212,7 @@ class _Heard:
             self._probe_at = math.inf
             if roll_call.waits():
                 threading.Thread(target=self._probe, daemon=True).start()
-        return roll_call.lost()
+        return sentence(roll_call.lost())
 
     def _probe(self) -> None:
         ports = self._roll_call.ports()
@@ -296,9 +297,9 @@ def main(
         started = told_started(exit_file)
         if told is None and supervisor.never_started:
             told = NOT_READY
-        lost = supervisor.lost or (roll_call.first() if roll_call is not None else "")
+        lost = supervisor.lost or sentence(roll_call.first() if roll_call is not None else ())
         if told is None and interrupted is None and lost:
-            text = f"MPI can't start: {lost} has ended"
+            text = f"MPI can't start: {lost}"
             print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             told = INSTANCE_LOST
         if told is None and interrupted is None and not started and not supervisor.killed:
@@ -315,7 +316,7 @@ def main(
                 code = INSTANCE_LOST
             elif told == 0 and supervisor.killed:  # and what rank 0 printed may be lost with it
                 where = f": see {directory / 'result.json'}" if directory is not None else ""
-                say(f"{killed(supervisor.pid, supervisor.killed)}; the run had ended by then{where}")
+                say(f"{_killed(supervisor)}; the run had ended by then{where}")
         elif told is None and interrupted is not None:
             cause = Cause(f"interrupted ({title(interrupted)})")
     text = cause.text if cause else ""
@@ -354,7 +355,7 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
         # An mpirun that writes to a daemon which has ended goes the same way: rank 0 may know who was first.
         after_others = told is not None and supervisor.killed == signal.SIGPIPE
         if supervisor.killed and supervisor.told_at == math.inf and not after_others:
-            return Cause(killed(supervisor.pid, supervisor.killed))
+            return Cause(_killed(supervisor))
     if code != INSTANCE_LOST or (told is not None and witness.told_person):
         return None
     # Rank 0 may have been killed between its exit code, which it tells first, and its message.
@@ -362,6 +363,10 @@ def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, 
         return Cause(text)
     if told is not None:
         return None
-    where = witness.where(0)
     how = f" (mpirun ended with {status})" if status else ""  # 0 says nothing of a rank that was killed
-    return Cause(f"rank 0 ended without an exit code{where}: it was killed or crashed{how}", 0)
+    rank0 = RankExit(0, witness.hosts().get(0, ""), how="ended without an exit code")
+    return Cause(f"{sentence([rank0])}: it was killed or crashed{how}", 0)
+
+
+def _killed(supervisor: Supervisor) -> str:
+    return f"mpirun (pid {supervisor.pid}) {how_ended(-supervisor.killed)}, and so were all ranks"

@@ -32,6 +32,7 @@ from launch import run_folders
 from launch.children import tail
 from launch.command import Command
 from launch.environment import environment_of_this_node
+from launch.exits import how_ended
 from launch.first_failure import failing_lines
 from launch.masking import without_known_bytes
 from launch.shared_files import SHM
@@ -249,7 +250,7 @@ class OwnedServer:
         if what != b"ended":
             return ""
         self.code = code = int(value)
-        return f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        return how_ended(code)
 
     def _find(self) -> None:
         """Begin to look after the processes that were not there at the last look."""
@@ -264,7 +265,7 @@ class OwnedServer:
         del self._processes[process.pid]
         os.close(process.fd)
         number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
-        how = f"was ended by {_signal(number)}" if number else "has ended"
+        how = how_ended(-number) if number else "has ended"
         return process, f"{process} {how}", number in _FATAL
 
     def _stopped(self) -> str:
@@ -347,13 +348,6 @@ def _tasks(pid: int) -> list[str]:
         return os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names, not paths
     except OSError:
         return []
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
 
 
 def _mask_log(log: Path) -> None:

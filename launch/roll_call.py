@@ -15,10 +15,10 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from disagg import rank_list
 from launch.callers import KEY, Callers, call
+from launch.exits import RankExit
 from launch.interfaces import interfaces, own_addresses
 from launch.launcher import find_launcher
 from launch.mpi_ports import FIREWALL, Port, listen_as_mpi
@@ -39,13 +39,6 @@ _PATIENCE_S = 5.0
 """A rank that has ended may have a reason, which rank 0 reports by then: `let_rank_0_report`."""
 
 
-class _Ended(NamedTuple):
-    rank: int
-    host: str
-    pid: int
-    at: float  # time.monotonic
-
-
 _Hello = tuple[int, int, int, bytes, bytes]  # rank, process id, port, host, interfaces
 
 
@@ -61,7 +54,7 @@ class RollCall:
         self._cut_off: dict[int, str] = {}  # hosts of ranks that are there, but do not reach this one
         self._joined: frozenset[int] = frozenset()
         self._left: frozenset[int] = frozenset()
-        self._ended: tuple[_Ended, ...] = ()
+        self._ended: tuple[RankExit, ...] = ()
         callers = Callers("mpillm-roll-call", _HELLO, self._note_end, self._note_call, self._note_join)
         own = own_addresses()
         self._where = f"{own[0] if own else 'any address'} port {callers.port}"
@@ -81,50 +74,38 @@ class RollCall:
 
     def _note_end(self, fields: _Hello) -> None:
         rank, pid, *_ = fields
-        self._ended += (_Ended(rank, self._hosts[rank], pid, time.monotonic()),)
+        self._ended += (RankExit(rank, self._hosts[rank], pid, at=time.monotonic()),)
 
     def hosts(self) -> dict[int, str]:
         """Return the hosts of the ranks that have answered, in the ranks' order."""
         return dict(sorted(self._hosts.items()))
 
-    def lost(self) -> str:
-        """Name the ranks that rank 0 has had time to report, or can't; "" if there are none.
+    def lost(self) -> list[RankExit]:
+        """Return `first`, if rank 0 has had time to report these ranks, or cannot.
 
         Once all have joined, it can.
         """
         late = time.monotonic() - _PATIENCE_S
-        return self.first() if any(one.at < late or one.rank == 0 for one in self._early()) else ""
+        return self.first() if any(one.at < late or one.rank == 0 for one in self._early()) else []
 
-    def first(self) -> str:
-        """Name the ranks that ended first, before all had joined; others may have ended because of them.
+    def first(self) -> list[RankExit]:
+        """Return the ranks that ended first, before all had joined; others may have ended because of them."""
+        return _together(self._early())
 
-        "" if none has.
-        """
-        return ", ".join(f"rank {one.rank} on {one.host} (pid {one.pid})" for one in sorted(self._first()))
-
-    def first_ranks(self) -> list[int]:
-        """The ranks that `first` names."""
-        return sorted(one.rank for one in self._first())
-
-    def before_rank_0(self) -> list[int]:
-        """Return the ranks that ended before rank 0 did, of those with the same cause the first; none if that
-        is rank 0."""
+    def before_rank_0(self) -> list[RankExit]:
+        """Return the ranks that ended first, within 3 s before rank 0; none if rank 0 is among them."""
         ended = {one.rank: one for one in self._ended}
         if 0 not in ended:
             return []
         first = _together([one for one in ended.values() if one.at > ended[0].at - _THEN_S])
-        ranks = sorted(one.rank for one in first)
-        return [] if 0 in ranks else ranks
+        return [] if ended[0] in first else first
 
     def silent_hosts(self) -> list[str]:
         """Return the hosts of which no rank has ended or left, as far as this process has heard."""
         heard = {self._hosts[rank] for rank in {*self._left, *(one.rank for one in self._ended)}}
         return [host for host in dict.fromkeys(self.hosts().values()) if host not in heard]
 
-    def _first(self) -> list[_Ended]:
-        return _together(self._early())
-
-    def _early(self) -> list[_Ended]:
+    def _early(self) -> list[RankExit]:
         """Return those that ended before they had joined."""
         return [one for one in self._ended if one.rank not in self._joined]
 
@@ -165,7 +146,7 @@ class RollCall:
         return [ports[rank] for rank in sorted(ports)] if len(ports) == self._size else []
 
 
-def _together(ended: list[_Ended]) -> list[_Ended]:
+def _together(ended: list[RankExit]) -> list[RankExit]:
     """Return who ended first, at the same time."""
     together = min((one.at for one in ended), default=0.0) + _TOGETHER_S
     return [one for one in ended if one.at <= together]

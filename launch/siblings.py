@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.environment import EXIT_FILE
+from launch.exits import Exits, RankExit, sentence
 from launch.launcher import find_launcher
 from launch.prctl import KEEPER
 
@@ -131,12 +131,9 @@ class EndedRanks:
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._places: dict[int, int | None] = {}
-        self._ends: dict[int, int] = {}  # a pidfd of each, where there are any
+        self.exits = Exits[int]()  # once it is readable, call `look` immediately
+        self._watched: set[int] = set()
         self._since = time.monotonic()
-
-    def fds(self) -> list[int]:
-        """Return files that can be read when one of them has ended: then call `look` at once."""
-        return list(self._ends.values())
 
     def look(self) -> str:
         """Name the ranks that were there at an earlier look and have ended; "" if none has.
@@ -144,23 +141,17 @@ class EndedRanks:
         After a while also those that were never seen, where `ranks_here` knows how many there should be.
         """
         # First: Open MPI soon ends others because of it.
-        ready = select.select(self.fds(), [], [], 0)[0]
-        first = {rank for rank, fd in self._ends.items() if fd in ready}
+        first = {*self.exits.look()}
+        self._watched -= first  # one may have been a short-lived child of its rank
         there = siblings()
         now = {rank: sibling.pid for rank, sibling in there.items()}
         self._places |= {rank: sibling.place for rank, sibling in there.items()}
-        # What was seen may have been a short-lived child of the rank, where ids have begun again.
-        ended = sorted(rank for rank, pid in self._pids.items() if rank not in now and not runs(pid))
-        for rank in first - set(ended):  # it was a child of the rank
-            os.close(self._ends.pop(rank))
-        if ended:
-            ended = [rank for rank in ended if rank in first] or ended
+        if ended := {rank for rank, pid in self._pids.items() if rank not in now and not runs(pid)}:
             host = socket.gethostname()
-            return ", ".join(f"rank {rank} on {host} (pid {self._pids[rank]}) has ended" for rank in ended)
-        for rank, pid in now.items():
-            if rank not in self._ends and hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):  # it has ended, or no file is left
-                    self._ends[rank] = os.pidfd_open(pid)
+            return sentence(RankExit(rank, host, self._pids[rank]) for rank in ended & first or ended)
+        self._watched |= {
+            rank for rank, pid in now.items() if rank not in self._watched and self.exits.watch(rank, pid)
+        }
         self._pids |= now
         here, own = ranks_here(), find_launcher()
         if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:
@@ -173,7 +164,7 @@ class EndedRanks:
                 f"{here - len(self._pids)} of the {here} ranks on {socket.gethostname()} have ended, or were"
                 " not started"
             )
-        return ", ".join(f"rank {rank} has ended, or was not started" for rank in missing)
+        return sentence(RankExit(rank, how="has ended, or was not started") for rank in missing)
 
 
 def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int] | None:

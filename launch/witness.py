@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import select
-import signal
 import time
 from typing import NamedTuple
 
 import psutil
 
 from disagg import rank_list
+from launch.exits import Exits, how_ended, sentence
 from launch.own_messages import MESSAGE
 from launch.roll_call import RollCall
 
@@ -51,34 +50,41 @@ class Witness:
         self._status = 0  # of the lost daemon, as a shell gives it
         self._proxy: int | None = None  # Hydra's lost daemon
         self._hydra_loses = False
-        self._proxies: dict[int, int] = {}  # Hydra's number of a daemon, by a pidfd of its (remote) shell
+        self._exits = Exits[int]()  # of the (remote) shells of Hydra's daemons, by its number of a daemon
+        self._proxies: set[int] = set()  # that are or were watched
         self._gone: dict[int, float] = {}  # when a shell's end was seen; inf: it has been told
         self.told_person = False  # rank 0's message has come through
 
     def note_proxies(self, mpirun: int) -> None:
         """Note the processes through which Hydra's mpirun has started its daemons so far."""
-        with contextlib.suppress(psutil.Error, OSError):
+        with contextlib.suppress(psutil.Error):
             for child in psutil.Process(mpirun).children():
-                match = _PROXY.search(" ".join(child.cmdline()))
-                if match and int(match[1]) not in self._proxies.values():
-                    self._proxies[os.pidfd_open(child.pid)] = int(match[1])
+                if match := _PROXY.search(" ".join(child.cmdline())):
+                    self._note_proxy(int(match[1]), child.pid)
+
+    def _note_proxy(self, number: int, pid: int) -> None:
+        if number not in self._proxies and self._exits.watch(number, pid):
+            self._proxies.add(number)
+
+    def _look(self, wait_s: float = 0.0) -> None:
+        """Note which of these processes have ended; wait for the first one."""
+        if not self._gone:
+            select.select([self._exits], [], [], wait_s)
+        self._gone |= dict.fromkeys(self._exits.look(), time.monotonic())
 
     def goes_on_without(self) -> str:
         """Say that Hydra's mpirun has lost a daemon and goes on, once for each; "" if there is none to tell.
 
         Ranks hold the daemon's connection to mpirun, which so hears nothing of its end.
         """
-        gone = select.select([*self._proxies], [], [], 0)[0] if self._proxies else []
-        now = time.monotonic()
-        for fd in gone:
-            self._gone.setdefault(fd, now)
-        late = next((fd for fd in gone if now > self._gone[fd] + _GOES_ON_S), None)
-        hosts = self._roll_call.hosts() if self._roll_call is not None else {}
+        self._look()
+        now, hosts = time.monotonic(), self.hosts()
+        late = next((number for number, at in [*self._gone.items()] if now > at + _GOES_ON_S), None)
         names = [*dict.fromkeys(hosts.values())]
-        if late is None or self._proxies[late] >= len(names):
+        if late is None or late >= len(names):
             return ""
         self._gone[late] = math.inf
-        host = names[self._proxies[late]]
+        host = names[late]
         who = rank_list([rank for rank, own in hosts.items() if own == host], hosts)
         return f"{who}: mpirun has lost its daemon on {host}; its ranks go on, but what they print is lost"
 
@@ -93,8 +99,8 @@ class Witness:
             self.told_person = True
         elif _HYDRA_LOSES in line and self._proxies:
             self._hydra_loses = True
-            gone = select.select([*self._proxies], [], [], _HYDRA_LOOKS_S)[0]
-            self._proxy = self._proxies[gone[0]] if len(gone) == 1 else None
+            self._look(_HYDRA_LOOKS_S)
+            self._proxy = next(iter(self._gone)) if len(self._gone) == 1 else None
         elif _LOSES.search(line):
             self._loses, self._heard_at = True, min(self._heard_at, time.monotonic())
         elif self._loses and not self.host and (match := _WHERE.search(line)):
@@ -108,13 +114,12 @@ class Witness:
         (`told_at`)."""
         if not self.host or self._heard_at > told_at + _STILL_S:
             return ""
-        how = f" ({_name(self._status - 128)})" if self._status > 128 else ""
+        how = f", which {how_ended(128 - self._status)}" if self._status > 128 else ""
         return self._lost(self.host, how)
 
-    def where(self, rank: int) -> str:
-        """Say on which host a rank is, as `` on h1``; "" if that is this one, or not known."""
-        host = self._roll_call.hosts().get(rank) if self._roll_call is not None else None
-        return f" on {host}" if host else ""
+    def hosts(self) -> dict[int, str]:
+        """Return the hosts of ranks; of none if all are on this one."""
+        return self._roll_call.hosts() if self._roll_call is not None else {}
 
     def before_rank_0(self, status: int) -> str:
         """Name who has ended before rank 0, which had no time to do so; "" if nobody is known to have.
@@ -123,15 +128,13 @@ class Witness:
         """
         if self._roll_call is None:
             return ""
-        hosts = self._roll_call.hosts()
-        names = [*dict.fromkeys(hosts.values())]  # as mpirun numbers them
+        names = [*dict.fromkeys(self.hosts().values())]  # as mpirun numbers them
         if self._hydra_loses and (silent := self._only_silent_host()):
             return self._lost(silent, "")
         if self._proxy is not None and self._proxy < len(names):
             return self._lost(names[self._proxy], "")
-        first = self._roll_call.before_rank_0()
-        end = "has ended" if len(first) == 1 else "have ended"
-        return f"{rank_list(first, hosts)} {end}; then mpirun, with {status}, and all ranks" if first else ""
+        first = sentence(self._roll_call.before_rank_0())
+        return f"{first}; then mpirun, with {status}, and all ranks" if first else ""
 
     def _only_silent_host(self) -> str:
         """Return the host of which nothing is heard though the ranks of all others have ended; "" if there is
@@ -147,19 +150,7 @@ class Witness:
         return silent[0] if len(silent) == 1 else ""
 
     def _lost(self, host: str, how: str) -> str:
-        hosts = self._roll_call.hosts() if self._roll_call is not None else {}
+        hosts = self.hosts()
         there = [rank for rank, own in hosts.items() if own == host]
         who = f"{rank_list(there, hosts)}: " if there else ""
         return f"{who}mpirun has lost its daemon on {host}{how}, and ended all ranks"
-
-
-def killed(pid: int, number: int) -> str:
-    """Say that a signal has ended mpirun."""
-    return f"mpirun (pid {pid}) was ended by {_name(number)}, and so were all ranks"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -58,7 +58,7 @@ HITS = {  # what is hit, and who may be named for it
     "cut a host's power": r"\b{host}\b",
     "pull a host's cable": r"\b{host}\b",
     "kill a host's daemon": r"\b{host}\b",
-    "kill mpirun": r"mpirun \(pid \d+\) was ended by SIGKILL",
+    "kill mpirun": r"mpirun \(pid \d+\) was ended by signal 9 \(SIGKILL\)",
     "kill rank 0": r"rank 0\b.*(ended without an exit code|has ended)",
 }
 CAN_BE_SPARED = ("kill a rank", "kill a host's ranks", "stop a rank", "pull a host's cable")

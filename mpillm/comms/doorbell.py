@@ -9,12 +9,13 @@ too, where Linux has pidfds (5.3).
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+from launch.exits import Exits
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +36,7 @@ class Doorbell:
         self._run = ""
         self._rank = -1
         self._within_reach: frozenset[int] = frozenset()
-        self._ends: select.epoll | None = None
+        self._exits: Exits[int] | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._awake_until = 0.0
         self.heard = False
@@ -68,21 +69,13 @@ class Doorbell:
 
         Where the system can't tell, sleeps stay short, so that somebody can look whether they run.
         """
-        if not hasattr(os, "pidfd_open"):  # not Linux
+        if self._socket is None:
             return
-        # Opened first: `select` takes no number above 1,023, and there may be as many processes.
-        ends = select.epoll()
-        opened: list[int] = []
-        try:
-            opened.extend(map(os.pidfd_open, pids))
-        except OSError:  # a sandbox, or as many files as a process may open; or one has ended already
-            for fd in opened:
-                os.close(fd)
-            ends.close()
-            return
-        for fd in opened:
-            ends.register(fd, select.EPOLLIN)
-        self._ends, self._on_end = ends, on_end
+        exits = Exits[int]()
+        if all(exits.watch(pid, pid) for pid in pids):
+            self._exits, self._on_end = exits, on_end
+        else:
+            exits.close()
 
     def ringer(self, comm: MPI.Intracomm) -> Callable[[int], None]:
         """Return a function that rings by rank of `comm`."""
@@ -123,10 +116,10 @@ class Doorbell:
         if self._socket is None:
             time.sleep(min(seconds, _SHORT_SLEEP_S))
             return False
-        bells: list[socket.socket | select.epoll] = [self._socket]
+        bells: list[socket.socket | Exits[int]] = [self._socket]
         longest_s = _SHORT_SLEEP_S
-        if self._ends is not None:
-            bells.append(self._ends)
+        if self._exits is not None:
+            bells.append(self._exits)
             if self.may_rest and time.monotonic() > self._awake_until:
                 longest_s = _LONG_SLEEP_S
         rung = select.select(bells, [], [], min(seconds, longest_s))[0]
@@ -135,16 +128,10 @@ class Doorbell:
                 for _ in range(_MOST_RINGS):  # any process of the node may ring, as fast as this is read
                     if self._socket.recv(1) == _RING:
                         self._awake_until = time.monotonic() + _AWAKE_S
-        if self._ends in rung:
-            self._take_ends()
+        if self._exits is not None and self._exits in rung:
+            self._exits.look()
+            self._on_end()
         return bool(rung)
-
-    def _take_ends(self) -> None:
-        assert self._ends is not None
-        for ended, _ in self._ends.poll(0):
-            self._ends.unregister(ended)
-            os.close(ended)
-        self._on_end()
 
     def _name(self, rank: int) -> bytes:
         return f"\0mpillm-{self._run}-{rank}".encode()

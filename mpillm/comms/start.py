@@ -26,6 +26,7 @@ from launch.environment import (
     told_ports,
     told_signal,
 )
+from launch.exits import Exits, RankExit, sentence
 from launch.interfaces import interfaces
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.mpi_ports import Port, told_apart, unmet
@@ -130,7 +131,7 @@ def _lost_in(world: MPI.Intracomm) -> str:
     from mpillm.comms.transport import Transport
 
     lost = Transport(world).known_losses() or ended_here()
-    return ", ".join(f"rank {rank} has ended" for rank in sorted(lost))
+    return sentence(map(RankExit, lost))
 
 
 def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) -> MPI.Intracomm:
@@ -308,8 +309,8 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
     lost = ""
     stopped = StoppedProcesses()
     while (left := end - time.monotonic()) > 0:
-        ends = [] if lost or ended is None else ended.fds()
-        if pipe in select.select([pipe, *ends], [], [], min(left, sure_s if lost else _LOOK_S))[0]:
+        files: list[int | Exits[int]] = [pipe, *([] if lost or ended is None else [ended.exits])]
+        if pipe in select.select(files, [], [], min(left, sure_s if lost else _LOOK_S))[0]:
             word = os.read(pipe, 1)
             if word == _BEGINS:
                 ended = EndedRanks()
@@ -317,7 +318,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
             if word == _DONE or rank == 1 or told_signal() is not None:
                 return None
             lost = lost or (ended.look() if ended is not None else "")
-            lost = lost or f"rank 0 on {socket.gethostname()} (pid {pid}) has ended"
+            lost = lost or sentence([RankExit(0, socket.gethostname(), pid)])
         elif not lost:
             lost = ended.look() if ended is not None else ""
             if rank == 0:

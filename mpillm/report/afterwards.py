@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from launch.exits import RankExit, sentence
 from launch.witness import Cause
 
 
@@ -25,10 +26,10 @@ def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
         return f"{cause.text if cause else 'the run has failed'}\n  its files stay as they are: {error}", code
 
 
-def stand_in(path: Path, rank0: str, rank: int, code: int) -> str:
+def stand_in(path: Path, host: str, pid: int, rank: int, code: int) -> str:
     """Do as `amend`, on a rank that finds that rank 0 has ended; return a text for the user.
 
-    `rank0`: where it was. All ranks may call this; the first one does it, for the others it is "". A cause
+    `host`, `pid`: rank 0's. All ranks may call this; the first one does it, for the others it is "". A cause
     that rank 0 has written stays.
     """
     from mpillm.files import read_object
@@ -42,7 +43,8 @@ def stand_in(path: Path, rank0: str, rank: int, code: int) -> str:
     try:
         result = read_object(path / "result.json")
         said = [failure.get("cause") for failure in result.get("failures") or ()]
-        cause = Cause(f"rank 0 ({rank0}) has ended without an exit code; rank {rank} says so", 0)
+        rank0 = sentence([RankExit(0, host, pid, "ended without an exit code")])
+        cause = Cause(f"{rank0}; rank {rank} says so", 0)
         return amend(path, cause if said == [UNFINISHED] else None, code)[0]
     except ConfigError:
         return ""

@@ -308,8 +308,8 @@ class RankEnding(Ending):
             if launcher is not None and launcher.is_srun and self.directory is not None:
                 from mpillm.report import afterwards  # few runs need it
 
-                where, rank = f"{rank0.host}, pid {rank0.pid}", self._control.transport.rank
-                if said := afterwards.stand_in(self.directory, where, rank, ExitCode.INSTANCE_LOST):
+                where, rank = (self.directory, rank0.host, rank0.pid), self._control.transport.rank
+                if said := afterwards.stand_in(*where, rank, ExitCode.INSTANCE_LOST):
                     self._watch.note(said)
             return
         if self._control.transport.rank != 1:

@@ -26,6 +26,7 @@ import psutil
 from disagg.errors import ConfigError
 from launch.children import Children, tail
 from launch.command import Command, NotHere
+from launch.exits import how_ended
 from mpillm.errors import StageError
 from mpillm.files import replace_folder
 
@@ -84,8 +85,8 @@ class Operation(ABC):
                     f" {log}:\n{child.tail()}"
                 )
             if code != 0:
-                how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-                raise StageError(f"{self.name}: {command.argv[0]} {how}; the end of {log}:\n{child.tail()}")
+                how = f"{command.argv[0]} {how_ended(code)}"
+                raise StageError(f"{self.name}: {how}; the end of {log}:\n{child.tail()}")
 
     # --- state ---
 

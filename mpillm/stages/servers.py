@@ -26,6 +26,7 @@ import psutil
 from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.command import Command
+from launch.exits import how_ended
 from launch.health_check import HealthCheck
 
 _POLL_S = 0.5
@@ -162,11 +163,9 @@ class Servers:
             self._children.end_orphans(_ORPHAN_S)
 
     def _how_ended(self, child: Child, when: str) -> str:
-        status = child.process.returncode
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
         why = "".join(f"  | {line}\n" for line in child.lines(self._reasons[child.name]))
         log = f"; from {child.log}:\n{why}  | …\n" if why else f"; the end of {child.log}:\n"
-        return f"{child.name} {how} {when}".rstrip() + log + child.tail()
+        return f"{child.name} {how_ended(child.process.returncode)} {when}".rstrip() + log + child.tail()
 
     def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
         names = {self._names[url] for url in urls}

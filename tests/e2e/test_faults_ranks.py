@@ -172,10 +172,10 @@ def test_a_killed_mpirun(both: Starter) -> None:
             if Path(f"/proc/{pid}/comm").read_text().strip() in ("prterun", "mpirun"):
                 os.kill(pid, signal.SIGKILL)
     ended = command.end().must(INSTANCE_LOST)
-    assert "was ended by SIGKILL, and so were all ranks" in ended.err, ended
+    assert "was ended by signal 9 (SIGKILL), and so were all ranks" in ended.err, ended
     assert [failure["rank"] for failure in ended.result["failures"]] == [None], ended
     assert (ended.result["status"], ended.result["phase"]) == ("FAILED", "test"), ended
-    assert "was ended by SIGKILL" in (ended.log_dir / "report.html").read_text()
+    assert "was ended by signal 9 (SIGKILL)" in (ended.log_dir / "report.html").read_text()
 
 
 def test_a_killed_rank_makes_others_fail(both: Starter) -> None:

@@ -98,8 +98,8 @@ def test_a_server_that_dies(place: Path, one: Starter) -> None:
     os.kill(victim, signal.SIGKILL)
     ended = command.end(20).must(INSTANCE_LOST)
     assert (
-        "tritonserver 1 was ended by signal 9 after it was ready; the end of logs/tritonserver_1.log:\n  | $"
-        in ended.message
+        "tritonserver 1 was ended by signal 9 (SIGKILL) after it was ready; the end of"
+        " logs/tritonserver_1.log:\n  | $" in ended.message
     )
 
 

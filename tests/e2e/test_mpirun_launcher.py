@@ -276,7 +276,7 @@ def test_a_killed_mpirun_takes_all_along(python: str, start: Start, tmp_path: Pa
     mpirun.kill()
     status, output = job.end()
     assert status == 5
-    assert f"mpirun (pid {mpirun.pid}) was ended by SIGKILL, and so were all ranks" in output
+    assert f"mpirun (pid {mpirun.pid}) was ended by signal 9 (SIGKILL), and so were all ranks" in output
     assert not list(folder.iterdir())
 
 

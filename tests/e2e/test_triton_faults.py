@@ -173,5 +173,5 @@ def a_server_that_dies(one: Starter, address: tuple[str, str], port: int, server
     ended = command.end(TIMEOUT_S).must(TEST_FAILED)
     assert f"tritonserver {address[1]} owes " in ended.message and "answers" in ended.message, ended
     ended = servers.end(60).must(INSTANCE_LOST)
-    assert "tritonserver 0 was ended by signal 9 after it was ready; the end of" in ended.message
+    assert "tritonserver 0 was ended by signal 9 (SIGKILL) after it was ready; the end of" in ended.message
     assert "Started GRPCInferenceService" in ended.message

@@ -67,7 +67,7 @@ def test_a_worker_that_dies_is_named(one: Starter) -> None:
     with serving(one, 1, "--triton_orchestrator") as ((port,), _):
         asker = Asker(port, "tensorrt_llm")
         pid = worker(one)
-        what = rf"rank 1 \(process {pid} on \S+\) of the engine has ended"
+        what = rf"rank 1 on \S+ \(pid {pid}\) of the engine has ended"
         with pytest.raises(Refusal, match=what):
             for n, _ in enumerate(asker.responses(asker.request([[5, 6]], 200, streaming=True, end_id=-1))):
                 if n == 2:
@@ -81,7 +81,11 @@ def test_a_worker_that_dies_is_named(one: Starter) -> None:
     [
         (0, (), "noticed that process rank 0 "),
         (1, (), "noticed that process rank 1 "),
-        (None, ("--triton_orchestrator",), "tritonserver 0 was ended by signal 9 after it was ready"),
+        (
+            None,
+            ("--triton_orchestrator",),
+            "tritonserver 0 was ended by signal 9 (SIGKILL) after it was ready",
+        ),
     ],
     ids=["leader", "follower", "orchestrator"],
 )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
+from launch.exits import RankExit, sentence
 from launch.interfaces import own_addresses
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import InstanceComms
@@ -168,11 +169,8 @@ class Ranks:
             time.sleep(_LOOK_S)
         if not ended:
             return ""
-        named = (
-            f"rank {rank} (process {self._processes[rank][1]} on {self._processes[rank][0]})"
-            for rank in ended
-        )
-        return f"{' and '.join(sorted(named))} of the engine has ended: start the server again"
+        exits = (RankExit(rank, *self._processes[rank], "of the engine has ended") for rank in ended)
+        return f"{sentence(exits)}: start the server again"
 
     def why_failed(self) -> str:
         """As `lost`, right after MPI has failed."""

@@ -522,7 +522,7 @@ def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
     assert mpirun.main(["-n", "2", "run"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "mpirun" in said and "ended by SIGKILL" in said
+    assert "mpirun" in said and "was ended by signal 9 (SIGKILL), and so were all ranks" in said
     assert "; the run had ended by then: see /none/result.json" in said
 
 
@@ -539,7 +539,7 @@ def test_an_mpirun_that_ends_because_others_have_is_not_the_cause(
     fake = script(tmp_path / "mpirun", f"{words}; kill -{number:d} $$")
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
     assert mpirun.main(["-n", "2", "run"]) == INSTANCE_LOST
-    assert (f"was ended by {number.name}" in capsys.readouterr().err) == blamed
+    assert (f"was ended by signal {number:d} ({number.name})" in capsys.readouterr().err) == blamed
 
 
 def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
@@ -556,7 +556,7 @@ def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
         lost_by_open_mpi=lambda at: "",
         told_person=False,
         before_rank_0=lambda status: "",
-        where=lambda rank: "",
+        hosts=dict,
     )
     supervisor: Any = SimpleNamespace(told_at=math.inf, killed=0)
     cause = mpirun._why(witness, supervisor, None, INSTANCE_LOST, status)

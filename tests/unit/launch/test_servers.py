@@ -83,7 +83,8 @@ def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
         running.start(answering("os.kill(os.getpid(), 9)", times=2))
         running.wait_ready(60)
         with pytest.raises(
-            ServerFailed, match=r"^one was ended by signal 9 after it was ready; the end of .*one.log:\n"
+            ServerFailed,
+            match=r"^one was ended by signal 9 \(SIGKILL\) after it was ready; the end of .*one.log:\n",
         ) as failed:
             running.watch(60)
     assert failed.value.was_ready

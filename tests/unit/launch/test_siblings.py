@@ -85,9 +85,9 @@ def test_a_rank_that_ends_is_named(ranks: dict[int, subprocess.Popen[bytes]]) ->
 def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     """The others may have ended because of it. The process that looks is woken at once, before these."""
     ended = EndedRanks()
-    wait_until(lambda: not ended.look() and len(ended.fds()) == 3, "all ranks")
+    wait_until(lambda: not ended.look() and len(ended._watched) == 3, "all ranks")
     ranks[2].kill()
-    assert select.select(ended.fds(), [], [], 10)[0]
+    assert select.select([ended.exits], [], [], 10)[0]
 
     def and_the_others(looked: Callable[[], dict[int, Sibling]] = siblings) -> dict[int, Sibling]:
         for process in ranks.values():

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
+from launch.exits import RankExit
 from launch.roll_call import RollCall
-from launch.witness import Witness, killed
+from launch.witness import Witness
 from tests.helpers.support import wait_until
 
 # As printed by Open MPI 5.0.11 and 4.1.6, and MPICH 5.0.2.
@@ -65,7 +66,7 @@ def roll_call(monkeypatch: pytest.MonkeyPatch) -> RollCall:
 def test_the_host_of_a_lost_daemon(roll_call: RollCall, text: str) -> None:
     made = Witness(roll_call)
     hear(made, text)
-    how = " (SIGKILL)" if text == FAILED else ""
+    how = ", which was ended by signal 9 (SIGKILL)" if text == FAILED else ""
     said = f"mpirun has lost its daemon on h2{how}, and ended all ranks"
     assert made.lost_by_open_mpi(math.inf) == f"host h2 (ranks 2-3): {said}"
     assert made.lost_by_open_mpi(time.monotonic() - 60) == "", "the run had ended long before"
@@ -88,7 +89,7 @@ def test_hydras_lost_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
 
         def noted() -> bool:  # a program that has just been started has no arguments for a moment
             made.note_proxies(process.pid)
-            return sorted(made._proxies.values()) == [0, 1]
+            return made._proxies == {0, 1}
 
         wait_until(noted, "both shells")
         os.kill(pids[1], signal.SIGKILL)
@@ -105,7 +106,8 @@ def test_hydra_goes_on_without_a_daemon(roll_call: RollCall, monkeypatch: pytest
     """It is told once, and not when all of them end with the run."""
     made = Witness(roll_call)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        made._proxies = {os.pidfd_open(process.pid): 1, os.pidfd_open(os.getpid()): 0}
+        made._note_proxy(1, process.pid)
+        made._note_proxy(0, os.getpid())
     assert made.goes_on_without() == "", "the run may just be ending"
     monkeypatch.setattr("launch.witness._GOES_ON_S", 0.0)
     assert made.goes_on_without() == (
@@ -122,7 +124,8 @@ def test_a_host_of_which_nothing_is_heard(
     monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.1)
     made = Witness(roll_call)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(process.pid): 1}
+        made._note_proxy(0, process.pid)
+        made._note_proxy(1, process.pid)
     hear(made, HYDRA)
     for rank in ended:
         roll_call._note_end((rank, 7, 0, b"h", b""))
@@ -138,7 +141,8 @@ def test_the_shell_of_another_host_may_end_first(
     monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.5 if is_silent else 30.0)
     made = Witness(roll_call)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        made._proxies = {os.pidfd_open(process.pid): 0, os.pidfd_open(os.getpid()): 1}
+        made._note_proxy(0, process.pid)
+        made._note_proxy(1, os.getpid())
     hear(made, HYDRA)
     roll_call._note_end((0, 7, 0, b"h", b""))
     if not is_silent:
@@ -149,19 +153,6 @@ def test_the_shell_of_another_host_may_end_first(
 
 def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Witness().before_rank_0(1) == Witness(roll_call).before_rank_0(1) == ""
-    monkeypatch.setattr(roll_call, "before_rank_0", lambda: [2])
+    monkeypatch.setattr(roll_call, "before_rank_0", lambda: [RankExit(2, "h2", 7)])
     said = Witness(roll_call).before_rank_0(137)
-    assert said == "rank 2 on h2 has ended; then mpirun, with 137, and all ranks"
-
-
-def test_where_a_rank_is(roll_call: RollCall) -> None:
-    assert (Witness(roll_call).where(2), Witness(roll_call).where(9), Witness().where(0)) == (
-        " on h2",
-        "",
-        "",
-    )
-
-
-def test_a_killed_mpirun() -> None:
-    assert killed(7, signal.SIGSEGV) == "mpirun (pid 7) was ended by SIGSEGV, and so were all ranks"
-    assert "signal 99" in killed(7, 99)
+    assert said == "rank 2 on h2 (pid 7) has ended; then mpirun, with 137, and all ranks"

@@ -164,7 +164,7 @@ def test_a_failed_tool_leaves_what_was_there(tmp_path: Path) -> None:
     out = tmp_path / "made"
     lines_of(Stage(out, "good"))
     with pytest.raises(
-        StageError, match=r"stage: .* failed with exit code 1; the end of(.*\n)*.*ZeroDivisionError"
+        StageError, match=r"stage: .* ended with exit code 1; the end of(.*\n)*.*ZeroDivisionError"
     ):
         lines_of(Stage(out, "bad", WRITES + "; 1 / 0"))
     assert (out / "out").read_text() == "good"
