@@ -84,21 +84,14 @@ class Callers:
         return said != b"" and self._stays(caller, said)  # or it has ended, or takes its leave
 
 
-def call(hosts: Sequence[str], port: int, hello: bytes) -> tuple[socket.socket | None, str]:
-    """Call a process at the first of its names and addresses that answers.
-
-    Returns the connection, and why the last one before did not answer; "" if none failed.
-    """
-    problem = ""
+def call(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket | None:
+    """Call a process at the first of its names and addresses that answers; return the connection."""
     for host in hosts:
-        try:
+        with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), _CONNECT_S)
             connection.sendall(hello)
-        except OSError as error:
-            problem = f"{host}: {error.strerror or error}"
-            continue
-        return connection, problem
-    return None, problem
+            return connection
+    return None
 
 
 def unreached(targets: Mapping[int, tuple[str, int]], seconds: float = _CONNECT_S) -> dict[int, str]:

@@ -169,7 +169,7 @@ class _Answer:
         return self._connection is not None
 
     def _connect(self, hosts: list[str], port: int, hello: bytes) -> None:
-        connection, _ = call(hosts, port, hello)
+        connection = call(hosts, port, hello)
         with self._lock:
             self._connection = connection
             self._say(self._unsaid)

@@ -7,6 +7,7 @@ the connection tells nothing, the missing heartbeats do.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -46,15 +47,14 @@ class Lifeline:
     """Another rank's end."""
 
     def __init__(self, address: Address, rank: int) -> None:
-        """Connect in a thread of its own; `problem` says why it could not."""
-        self.problem = ""
+        """Connect in a thread of its own."""
         self._ended = False
         self._connection: socket.socket | None = None
         threading.Thread(target=self._connect, args=(address, rank), daemon=True).start()
 
     def _connect(self, address: Address, rank: int) -> None:
         hello = _HELLO.pack(address.key, rank)
-        connection, self.problem = call(address.hosts, address.port, hello)
+        connection = call(address.hosts, address.port, hello)
         if connection is not None:
             kept_connections.keep(rank0=connection.fileno())
             connection.setblocking(False)
@@ -63,18 +63,6 @@ class Lifeline:
     def ended(self) -> bool:
         """Return whether rank 0's process has ended. Any thread may ask, often."""
         if self._connection is not None and not self._ended:
-            self._ended = bool(has_ended(self._connection))
+            with contextlib.suppress(OSError):  # nothing has come, or the network has failed, not the process
+                self._ended = self._connection.recv(1) == b""
         return self._ended
-
-
-def has_ended(connection: socket.socket) -> bool | None:
-    """Return whether the process at the other end of a non-blocking connection has ended.
-
-    None: it has not, as far as is known; False: the connection is lost, which says nothing of the process.
-    """
-    try:
-        return True if connection.recv(1) == b"" else None
-    except BlockingIOError:
-        return None
-    except OSError:
-        return False
