@@ -152,7 +152,7 @@ class RankControl:
         if self.transport.rank != 1 or self.rank0 is None or not self.sees_rank0:
             return
         for pid, how in self._stopped_processes.look([self.rank0.pid]):
-            self.watch.note(f"rank 0 on {self.rank0.host}, pid {pid}, {how}")
+            self.watch.note(f"rank 0 on {self.rank0.host} (pid {pid}) {how}")
 
     def rank0_ended(self) -> bool:
         """Return whether rank 0's process is known to have ended."""

@@ -31,6 +31,7 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch import roll_call, segments
 from launch.environment import tell_exit_code
+from launch.exits import RankExit, sentence
 from launch.launcher import find_launcher
 from launch.signals import stop_signals
 from mpillm.comms.communicators import Communicators
@@ -314,10 +315,8 @@ class RankEnding(Ending):
             return
         if self._control.transport.rank != 1:
             return
-        self._watch.note(
-            f"rank 0 (harness) on {rank0.host}, pid {rank0.pid},"
-            f" was lost in phase '{self._watch.phase}': {cause}"
-        )
+        how = f"was lost in phase '{self._watch.phase}': {cause}"
+        self._watch.note(sentence([RankExit(0, rank0.host, rank0.pid, how)]))
         if self._control.sees_rank0:
             with suppress(ProcessLookupError):
                 os.kill(rank0.pid, signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_a_stopped_rank_0(both: Starter, control: int) -> None:
     command = start_and_signal(both, 0, "test", signal.SIGSTOP, *options)
     ended = command.end()
     ended.must(INSTANCE_LOST)
-    assert re.search(r"rank 0 on \S+, pid (\d+), is stopped: kill -CONT \1\n", ended.err), repr(ended)
+    assert re.search(r"rank 0 on \S+ \(pid (\d+)\) is stopped: kill -CONT \1\n", ended.err), repr(ended)
     assert ended.seconds < START_S + 3 + 4 * GRACE_S + 3, repr(ended)
 
 

@@ -186,7 +186,7 @@ def test_without_rank_0_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
         (
             1,
             [
-                "note rank 0 (harness) on here, pid 1, was lost in phase 'load': silent",
+                "note rank 0 on here (pid 1) was lost in phase 'load': silent",
                 "kill 1",
                 "quiet",
                 "exit 5",
