@@ -31,7 +31,8 @@ BUSY = {
 
 # Their fixtures for the module take long, and would be made in each process that has one of these tests.
 TOGETHER = {
-    f"test_{name}" for name in ("advice", "beams", "forecast", "kv_cache_dtype", "troubleshooting_page")
+    f"test_{name}"
+    for name in ("advice", "beams", "forecast", "kv_cache_dtype", "patterns", "troubleshooting_page")
 }
 
 # Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes.

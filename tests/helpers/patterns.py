@@ -7,7 +7,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,10 @@ from typing import Any
 _PARSER = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _METHODS = ("match", "fullmatch", "search", "sub", "subn", "findall", "finditer", "split")
 _ANCHORED = {"match", "fullmatch"}
+# Other files need no parsing.
+_RELEVANT = re.compile(
+    rf"\bre\.|KnownFailure|reason=|\.(?:{'|'.join(_METHODS)})\b"
+)  # other files need no parsing
 _UNKNOWN = "x"  # stands for a part of a pattern that only a call has
 
 Tree = Sequence[tuple[Any, Any]]
@@ -42,17 +46,22 @@ class Use:
 
 def uses(root: Path, packages: Sequence[str]) -> tuple[list[Use], list[str]]:
     """Return the patterns of all calls of `re`, and the places whose pattern is known only when they run."""
-    files = {file: ast.parse(file.read_text()) for name in packages for file in (root / name).rglob("*.py")}
-    everywhere = _applied(files.values())
+    files = {
+        file: [*ast.walk(ast.parse(text))]
+        for name in packages
+        for file in (root / name).rglob("*.py")
+        if _RELEVANT.search(text := file.read_text())
+    }
+    everywhere = _applied(itertools.chain.from_iterable(files.values()))
     found, unknown = [], []
-    for file, tree in files.items():
-        here = _applied([tree])
+    for file, nodes in files.items():
+        here = _applied(nodes)
         names = {
             id(node.value): target.id
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name)
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             if not isinstance(node, ast.Call):
                 continue
             where = f"{file.relative_to(root)}:{node.lineno}"
@@ -89,10 +98,10 @@ def _searched(call: ast.Call) -> str:
     return next((str(word.value) for word in words if isinstance(word, ast.Constant)), "")
 
 
-def _applied(trees: Any) -> dict[str, set[str]]:
+def _applied(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
     """Return the methods of patterns that are called on each name."""
     applied: dict[str, set[str]] = {}
-    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in _METHODS and isinstance(node.value, ast.Name):
             applied.setdefault(node.value.id, set()).add(node.attr)
     return applied

@@ -7,6 +7,7 @@ pattern needs no entry here.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,22 @@ from tests.helpers.patterns import Use, texts, uses
 
 ROOT = Path(__file__).parents[2]
 SIZES = (20, 400, 4000, 30_000)  # characters
-USES, UNKNOWN = uses(ROOT, ["mpillm", "launch", "disagg"])
+FOLDERS = sorted(
+    str(folder.relative_to(ROOT))
+    for folder in (ROOT / "launch", ROOT / "disagg", ROOT / "mpillm", *(ROOT / "mpillm").iterdir())
+    if any(folder.glob("*.py"))
+)
+
+
+@cache
+def found() -> tuple[list[Use], list[str]]:
+    """Return the patterns of all sources; not at collection, which each process of a test run repeats."""
+    return uses(ROOT, ["mpillm", "launch", "disagg"])
+
+
+def folder_of(where: str) -> str:
+    """Return the entry of FOLDERS that a place is in."""
+    return max((folder for folder in FOLDERS if where.startswith(f"{folder}/")), key=len)
 
 
 def slow(use: Use) -> str:
@@ -32,14 +48,15 @@ def slow(use: Use) -> str:
     return ""
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.where)
-def test_a_pattern_takes_linear_time(use: Use) -> None:
-    assert slow(use) == ""
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_patterns_take_linear_time(folder: str) -> None:
+    found_slow = {use.where: slow(use) for use in found()[0] if folder_of(use.where) == folder}
+    assert {where: growth for where, growth in found_slow.items() if growth} == {}
 
 
 def test_patterns_that_are_arguments() -> None:
-    """The patterns of `KnownFailure` and `reason` are in `USES`; `alone` has a table."""
-    files = {where.partition(":")[0] for where in UNKNOWN}
+    """`uses` finds those of `KnownFailure` and `reason`; `alone` has a table."""
+    files = {where.partition(":")[0] for where in found()[1]}
     assert files == {"mpillm/doctor/alone.py", "launch/children.py", "launch/command.py"}
     for pattern, _ in alone._EXPLAINED:
         assert slow(Use("alone", pattern, re.IGNORECASE, frozenset({"search"}))) == ""
@@ -62,7 +79,7 @@ def test_slow_patterns_are_found(pattern: str | bytes, method: str) -> None:
 
 def test_all_patterns_are_found() -> None:
     """Also those that are made of others."""
-    here = {use.where.partition(":")[0]: use for use in USES}
-    assert len(USES) > 80
+    here = {use.where.partition(":")[0]: use for use in found()[0]}
+    assert len(found()[0]) > 80
     assert "launch/outside.py" in here and "mpillm/programs/servers/kind.py" in here
-    assert any("gate_proj" in str(use.pattern) and "_scale" in str(use.pattern) for use in USES)
+    assert any("gate_proj" in str(use.pattern) and "_scale" in str(use.pattern) for use in found()[0])
