@@ -15,8 +15,5 @@ from mpillm.options.mitten import bind as bind
 from mpillm.options.mitten import bound_fields as bound_fields
 from mpillm.options.mitten import current as current
 from mpillm.options.mitten import environment as environment
-from mpillm.options.mitten import from_environment as from_environment
-from mpillm.options.mitten import in_force as in_force
-from mpillm.options.mitten import of_user as of_user
 from mpillm.options.mitten import option_texts as option_texts
 from mpillm.options.mitten import parse_fields as parse_fields

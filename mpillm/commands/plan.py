@@ -18,10 +18,9 @@ from mpillm.options.field import Field
 from mpillm.options.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.options.fields.effects import PLAN
 from mpillm.options.idle import check_idle
-from mpillm.options.layers import stack
+from mpillm.options.option_trace import explain_option, format_explanation
 from mpillm.options.options import parse
 from mpillm.options.together import check_options
-from mpillm.options.way_of_a_value import told, way_of
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
@@ -60,9 +59,10 @@ def main(argv: Sequence[str]) -> int:
     )
     config = parse(argv, parser, [*_SHOWN, format_field, explain_field]).with_yaml()
     if (name := config[explain_field]) is not None:
-        way = way_of(name, config, stack(parser.texts(argv), None)[0])
-        json_output.tell(way)
-        print(json.dumps(way, indent=2) if config[format_field] == "json" else told(way))
+        explained = explain_option(name, config)
+        json_output.tell(explained)
+        as_json = config[format_field] == "json"
+        print(json.dumps(explained, indent=2) if as_json else format_explanation(explained))
         return ExitCode.DONE
     check_options(config)
     try:

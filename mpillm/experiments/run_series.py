@@ -16,10 +16,9 @@ from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import option
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.options.fields.results import OutputFields
-from mpillm.options.mitten import Configuration
 from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
-from mpillm.options.values import Values, complete
+from mpillm.options.values import Values, own_values
 from mpillm.runtime.whole_runs import EndedRun
 
 GROUP = "runs"
@@ -56,7 +55,7 @@ def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple
     add_fields(parser, own)
     values, others = parser.parse_known(argv)
     texts = {name: text for name, text in vars(values).items() if text is not None}
-    return options(complete(Configuration(options=texts, environ={}), own)), others
+    return options(own_values(own, texts)), others
 
 
 def mpirun_words(options: RankedOptions, config: RunConfig) -> list[str]:

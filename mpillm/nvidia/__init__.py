@@ -13,7 +13,7 @@ RUNTIME_FLAGS = {
 GROUPS: dict[str, tuple[str, ...]] = {}
 
 READERS = {"config_file": "mpillm.nvidia.config_file"}
-"""Modules that read files: the user's configuration, for `config.layers`."""
+"""Modules that read files: the user's configuration, for `options.layers`."""
 
 _CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
 _BUILD = "generate-engines runs it with the options in --trtllm_build_flags"

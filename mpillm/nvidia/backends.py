@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from disagg.errors import ConfigError, about
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
-from mpillm.options.flags import check_limits, limits_of_engine, overlaid
-from mpillm.options.mitten import autoconfigure, bind
+from mpillm.options.flags import check_limits, limits_of_engine
+from mpillm.options.mitten import autoconfigure, bind, overlaid
 
 if TYPE_CHECKING:  # its records take time to make, at the start of every rank
     from mpillm.options.generation_config import GenerationConfig

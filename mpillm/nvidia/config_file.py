@@ -23,8 +23,7 @@ from mpillm.nvidia.passed_over import PASSED_OVER
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE
-from mpillm.options.found import Level, Origin
-from mpillm.options.mitten import Configuration
+from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.load_clients.client_files import check_no_client_file
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
 from mpillm.workloads import accuracy_of, plain_form
@@ -54,12 +53,12 @@ Values = dict[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One configuration of a file: values by field, each with its line."""
+    """One configuration of a file: values by field, each with its place."""
 
     name: str
     where: str  # file:line
     values: dict[Field, Any]
-    origins: dict[Field, Origin]
+    lines: dict[Field, str]  # file:line
 
     def fits(self, wanted: Mapping[Field, Any]) -> bool:
         """Return whether it agrees with all that is `wanted`, as far as it states that."""
@@ -116,8 +115,10 @@ def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
     return spelled
 
 
-def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test: str | None) -> Configuration:
-    """Return the one configuration of the file that agrees with what is `given`, by key field.
+def load(
+    path: str, given: Mapping[Field, Any], test_mode: str, compliance_test: str | None
+) -> dict[str, OptionValue]:
+    """Return the values of the one configuration that agrees with what is `given`, by key field.
 
     A file in NVIDIA's newer form may have other values for accuracy and compliance tests.
     Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
@@ -151,8 +152,10 @@ def load(path: str, given: Mapping[Field, Any], test_mode: str, compliance_test:
     entry = found[0]
     without_effect = [field for field in PASSED_OVER.values() if field in entry.values]
     with_effect = [field for field in entry.values if field not in without_effect]
-    values = {field: entry.values[field] for field in (*with_effect, *without_effect)}
-    return Configuration(values, origins=entry.origins)
+    return {
+        field.name: OptionValue(entry.values[field], Source.FILE, entry.lines[field])
+        for field in (*with_effect, *without_effect)
+    }
 
 
 def _first_variants(found: Sequence[Entry]) -> list[Entry]:
@@ -198,12 +201,12 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
     Raises ConfigError for an unknown name, or a wrong value.
     """
     values: dict[Field, Any] = {}
-    origins: dict[Field, Origin] = {}
+    lines: dict[Field, str] = {}
     for written, (value, where) in items.items():
         key = written.replace("-", "_")
         if (passed_over := PASSED_OVER.get(key)) is not None:
             values[passed_over] = value if isinstance(value, (bool, int, float, str)) else str(value)
-            origins[passed_over] = Origin(Level.CONTEXT, where)
+            lines[passed_over] = where
             continue
         field = BY_NAME.get(_SHORT.get(key, key))
         if field is AllFields.config_file:
@@ -213,22 +216,20 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
         checked = field.check(value, f"{where}: {written}")
         if field in values and values[field] != checked:
             raise ConfigError(
-                f"{where}: {written} is {_shown(checked)}, but {origins[field].where} says"
-                f" {_shown(values[field])}"
+                f"{where}: {written} is {_shown(checked)}, but {lines[field]} says {_shown(values[field])}"
             )
         values[field] = checked
-        origins[field] = Origin(Level.CONTEXT, where)
+        lines[field] = where
     spelled = _spelled_out(values)
     benchmarks, target = AllFields.benchmarks, AllFields.accuracy_target
     if values.get(target, spelled.get(target)) != spelled.get(target):
-        name_said = f"{origins[benchmarks].where}: benchmark {_shown(values[benchmarks])}"
+        name_said = f"{lines[benchmarks]}: benchmark {_shown(values[benchmarks])}"
         raise ConfigError(
-            f"{name_said} means {target.name} {spelled[target]}, but {origins[target].where} says"
-            f" {values[target]}"
+            f"{name_said} means {target.name} {spelled[target]}, but {lines[target]} says {values[target]}"
         )
     for implied in spelled.keys() - values.keys():
-        origins[implied] = origins[AllFields.benchmarks]
-    return Entry(name, f"{path}:{line}", spelled, origins)
+        lines[implied] = lines[benchmarks]
+    return Entry(name, f"{path}:{line}", spelled, lines)
 
 
 # --- Python ---

@@ -1,4 +1,4 @@
-"""The configurations of NVIDIA's backends; see `config.backends`."""
+"""The configurations of NVIDIA's backends; see `nvidia.backends`."""
 
 from __future__ import annotations
 

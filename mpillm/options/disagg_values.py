@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
-from disagg.errors import ConfigError
 from disagg.schema import INNER, SECTIONS, SERVER, section_kind
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.fields.topology import PROMPTS_ALONE
-from mpillm.options.found import Found, Level, Origin
+from mpillm.options.sources import OptionValue, Source
 
 _CTX, _GEN, _EXECUTORS = SECTIONS
 _NOTHING = (None, "auto")  # values that state nothing
@@ -116,34 +115,30 @@ CORE = (
 )
 
 
-class Stated(NamedTuple):
+class YamlValue(NamedTuple):
     """A value that the YAML states: as the option has it, and as the YAML writes it."""
 
-    found: Found
+    value: OptionValue
     text: str
 
 
-def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_whole: bool) -> dict[str, Stated]:
+def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_whole: bool) -> dict[str, YamlValue]:
     """Return what the YAML in `path` states about the whole run, by option.
 
     `serves_model`: servers read `model`. `is_whole`: leader and instances are one run.
     """
-    origin = Origin(Level.YAML, path)
-    stated = {AllFields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
+    stated = {AllFields.mode.name: _yaml_value(yaml.mode, path)}
     if yaml.model is not None and not serves_model:
-        stated[AllFields.model_path.name] = Stated(
-            Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model
-        )
+        stated[AllFields.model_path.name] = _yaml_value(yaml.model, f"{path}: model")
     for section, server in yaml.sections:
         if section == section_kind(section) and server.num_instances:
             stated |= _stated(SIZES[section], section, server, path)
     if is_whole and (kept := yaml.options.get(PERF_METRICS.name)) is not None:
-        where = Origin(Level.YAML, f"{path}: {PERF_METRICS.name}")
-        stated[PERF_METRICS.field.name] = Stated(Found(kept, where), str(kept))
+        stated[PERF_METRICS.field.name] = _yaml_value(kept, f"{path}: {PERF_METRICS.name}")
     return stated
 
 
-def of_a_section(section: str, server: ServerConfig, path: str, is_whole: bool) -> dict[str, Stated]:
+def of_a_section(section: str, server: ServerConfig, path: str, is_whole: bool) -> dict[str, YamlValue]:
     """Return what it states about a section's instances, by option, without values that no option has.
 
     `is_whole`: its instances are no servers of their own.
@@ -168,7 +163,7 @@ def _has(place: Place, value: Any) -> bool:
     return isinstance(value, str) and value.lower() in map(str.lower, field.choices)
 
 
-def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
+def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, YamlValue]:
     stated = {}
     for place in places:
         value = place.value_in(server)
@@ -176,10 +171,13 @@ def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path:
             continue
         where = f"{path}: {section}.{place.name}"
         ours = next((our for our, theirs in place.words.items() if theirs == value), value)
-        stated[place.field.name] = Stated(
-            Found(place.field.check(ours, where), Origin(Level.YAML, where)), str(value)
-        )
+        checked = OptionValue(place.field.check(ours, where), Source.YAML, where)
+        stated[place.field.name] = YamlValue(checked, str(value))
     return stated
+
+
+def _yaml_value(value: Any, where: str) -> YamlValue:
+    return YamlValue(OptionValue(value, Source.YAML, where), str(value))
 
 
 def same(name: str, one: Any, other: Any) -> bool:
@@ -288,23 +286,3 @@ def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Ite
             yield from _unread((*key, inner), there, read)
     else:
         yield ".".join(key)
-
-
-def lay_yaml(
-    stated: Mapping[str, Found],
-    in_force: Mapping[str, Found],
-    yaml: Mapping[str, Stated],
-    named: Callable[[str], str],
-) -> dict[str, Found]:
-    """Return what is `stated`, with a YAML's values under those of higher layers, which must be the same.
-
-    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for
-    messages.
-    """
-    laid = dict(stated)
-    for name, (theirs, text) in yaml.items():
-        if in_force[name].origin.level > Level.YAML and not same(name, in_force[name].value, theirs.value):
-            raise ConfigError(f"{named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
-        if laid[name].origin.level < Level.YAML:
-            laid[name] = theirs
-    return laid

@@ -10,8 +10,8 @@ from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
 from mpillm.options.disagg_values import CORE, EXPERTS, ROUTER, SIZES, written
-from mpillm.options.found import Level
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import Source
 
 HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}
 """The section of a server that is one half of disaggregated serving, by its role."""
@@ -142,7 +142,7 @@ def generated(config: RunConfig, world_size: int | None, control_ranks: int | No
             for places in (*(SIZES[section] for section in mine), (EXPERTS,))
             for place in places
         ]
-        said = [name for name in sizes if config.origin(name).level > Level.DEFAULT]
+        said = [name for name in sizes if config.option_value(name).source > Source.DEFAULT]
         said += PORTS if any(map(config.given, PORTS)) else ()
         raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
 
@@ -151,7 +151,9 @@ def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
     """Return `made` with the options' values on how its instances run, for readers that have only the
     file."""
     values = {
-        place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT
+        place: config[place.field]
+        for place in CORE
+        if config.option_value(place.field.name).source > Source.DEFAULT
     }
     return made.with_sections(
         lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})

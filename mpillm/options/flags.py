@@ -10,8 +10,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm.options.field import AutoConfStrategy, Field
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS
-from mpillm.options.found import Found, Level, Origin
-from mpillm.options.mitten import environment, from_environment
+from mpillm.options.sources import OptionValue, Source, from_environment
 
 OVERLAYS: dict[Field, str] = {
     AllFields.trtllm_checkpoint_flags: "TRTLLM_CHECKPOINT_FLAGS",
@@ -21,53 +20,44 @@ OVERLAYS: dict[Field, str] = {
 """Environment variables that override flags, key by key, of a command and of the class that owns them."""
 
 
-def laid_over(found: Mapping[str, Found]) -> dict[str, Found]:
-    """Return the flags that the environment overrides, by name. `found`: every field, by name."""
+def laid_over(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return the flags that the environment overrides, by name. `values`: of every field, by name."""
     return {
-        field.name: said.over(found[field.name], AutoConfStrategy.DictUpdate)
+        field.name: stated.over(values[field.name], AutoConfStrategy.DictUpdate)
         for field, variable in OVERLAYS.items()
-        if (said := from_environment(field, variable, os.environ)) is not None
+        if (stated := from_environment(field, variable, os.environ)) is not None
     }
 
 
-def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`flags`, overridden by the environment's: for the class that owns them, wherever they came from.
-
-    A command's values, which include that already, come with an empty environment.
-    """
-    said = from_environment(field, OVERLAYS[field], environment())
-    return {**(flags or {}), **(said.value if said else {})}
-
-
-def renamed(flags: Found, flags_name: str) -> Found:
+def renamed(flags: OptionValue, flags_name: str) -> OptionValue:
     """Return flags by their first names.
 
     Raises ConfigError for a wrong text, or two names that differ in like sources.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    values: dict[str, OptionValue] = {}
     written: dict[str, str] = {}
-    for name, value in flags.value.items():
-        origin = flags.key_origins()[name]
+    for name, flag in flags.all_keys().items():
+        value = flag.value
         first, meanings = OTHER_NAMES.get(name, (name, {}))
         if meanings and str(value) not in meanings:
             raise ConfigError(
-                f"{origin.where}: {flags_name} {name} {value}: not one of"
+                f"{flag.where}: {flags_name} {name} {value}: not one of"
                 f" {', '.join(meanings)}{nearest(str(value), meanings)}"
             )
-        meant = meanings[str(value)] if meanings else value
-        if first in values and origins[first].level is origin.level and values[first] != meant:
+        flag = flag._replace(value=meanings[str(value)] if meanings else value)
+        other = values.get(first)
+        if other is not None and other.source is flag.source and other.value != flag.value:
             raise ConfigError(
-                f"{origin.where}: {flags_name} {name} {value}, but {written[first]} ({origins[first].where})"
+                f"{flag.where}: {flags_name} {name} {value}, but {written[first]} ({other.where})"
             )
-        if first not in values or _rank(origins[first]) < _rank(origin):
-            values[first], origins[first], written[first] = meant, origin, f"{name} {value}"
-    return Found(values, flags.origin, origins)
+        if other is None or _rank(other) < _rank(flag):
+            values[first], written[first] = flag, f"{name} {value}"
+    return flags._replace(value={name: flag.value for name, flag in values.items()}, keys=values)
 
 
-def _rank(origin: Origin) -> tuple[bool, Level]:
+def _rank(flag: OptionValue) -> tuple[bool, Source]:
     """Of the keys of flags: the environment is laid over the others."""
-    return origin.level is Level.ENVIRONMENT, origin.level
+    return flag.source is Source.ENVIRONMENT, flag.source
 
 
 LIMITS = (AllFields.max_batch_size.name, AllFields.max_num_tokens.name)
@@ -90,17 +80,17 @@ def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> N
             )
 
 
-def check_values(core_type: str, flags: Found) -> None:
+def check_values(core_type: str, flags: OptionValue) -> None:
     """Raise ConfigError for a value that a flag can't have, or that our core of this type can't honour.
 
     `idle` has flags without effect.
     """
-    for name, value in flags.value.items():
-        if name not in RUNTIME_FLAGS or value is None:
+    for name, flag in flags.all_keys().items():
+        if name not in RUNTIME_FLAGS or flag.value is None:
             continue
-        where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
-        checked = RUNTIME_FLAGS[name].check(value, where)
+        where = f"{flag.where}: trtllm_runtime_flags {name}"
+        checked = RUNTIME_FLAGS[name].check(flag.value, where)
         if name == "exclude_input_from_output" and not checked:
             raise ConfigError(
-                f"{where} {value}: the {core_type} core answers without the prompt, as LoadGen wants it"
+                f"{where} {flag.value}: the {core_type} core answers without the prompt, as LoadGen wants it"
             )

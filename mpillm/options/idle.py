@@ -18,8 +18,8 @@ from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS, SIZES, AllFields
 from mpillm.options.fields.effects import CLIENTS, DISAGG, PLAN, RUN, SERVE, STAGES
 from mpillm.options.fields.runtime_flags import KNOWN_FLAGS, names_of
-from mpillm.options.found import Found, Level, Origin
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.servers.kinds import kind_of
 
 _OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
@@ -81,15 +81,16 @@ def idle(config: RunConfig, command: str) -> list[Idle]:
     found: list[Idle] = []
     sections: Sequence[RunConfig] = [*config.sections.values()] or [config]
     for field in FIELDS:
-        stated: dict[Origin, list[RunConfig]] = {}
+        stated: dict[tuple[Source, str], list[RunConfig]] = {}
         for section in sections:
-            if _is_stated(field, section.found[field.name]):
-                stated.setdefault(section.origin(field.name), []).append(section)
-        for origin, where in stated.items():
+            value = section.option_values[field.name]
+            if _is_stated(field, value):
+                stated.setdefault((value.source, value.where), []).append(section)
+        for (source, _), where in stated.items():
             whys = [why_idle(field, section, command) for section in where]
             if (why := whys[0]) is not None and None not in whys:
                 said = where[0].named(field.name)
-                found += _judged(field.name, said, origin, why, field.effect.measured, config, command)
+                found += _judged(field.name, said, source, why, field.effect.measured, config, command)
     for flags in (
         AllFields.trtllm_checkpoint_flags,
         AllFields.trtllm_build_flags,
@@ -110,16 +111,16 @@ def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]
     """Yield the keys of flags that have no effect; those that are options are looked at as options."""
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     known = names_of(flags, core)
-    stated = config.found[flags.name]
-    for key, value in stated.value.items():
-        field, origin = KNOWN_FLAGS.get(key), stated.key(key).origin
+    core_source = config.option_value("core_type").source
+    for key, flag in config.option_values[flags.name].all_keys().items():
+        field, value = KNOWN_FLAGS.get(key), flag.value
         # a file that names no core has TensorRT-LLM's flags for whatever core
-        measured = origin.level is not Level.CONTEXT or config.origin("core_type").level is Level.CONTEXT
+        measured = flag.source is not Source.FILE or core_source is Source.FILE
         if flags is AllFields.trtllm_runtime_flags and field is not None:
-            if field in FIELDS or not _is_stated(field, Found(field.check(value, key), origin)):
+            if field in FIELDS or not _is_stated(field, flag._replace(value=field.check(value, key))):
                 continue
             why, measured = why_idle(field, config, command), measured and field.effect.measured
-        elif not _is_stated(flags, Found(value, origin)):
+        elif not _is_stated(flags, flag):
             continue
         elif key in (known or ()) and core in CLIENTS and not config.server and key not in OF_CLIENTS:
             lacks = _lacking(Use(STAGES, (core,)), config, command)
@@ -130,8 +131,8 @@ def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]
             has = f"; it has {', '.join(known)}" if known and len(known) <= _MOST_NAMED else ""
             why = _Why(f"on the {core} core{nearest(key, known)}{has}", "core_type")
         if why is not None:
-            said = f"{origin.where}: {flags.name} {key} {value}"
-            yield from _judged(flags.name, said, origin, why, measured, config, command)
+            said = f"{flag.where}: {flags.name} {key} {value}"
+            yield from _judged(flags.name, said, flag.source, why, measured, config, command)
 
 
 def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
@@ -188,19 +189,17 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Why] | No
     return None
 
 
-def _is_stated(field: Field, found: Found) -> bool:
-    return found.origin.level >= Level.YAML and found.value not in (None, {}, field.default)
+def _is_stated(field: Field, value: OptionValue) -> bool:
+    return value.source >= Source.YAML and value.value not in (None, {}, field.default)
 
 
 def _judged(
-    name: str, said: str, origin: Origin, why: _Why, measured: bool, config: RunConfig, command: str
+    name: str, said: str, source: Source, why: _Why, measured: bool, config: RunConfig, command: str
 ) -> Iterator[Idle]:
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
-    if why.is_other_command and (
-        origin.level is Level.CONTEXT or (origin.level is Level.YAML and core in CLIENTS)
-    ):
+    if why.is_other_command and (source is Source.FILE or (source is Source.YAML and core in CLIENTS)):
         return  # a file is for several commands; a YAML of servers is theirs
-    is_chosen = origin.level <= Level.CONTEXT and config.origin(why.of or name).level > origin.level
-    is_copied = origin.level is Level.CONTEXT and why.of == "scenarios"  # NVIDIA's harness passes over them
-    is_error = measured and why.of != "" and command in _OF and origin.level >= Level.CONTEXT
+    is_chosen = source <= Source.FILE and config.option_value(why.of or name).source > source
+    is_copied = source is Source.FILE and why.of == "scenarios"  # NVIDIA's harness passes over them
+    is_error = measured and why.of != "" and command in _OF and source >= Source.FILE
     yield Idle(name, said, why.text, is_error and not is_chosen and not is_copied)

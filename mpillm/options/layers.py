@@ -1,11 +1,8 @@
-"""The layers of an option's value, stacked in the order of `Level`.
-
-The command line, over the environment, the user's file, the disaggregation YAML, the model's generation
-config, the workload, and the command's defaults over those of the fields.
-"""
+"""What each source states of options, as layers in the order of `Source`, and the values that follow."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,76 +12,113 @@ from mpillm import workloads
 from mpillm.core_names import brought
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
-from mpillm.options.found import COMMAND_LINE, DEFAULT, Found, Level, Origin
-from mpillm.options.mitten import Configuration
-from mpillm.options.values import complete
-from mpillm.options.workload_options import defaults_of, named_test
+from mpillm.options.rules import RULES, Trace, named_test
+from mpillm.options.sources import (
+    OptionValue,
+    Source,
+    command_line_values,
+    default_values,
+    environment_values,
+)
+from mpillm.options.workload_options import defaults_of
 
 
-def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
-    """Return the layers of user and command: command line, the file that it names, the command's defaults."""
-    commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
-    own = Configuration(below=commands, options=options)
-    if (path := found_for(own, AllFields.config_file).value) is not None:
-        # takes time to import, and few commands have one
-        reader = importlib.import_module(brought("READERS")["config_file"])
-        given = {key: found_for(own, key) for key in reader.KEYS}
-        if (
-            found_for(own, AllFields.use_triton).value
-            and given[AllFields.harness_type].origin.level <= Level.CONTEXT
-        ):
-            given[AllFields.harness_type] = Found("triton", COMMAND_LINE)
-        file: Configuration = reader.load(
-            path,
-            {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT},
-            found_for(own, AllFields.test_mode).value,
-            found_for(own, AllFields.compliance_test).value,
-        )
-        own.update(file)
-        own.origins = file.origins
-    return own
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """What each source states of options, by name. The defaults name every option."""
+
+    by_source: Mapping[Source, Mapping[str, OptionValue]]
+
+    def sources_of(self, name: str) -> list[OptionValue]:
+        """Return what each source states of an option, the lowest source first."""
+        layers = (self.by_source.get(source, {}) for source in Source)
+        return [layer[name] for layer in layers if name in layer]
+
+    def value_of(self, field: Field) -> OptionValue:
+        """Return what the highest source states of an option."""
+        return self.sources_of(field.name)[-1]
+
+    def with_layer(self, source: Source, values: Mapping[str, OptionValue]) -> Layers:
+        """Return these layers and what `source` states; it may also have stated other options."""
+        return Layers({**self.by_source, source: {**self.by_source.get(source, {}), **values}})
+
+    def stated(self) -> dict[str, OptionValue]:
+        """Return what the highest source states of each option."""
+        values: dict[str, OptionValue] = {}
+        for source in Source:
+            values |= self.by_source.get(source, {})
+        return values
+
+    def resolved(self, trace: Trace | None = None) -> dict[str, OptionValue]:
+        """Return the values in force, by name, after `RULES`.
+
+        An option and its other names get one value: that of the highest source, and within a source the
+        option's own. Runtime flags get their defaults; flags that are only options are removed. ConfigError
+        names the source: of a value that a flag cannot have here, and of two values that exclude each other.
+        """
+        values = self.stated()
+        for rule in RULES:
+            changes = rule.changes(values)
+            if trace is not None:
+                trace += [(rule, name, value) for name, value in changes.items() if values[name] != value]
+            values |= changes
+        return values
 
 
-def found_for(own: Configuration, field: Field) -> Found:
-    return own.resolve([field]).get(field, Found(None, DEFAULT))
-
-
-def stated_values(
-    options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
-) -> dict[str, Found]:
-    """Return each field's value and layer, from all layers but the YAML: see `disagg_values.lay_yaml`."""
-    own, test = stack(options, defaults)
-    others = [field for field in own if field not in known]  # of a file in NVIDIA's form: without effect here
-    return complete(own, known) | test | complete(own, others)
-
-
-def stack(
-    options: Mapping[str, str], defaults: Mapping[Field, Any] | None
-) -> tuple[Configuration, dict[str, Found]]:
-    """Return all layers but the YAML, and the options that name the test, which all layers together state."""
-    own = of_the_user(options, defaults)
-    workload = Configuration(below=own.below)
-    generation = own.below = Configuration(below=workload)
-    test = named_test(
-        found_for(own, AllFields.benchmarks),
-        found_for(own, AllFields.scenarios),
-        found_for(own, AllFields.accuracy_target),
+def user_layers(
+    texts: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> Layers:
+    """Return the layers of user and command: the command line's texts, the environment, the file that they
+    name, and the `known` options' defaults, which those of the command override."""
+    layers = Layers(
+        {
+            Source.DEFAULT: default_values(known)
+            | _layer(defaults or {}, Source.DEFAULT, "default of this command"),
+            Source.ENVIRONMENT: environment_values(known),
+            Source.COMMAND_LINE: command_line_values(known, texts),
+        }
     )
-    benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
+    if (path := layers.value_of(AllFields.config_file).value) is None:
+        return layers
+    # takes time to import, and few commands have one
+    reader = importlib.import_module(brought("READERS")["config_file"])
+    keys = {field: layers.value_of(field) for field in reader.KEYS}
+    chosen = {field: key.value for field, key in keys.items() if key.source > Source.FILE}
+    if layers.value_of(AllFields.use_triton).value:
+        chosen.setdefault(AllFields.harness_type, "triton")
+    tests = (layers.value_of(field).value for field in (AllFields.test_mode, AllFields.compliance_test))
+    return layers.with_layer(Source.FILE, reader.load(path, chosen, *tests))
+
+
+def layers_of(
+    texts: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> Layers:
+    """Return all layers but that of a disaggregation YAML: the user's, the model's and the workload's."""
+    layers = user_layers(texts, known, defaults)
+    test = named_test.changes(layers.stated())
+    benchmarks, scenarios = test["benchmarks"].value, test["scenarios"]
     if benchmarks is not None and len(benchmarks) == 1:
-        known_workload = workloads.get(benchmarks[0], found_for(own, AllFields.model_scale).value)
-        if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
-            scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
-            test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(defaults_of(known_workload, scenarios[0], found_for(own, AllFields.test_mode).value))
-        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
-    path, origin, _ = found_for(own, AllFields.llm_gen_config_path)
-    if path is not None:
+        workload = workloads.get(benchmarks[0], layers.value_of(AllFields.model_scale).value)
+        values: dict[Field, Any] = {}
+        scenario = scenarios.value[0]
+        if scenario not in workload.scenarios and scenarios.source is Source.DEFAULT:
+            scenario = workload.scenarios[0]  # of a benchmark that has none but Server
+            values[AllFields.scenarios] = (scenario,)
+        values |= defaults_of(workload, scenario, layers.value_of(AllFields.test_mode).value)
+        layers = layers.with_layer(
+            Source.WORKLOAD, _layer(values, Source.WORKLOAD, f"workload {workload.title}")
+        )
+    file = layers.value_of(AllFields.llm_gen_config_path)
+    if file.value is not None:
         from mpillm.options.generation_config import GenerationConfig  # its records take time to make
 
         try:
-            generation.update(GenerationConfig.from_file(path).values(path))
+            stated = GenerationConfig.from_file(file.value).values(file.value)
         except ConfigError as error:
-            raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
-        generation.origins = Origin(Level.GENERATION, path)
-    return own, test
+            raise ConfigError(f"{error} (--llm_gen_config_path, {file.where})") from None
+        layers = layers.with_layer(Source.GENERATION, _layer(stated, Source.GENERATION, file.value))
+    return layers
+
+
+def _layer(values: Mapping[Field, Any], source: Source, where: str) -> dict[str, OptionValue]:
+    return {field.name: OptionValue(value, source, where) for field, value in values.items()}

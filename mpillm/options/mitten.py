@@ -33,33 +33,39 @@ from mpillm.options.field import Field as Field
 from mpillm.options.field import Options as Options
 from mpillm.options.field import Reason as Reason
 from mpillm.options.field import option as option
-from mpillm.options.found import COMMAND_LINE, CONFIGURATION, DEFAULT, Found, Level, Origin
+from mpillm.options.flags import OVERLAYS
+from mpillm.options.sources import (
+    OptionValue,
+    Source,
+    command_line_values,
+    default_values,
+    environment_values,
+    from_environment,
+)
 
 T = TypeVar("T", bound=type)
 _BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users read, too
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
-    """Values by field, and their origins.
+    """Values by field.
 
-    Options (texts by name) and an environment, by default this process's, override them; they override the
-    configuration `below`, if given.
+    Options (texts by name) and an environment, by default this process's, override them. `where` is their
+    place, for messages.
     """
 
     def __init__(
         self,
         values: Mapping[Any, Any] | None = None,
         *,
-        origins: Mapping[Field, Origin] | Origin = CONFIGURATION,
+        where: str = "configuration",
         options: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
-        below: Configuration | None = None,
     ) -> None:
         super().__init__(values or {})
-        self.origins = origins
+        self.where = where
         self.options = options
         self.environ = environ
-        self.below = below
 
     def subset(self, ctx: Iterable[Hashable], applicable: Iterable[Field]) -> Configuration:
         """Return the values of `applicable` fields, by name, in the dictionary at the path of keys `ctx`.
@@ -82,33 +88,19 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         finally:
             _current.reset(token)
 
-    def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
+    def resolve(self, fields: Iterable[Field]) -> dict[Field, OptionValue]:
         """Return the values of fields that have one, from all sources."""
         fields = list(fields)
-        options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
-        found = {field: in_force(self._sources(field, options), field) for field in fields}
-        return {field: one for field, one in found.items() if one is not None}
-
-    def stacked(self, field: Field) -> list[Found]:
-        """Return what each source says of `field`, the lowest first: the one of the highest is in force."""
-        return self._sources(field, self.options or {})
-
-    def _sources(self, field: Field, options: Mapping[str, str]) -> list[Found]:
-        default = [Found(field.default, DEFAULT)] if field.default is not None else []
-        environ = os.environ if self.environ is None else self.environ
-        return [*default, *self._layers(field), *of_user(field, options, environ)]
-
-    def _layers(self, field: Field) -> list[Found]:
-        """Return the values of `field` in this configuration and those below, the lowest first."""
-        layers = self.below._layers(field) if self.below is not None else []
-        if field in self.data:
-            layers.append(
-                Found(
-                    self.data[field],
-                    self.origins if isinstance(self.origins, Origin) else self.origins[field],
-                )
-            )
-        return layers
+        texts = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
+        defaults = default_values(field for field in fields if field.default is not None)
+        own = {
+            field.name: OptionValue(self.data[field], Source.FILE, self.where)
+            for field in fields
+            if field in self.data
+        }
+        layers = (defaults, own, *_of_user(fields, texts, self.environ))
+        values = {field: _merged(field, layers) for field in fields}
+        return {field: value for field, value in values.items() if value is not None}
 
     def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
         """Return arguments for `cls` by parameter, without those `given`.
@@ -118,7 +110,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
         found = self.resolve(wanted)
         for field, name in wanted.items():
-            if field.disallow_default and (field not in found or found[field].origin.level is Level.DEFAULT):
+            if field.disallow_default and (field not in found or found[field].source is Source.DEFAULT):
                 option = (
                     f" (--{field.name})"
                     if field.is_option
@@ -147,35 +139,31 @@ def environment() -> Mapping[str, str]:
     return os.environ if configuration is None or configuration.environ is None else configuration.environ
 
 
-def from_environment(field: Field, variable: str, environ: Mapping[str, str]) -> Found | None:
-    """Return the value of `field` in an environment variable; None if it is not set.
+def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`flags`, overridden by the environment's: for the class that owns them, wherever they came from.
 
-    Raises ConfigError for a wrong value.
+    A command's values, which include that already, come with an empty environment.
     """
-    if (text := environ.get(variable)) is None:
-        return None
-    where = f"environment variable {variable}"
-    return Found(field.parse(text, where), Origin(Level.ENVIRONMENT, where))
+    stated = from_environment(field, OVERLAYS[field], environment())
+    return {**(flags or {}), **(stated.value if stated else {})}
 
 
-def of_user(field: Field, options: Mapping[str, str], environ: Mapping[str, str]) -> list[Found]:
-    """Return what the environment and a command line's texts say of `field`, the lower first.
-
-    Raises ConfigError for a wrong value.
-    """
-    said = []
-    if field.from_environ and (found := from_environment(field, field.from_environ, environ)):
-        said.append(found)
-    if (text := options.get(field.name)) is not None:
-        said.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
-    return said
+def _of_user(
+    fields: Sequence[Field], texts: Mapping[str, str], environ: Mapping[str, str] | None
+) -> tuple[dict[str, OptionValue], ...]:
+    """Return the values of an environment and of a command line's texts. ConfigError for a wrong value."""
+    return (
+        environment_values(fields, os.environ if environ is None else environ),
+        command_line_values(fields, texts),
+    )
 
 
-def in_force(sources: Iterable[Found], field: Field) -> Found | None:
-    """Return the value of `field` from what sources say, the lowest first; None if none says anything."""
-    value: Found | None = None
-    for one in sources:
-        value = one.over(value, field.autoconf_strategy)
+def _merged(field: Field, layers: Iterable[Mapping[str, OptionValue]]) -> OptionValue | None:
+    """Return the value of `field` from layers, the lowest first; None if none has one."""
+    value: OptionValue | None = None
+    for layer in layers:
+        if field.name in layer:
+            value = layer[field.name].over(value, field.autoconf_strategy)
     return value
 
 
@@ -183,9 +171,9 @@ def parse_fields(fields: Iterable[Field], args: Sequence[str] | None = None) -> 
     """Return values by field name, from the command line `args` (default: this process's) and the
     environment. Raises ConfigError if an option or a variable has a wrong value."""
     fields = list(fields)
-    options = option_texts(fields, sys.argv[1:] if args is None else args)
-    found = {field.name: in_force(of_user(field, options, os.environ), field) for field in fields}
-    return {name: one.value for name, one in found.items() if one is not None}
+    layers = _of_user(fields, option_texts(fields, sys.argv[1:] if args is None else args), None)
+    values = {field.name: _merged(field, layers) for field in fields}
+    return {name: value.value for name, value in values.items() if value is not None}
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
@@ -316,9 +304,7 @@ class ConfigurationIndex:
                 else value
                 for field, value in values.items()
             }
-            self.register(
-                (*(prefix or ()), *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path))
-            )
+            self.register((*(prefix or ()), *path), Configuration(checked, where=module_path))
 
 
 class HelpInfo:

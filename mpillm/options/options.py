@@ -1,4 +1,4 @@
-"""The options of a command: from its command line, and whatever else says them, to a `RunConfig`.
+"""The options of a command: from its command line and the other sources to a `RunConfig`.
 
 `fields` declares them.
 """
@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpillm.options import layers
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
 from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.idle import check_idle
+from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
 from mpillm.options.together import check_compliance, check_together
 
@@ -56,7 +56,7 @@ def parse(
     """
     known = with_all(shown)
     add_fields(parser, known, shown, defaults)
-    return RunConfig.resolved(layers.stated_values(parser.texts(argv), known, defaults))
+    return RunConfig(layers_of(parser.texts(argv), known, defaults))
 
 
 def with_all(shown: Sequence[Field]) -> list[Field]:

@@ -1,6 +1,6 @@
 """Rules by which an option's value follows from others'.
 
-`Level` orders the sources. `RULES`, at the end, turn the values that they state into the values in force.
+`Source` orders the sources. `RULES`, at the end, turn the values that they state into the values in force.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from disagg.errors import ConfigError
 from mpillm.core_names import ENDPOINT_CORE, TRTLLM
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.fields.general import INTERACTIVE
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.options.flags import LIMITS, check_values, laid_over, limits_of_engine, renamed
-from mpillm.options.found import DEFAULT, Found, Level, Origin
+from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.servers.kinds import kind_of
-from mpillm.workloads import plain_form
+from mpillm.workloads import WORKLOADS, accuracy_of, interactive_form, plain_form
 
-Values = Mapping[str, Found]
+Values = Mapping[str, OptionValue]
 """Every option's value, by name."""
-Changes = Callable[[Values], dict[str, Found]]
+Changes = Callable[[Values], dict[str, OptionValue]]
 """From all values to the new values of options.
 
 Raises ConfigError for values that exclude each other, or that an option cannot have here.
@@ -61,38 +62,76 @@ def _implies(field: Field, value: object, other: Field, its_value: str, origin: 
     return Rule(name, origin, lambda values: _implied(values, field.name, value, other.name, its_value))
 
 
-def _implied(values: Values, name: str, value: object, other: str, its_value: str) -> dict[str, Found]:
+def _implied(values: Values, name: str, value: object, other: str, its_value: str) -> dict[str, OptionValue]:
     """Raise ConfigError if the user set the other option otherwise, in whatever source."""
     cause, effect = values[name], values[other]
     if cause.value != value or effect.value == its_value:
         return {}
-    if effect.origin.level >= Level.CONTEXT:
+    if effect.source >= Source.FILE:
         raise ConfigError(
-            f"{name} {value} ({cause.origin.where}) means {other} {its_value},"
-            f" but that is {effect.value} ({effect.origin.where})"
+            f"{name} {value} ({cause.where}) means {other} {its_value},"
+            f" but that is {effect.value} ({effect.where})"
         )
-    return {other: _called(name, Found(its_value, cause.origin))}
+    return {other: cause.implied(name, its_value)}
 
 
-def _called(name: str, found: Found) -> Found:
-    """Return the value, with the other name that it has in its source."""
-    return Found(found.value, Origin(found.origin.level, f"{found.origin.where}: {name}"))
+# --- the test and the core ---
 
 
-# --- the core ---
+@rule("a benchmark's name states an accuracy target or a form, Interactive a form", _NVIDIA)
+def named_test(values: Values) -> dict[str, OptionValue]:
+    """Return workload, scenario and accuracy target by field name, for llama2-70b-99.9 or Interactive.
+
+    Lists, which are several tests, stay as they are. Raises ConfigError for an accuracy target that
+    contradicts the name's, and for a workload without an interactive form.
+    """
+    benchmarks, scenarios, accuracy_target = (
+        values[name] for name in ("benchmarks", "scenarios", "accuracy_target")
+    )
+    names = [accuracy_of(name) for name in benchmarks.value or ()]
+    if len(names) == 1 and (target := names[0][1]) is not None:
+        name = f"benchmarks {benchmarks.value[0]}"
+        if accuracy_target.source >= Source.FILE and accuracy_target.value != target:
+            raise ConfigError(
+                f"{name} ({benchmarks.where}) means accuracy_target {target}, "
+                f"but that is {accuracy_target.value} ({accuracy_target.where})"
+            )
+        accuracy_target = benchmarks.implied(name, target)
+    workload_names = tuple(name for name, _ in names) or None
+    if scenarios.value == (INTERACTIVE,) and len(names) <= 1:
+        name = f"scenarios {INTERACTIVE}"
+        forms = {plain: interactive_form(plain) for plain in WORKLOADS if plain_form(plain) == plain}
+        if workload_names is None:
+            have = ", ".join(plain for plain, form in forms.items() if form)
+            raise ConfigError(
+                f"{name} ({scenarios.where}) is a form of a workload: name one with --benchmarks ({have})"
+            )
+        if (form := interactive_form(workload_names[0])) is None:
+            have = " and ".join(WORKLOADS[workload_names[0]].scenarios)
+            raise ConfigError(
+                f"{name} ({scenarios.where}): {workload_names[0]} has no interactive form; it has {have}"
+            )
+        workload_names = (form,)
+        scenarios = scenarios.implied(name, ("Server",))
+    return {
+        "benchmarks": benchmarks._replace(value=workload_names),
+        "scenarios": scenarios,
+        "accuracy_target": accuracy_target,
+    }
+
 
 environment_flags = Rule("the environment's flags come over a command's", _NVIDIA, laid_over)
 
 
 @rule("server means the core that is its client", _MPILLM)
-def core_of_the_server(values: Values) -> dict[str, Found]:
+def core_of_the_server(values: Values) -> dict[str, OptionValue]:
     server = values["server"].value
     if not server:
         return {}
     kind = kind_of(server)
     if kind.handover and values["core_type"].value == "trtllm_disagg":  # of a leader: there is none
         meant = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
-        return {**meant, "core_type": _called("server", Found(kind.core_type, values["server"].origin))}
+        return {**meant, "core_type": values["server"].implied("server", kind.core_type)}
     return _implied(values, "server", server, "core_type", kind.core_type)
 
 
@@ -102,18 +141,18 @@ mode_of_the_core = _implies(AllFields.core_type, "trtllm_disagg", AllFields.mode
 
 
 @rule("trtllm_server_urls mean the core that is their client", _MPILLM)
-def client_of_urls(values: Values) -> dict[str, Found]:
+def client_of_urls(values: Values) -> dict[str, OptionValue]:
     urls, core = values["trtllm_server_urls"], values["core_type"]
-    if not urls.value or core.origin.level >= Level.CONTEXT:
+    if not urls.value or core.source >= Source.FILE:
         return {}
-    return {"core_type": _called("trtllm_server_urls", Found(ENDPOINT_CORE, urls.origin))}
+    return {"core_type": urls.implied("trtllm_server_urls", ENDPOINT_CORE)}
 
 
 # --- flags and their options ---
 
 
 @rule("other names of runtime flags mean the first", _TENSORRT_LLM)
-def first_names(values: Values) -> dict[str, Found]:
+def first_names(values: Values) -> dict[str, OptionValue]:
     flags = renamed(values[_RUNTIME], _RUNTIME)
     if (core_type := values["core_type"].value) not in TRTLLM:
         check_values(core_type, flags)
@@ -121,38 +160,38 @@ def first_names(values: Values) -> dict[str, Found]:
 
 
 @rule("precision is the checkpoint's qformat, and our cores' quantization", _NVIDIA)
-def precision(values: Values) -> dict[str, Found]:
+def precision(values: Values) -> dict[str, OptionValue]:
     """Apply --precision: to checkpoints and, unless a higher source states quantization, our cores."""
-    found, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, Found]()
-    if found.value is None:
+    stated, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, OptionValue]()
+    if stated.value is None:
         return changes
-    qformat, algorithm = _PRECISIONS[found.value]
-    if _means(found, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
-        changes[_CHECKPOINT] = flags.with_key("qformat", _called("precision", Found(qformat, found.origin)))
+    qformat, algorithm = _PRECISIONS[stated.value]
+    if _means(stated, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
+        changes[_CHECKPOINT] = flags.with_key("qformat", stated.implied("precision", qformat))
     if values["core_type"].value in TRTLLM or algorithm is None:
         return changes  # `check_core` refuses a precision that the core lacks; others may read the file
-    if _means(found, f"quantization {algorithm}", algorithm, values["quantization"]):
-        changes["quantization"] = _called("precision", Found(algorithm, found.origin))
+    if _means(stated, f"quantization {algorithm}", algorithm, values["quantization"]):
+        changes["quantization"] = stated.implied("precision", algorithm)
     return changes
 
 
-def _means(found: Found, meaning: str, value: str, other: Found) -> bool:
+def _means(stated: OptionValue, meaning: str, value: str, other: OptionValue) -> bool:
     """Return whether `other` is from a lower source than the precision, so that its meaning holds.
 
     ConfigError if it is another value from the same source.
     """
-    if other.value not in (None, value) and other.origin.level is found.origin.level:
+    if other.value not in (None, value) and other.source is stated.source:
         raise ConfigError(
-            f"precision {found.value} ({found.origin.where}) means {meaning}, but that is"
-            f" {other.value} ({other.origin.where})"
+            f"precision {stated.value} ({stated.where}) means {meaning}, but that is"
+            f" {other.value} ({other.where})"
         )
-    return other.origin.level < found.origin.level
+    return other.source < stated.source
 
 
 @rule("gpu_batch_size sets max_batch_size; a runtime flag and its option are one", _NVIDIA)
-def runtime_flags(values: Values) -> dict[str, Found]:
+def runtime_flags(values: Values) -> dict[str, OptionValue]:
     size = _batch_size(values)
-    others = {} if size is None else {"max_batch_size": _called("gpu_batch_size", size)}
+    others = {} if size is None else {"max_batch_size": size.implied("gpu_batch_size", size.value)}
     return _shared(values, _RUNTIME, RUNTIME_FLAGS, others)
 
 
@@ -160,28 +199,28 @@ def _shared(
     values: Values,
     flags_name: str,
     keys: Mapping[str, Field],
-    others: Mapping[str, Found] = MappingProxyType({}),
+    others: Mapping[str, OptionValue] = MappingProxyType({}),
     only_options: bool = False,
-) -> dict[str, Found]:
+) -> dict[str, OptionValue]:
     """Give each key of flags, which is another name of an option, and that option one value.
 
     `others`: what else states an option's value. With `only_options` the keys are removed; a key and an
     option that differ, both from one source, are an error.
     """
-    flags, changes = values[flags_name], dict[str, Found]()
+    flags, changes = values[flags_name], dict[str, OptionValue]()
     for key, field in keys.items():
-        option, flag, alias = values.get(field.name, Found(field.default, DEFAULT)), flags.key(key), None
+        option, flag, alias = values.get(field.name, OptionValue(field.default)), flags.key(key), None
         if flag.value is not None:
-            where = f"{flag.origin.where}: {flags_name} {key}"
-            flag = Found(field.check(flag.value, where), flag.origin)
-            alias = _called(flags_name, flag)
-            if only_options and flag.origin.level is option.origin.level and flag.value != option.value:
+            where = f"{flag.where}: {flags_name} {key}"
+            flag = flag._replace(value=field.check(flag.value, where))
+            alias = flag.implied(flags_name, flag.value)
+            if only_options and flag.source is option.source and flag.value != option.value:
                 raise ConfigError(
-                    f"{where} is {flag.value}, but {field.name} is {option.value} ({option.origin.where})"
+                    f"{where} is {flag.value}, but {field.name} is {option.value} ({option.where})"
                 )
         candidates = (option, alias, others.get(field.name))
         # the first of those that are alike
-        best = max(filter(None, candidates), key=lambda candidate: candidate.origin.level)
+        best = max(filter(None, candidates), key=lambda candidate: candidate.source)
         if field.name in values:
             changes[field.name] = best
         if only_options:
@@ -191,7 +230,7 @@ def _shared(
     return {**changes, flags_name: flags}
 
 
-def _batch_size(values: Values) -> Found | None:
+def _batch_size(values: Values) -> OptionValue | None:
     """Return gpu_batch_size for this workload, if it has one."""
     sizes = values["gpu_batch_size"]
     if not isinstance(sizes.value, dict):
@@ -200,45 +239,44 @@ def _batch_size(values: Values) -> Found | None:
     if len(workloads) != 1:
         return None
     size = sizes.value.get(workloads[0], sizes.value.get(plain_form(workloads[0])))
-    return None if size is None else Found(size, sizes.origin)
+    return None if size is None else sizes._replace(value=size, keys={})
 
 
 @rule("an engine is built for gpu_batch_size", _NVIDIA)
-def engine_batch(values: Values) -> dict[str, Found]:
+def engine_batch(values: Values) -> dict[str, OptionValue]:
     """Build an engine for gpu_batch_size, even if the run's flags beside it state less."""
     size, run, flags = _batch_size(values), values["max_batch_size"], values[_BUILD]
     if size is None or run.value is None or "max_batch_size" in flags.value:
         return {}
-    if size.value > run.value and size.origin.level >= run.origin.level:
-        return {_BUILD: flags.with_key("max_batch_size", _called("gpu_batch_size", size))}
+    if size.value > run.value and size.source >= run.source:
+        return {_BUILD: flags.with_key("max_batch_size", size.implied("gpu_batch_size", size.value))}
     return {}
 
 
 @rule("runtime flags may state numbers of servers and their sizes", _NVIDIA)
-def runtime_options(values: Values) -> dict[str, Found]:
+def runtime_options(values: Values) -> dict[str, OptionValue]:
     return _shared(values, _RUNTIME, RUNTIME_OPTIONS, only_options=True)
 
 
 @rule("build flags may state the layout", _NVIDIA)
-def build_options(values: Values) -> dict[str, Found]:
+def build_options(values: Values) -> dict[str, OptionValue]:
     return _shared(values, _BUILD, BUILD_OPTIONS, only_options=True)
 
 
 @rule("a limit that nothing states is the one that the engine is built for", _MPILLM)
-def limits_of_the_engine(values: Values) -> dict[str, Found]:
+def limits_of_the_engine(values: Values) -> dict[str, OptionValue]:
     stated = {name: values[name].value for name in LIMITS}
-    flags, changes = values[_RUNTIME], dict[str, Found]()
+    flags, changes = values[_RUNTIME], dict[str, OptionValue]()
     for name, built in limits_of_engine(stated, values[_BUILD].value).items():
-        where = f"{values[_BUILD].key(name).origin.where}: {_BUILD}"
-        changes[name] = limit = Found(
-            BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where)
-        )
+        where = f"{values[_BUILD].key(name).where}: {_BUILD}"
+        value = BY_NAME[name].check(built, f"{where} {name}")
+        changes[name] = limit = OptionValue(value, Source.DEFAULT, where)
         changes[_RUNTIME] = flags = flags.with_key(name, limit)
     return changes
 
 
 @rule("use_inflight_batching false is the policy static", _MPILLM)
-def policy_static(values: Values) -> dict[str, Found]:
+def policy_static(values: Values) -> dict[str, OptionValue]:
     policy, flags = values["batch_scheduler_policy"], values[_RUNTIME]
     if (
         values["core_type"].value in TRTLLM
@@ -246,30 +284,31 @@ def policy_static(values: Values) -> dict[str, Found]:
         or policy.value == "static"
     ):
         return {}
-    origin = flags.keys["use_inflight_batching"]
-    if policy.origin.level >= Level.CONTEXT:
+    batching = flags.key("use_inflight_batching")
+    if policy.source >= Source.FILE:
         raise ConfigError(
-            f"{origin.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy"
-            f" {policy.value} ({policy.origin.where})"
+            f"{batching.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy"
+            f" {policy.value} ({policy.where})"
         )
     return {
-        "batch_scheduler_policy": _called("use_inflight_batching", Found("static", origin)),
-        _RUNTIME: flags.with_key("batch_scheduler_policy", Found("static", origin)),
+        "batch_scheduler_policy": batching.implied("use_inflight_batching", "static"),
+        _RUNTIME: flags.with_key("batch_scheduler_policy", batching._replace(value="static")),
     }
 
 
-# --- the test ---
+# --- deadlines ---
 
 
 @rule("a test has at least twice its min_duration, where no deadline is stated", _MPILLM)
-def time_for_the_test(values: Values) -> dict[str, Found]:
+def time_for_the_test(values: Values) -> dict[str, OptionValue]:
     least, limit = values["min_duration"], values["test_deadline"]
-    if least.value is None or 2 * least.value <= limit.value or limit.origin.level >= Level.CONTEXT:
+    if least.value is None or 2 * least.value <= limit.value or limit.source >= Source.FILE:
         return {}
-    return {"test_deadline": _called("min_duration", Found(2 * least.value, least.origin))}
+    return {"test_deadline": least.implied("min_duration", 2 * least.value)}
 
 
 RULES = (
+    named_test,
     environment_flags,
     core_of_the_server,
     use_triton,
@@ -288,21 +327,5 @@ RULES = (
 )
 """In this order: a rule that changes a value stands before those that read the value."""
 
-Trace = list[tuple[Rule, str, Found]]
+Trace = list[tuple[Rule, str, OptionValue]]
 """Each change that a rule made: the option and its new value."""
-
-
-def resolve(stated: Values, trace: Trace | None = None) -> dict[str, Found]:
-    """Return the values in force, by name, from the values that sources state of every field.
-
-    An option and its other names get one value: that of the highest source, and within a source the option's
-    own. Runtime flags get their defaults; flags that are only options are removed. ConfigError names the
-    source: of a value that a flag cannot have here, and of two values that exclude each other.
-    """
-    values = dict(stated)
-    for each in RULES:
-        changes = each.changes(values)
-        if trace is not None:
-            trace += [(each, name, found) for name, found in changes.items() if values[name] != found]
-        values |= changes
-    return values

@@ -1,4 +1,4 @@
-"""The values of a run's options, their sources, and what a YAML's sections say: identical on every rank."""
+"""The values of a run's options, their sources, and those of a YAML's sections: identical on every rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.found import COMMAND_LINE, Found, Level
+from mpillm.options.layers import Layers
 from mpillm.options.mitten import Configuration
 from mpillm.options.parsers import Secret
 from mpillm.options.part import Part
-from mpillm.options.rules import resolve
+from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
 from mpillm.options.values import Values
 from mpillm.programs.load_clients.client_files import check_no_client_file
 
 if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
     from disagg import DisaggConfig
-    from mpillm.options.disagg_values import Stated
+    from mpillm.options.disagg_values import YamlValue
 
 T = TypeVar("T")
 
@@ -30,21 +30,16 @@ T = TypeVar("T")
 class RunConfig(Values, AllFields):
     """The values of all fields, and the source of each."""
 
-    def __init__(self, found: Mapping[str, Found], stated: Mapping[str, Found] | None = None) -> None:
-        """`stated`: what `found` was resolved from, if a YAML may come to it."""
-        super().__init__(found)
-        self.stated = dict(stated or found)
+    def __init__(self, layers: Layers) -> None:
+        """Resolve what sources state. Raises ConfigError naming the source."""
+        super().__init__(layers.resolved())
+        self.layers = layers
         self.yaml: DisaggConfig | None = None
         self.sections: Mapping[str, RunConfig] = {}
         self.half = ""  # of disaggregated serving, if the run is one: context or generation
         self.part: Part | None = None
         self.launch_secret = ""  # of the servers that one mpirun has started
         self._built: dict[type, Any] = {}
-
-    @classmethod
-    def resolved(cls, stated: Mapping[str, Found]) -> RunConfig:
-        """Return all values that follow from what is stated. Raises ConfigError: names the source."""
-        return cls(resolve(stated), stated)
 
     @property
     def scenario(self) -> str:
@@ -87,32 +82,38 @@ class RunConfig(Values, AllFields):
             content = read(read_text(path), path)
             check_no_client_file("--disagg_config", path, content)
             yaml = disagg.from_mapping(content, path)
-            whole = self._over(
+            whole = self._with_layer(
                 disagg_values.of_the_run(
                     yaml, path, self.core_type == "trtllm_disagg", is_whole=self.server_role is None
                 )
             )
             sections = {
-                name: whole._over(
+                name: whole._with_layer(
                     disagg_values.of_a_section(name, server, path, is_whole=self.server_role is None)
                 )
                 for name, server in yaml.sections
             }
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
-        made = RunConfig(whole.found, whole.stated)
-        made.yaml, made.sections = yaml, sections
-        for name in made.found if sections else ():  # what all sections have alike is the run's
-            first, *others = (section.found[name] for section in sections.values())
+        whole.yaml, whole.sections = yaml, sections
+        for name in whole.option_values if sections else ():  # what all sections have alike is the run's
+            first, *others = (section.option_values[name] for section in sections.values())
             if all(other.value == first.value for other in others):
-                made.found[name] = max(first, *others, key=lambda one: one.origin.level) if others else first
-        return made
+                whole.option_values[name] = (
+                    max(first, *others, key=lambda one: one.source) if others else first
+                )
+        return whole
 
-    def _over(self, yaml: Mapping[str, Stated]) -> RunConfig:
-        """Lay a YAML's values under those of higher sources, which must be the same."""
-        from mpillm.options.disagg_values import lay_yaml
+    def _with_layer(self, yaml: Mapping[str, YamlValue]) -> RunConfig:
+        """Return the configuration with a YAML's values, which higher sources must not contradict."""
+        from mpillm.options.disagg_values import same
 
-        return RunConfig.resolved(lay_yaml(self.stated, self.found, yaml, self.named))
+        for name, (value, text) in yaml.items():
+            own = self.option_values[name]
+            if own.source > Source.YAML and not same(name, own.value, value.value):
+                raise ConfigError(f"{self.named(name)}, but {value.where} is {text}: leave one of them out")
+        values = {name: stated.value for name, stated in yaml.items()}
+        return RunConfig(self.layers.with_layer(Source.YAML, values))
 
     def in_section(self, section: str) -> RunConfig:
         """Return the values that hold for the instances of a YAML's section."""
@@ -135,9 +136,9 @@ class RunConfig(Values, AllFields):
     def passed_over(self) -> str:
         """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
         said = [
-            f"{name} {found.value}"
-            for name, found in self.found.items()
-            if name not in BY_NAME and found.origin.level is Level.CONTEXT
+            f"{name} {one.value}"
+            for name, one in self.option_values.items()
+            if name not in BY_NAME and one.source is Source.FILE
         ]
         return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
 
@@ -145,19 +146,18 @@ class RunConfig(Values, AllFields):
         """Return, for messages, the option with its value and, unless that is from the command line, its
         source."""
         field = BY_NAME[name]
-        value = masked_value(field.text(getattr(self, name)))
-        origin = self.origin(name)
-        return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
+        value, where = masked_value(field.text(getattr(self, name))), self.where(name)
+        return f"--{name} {value}" if where == COMMAND_LINE else f"{name} {value} ({where})"
 
     def set_by(self, *names: str) -> str:
         """Return, for messages, a line for each of these options not set on the command line, with its
         source."""
         places = {
-            (name, found.origin.where): None
+            (name, one.where): None
             for name in names
             for config in (self, *self.sections.values())
-            if (found := config.found[name]).value
-            and found.origin.level not in (Level.DEFAULT, Level.COMMAND_LINE)
+            if (one := config.option_values[name]).value
+            and one.source not in (Source.DEFAULT, Source.COMMAND_LINE)
         }
         return "".join(f"\n{name} is set by {where}" for name, where in places)
 
@@ -168,9 +168,9 @@ class RunConfig(Values, AllFields):
     def configuration(self) -> Configuration:
         """Return the values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
         values = {
-            BY_NAME[name]: found.value
-            for name, found in self.found.items()
-            if found.value is not None and name in BY_NAME
+            BY_NAME[name]: one.value
+            for name, one in self.option_values.items()
+            if one.value is not None and name in BY_NAME
         }
         return Configuration(values, options={}, environ={})
 
@@ -206,10 +206,10 @@ class RunConfig(Values, AllFields):
         """Return the first option whose value differs from `other`'s, with both values; "" if none does."""
         for name, value in self.values.items():
             if value != other.get(name):
-                level, where = self.origin(name)
+                source, where = self.option_value(name).source, self.where(name)
                 there, here = masked_value(other.get(name)), masked_value(value)
                 return f"--{name} is {there!r} there and {here!r} here" + (
-                    f" ({where})" if level is Level.YAML else ""
+                    f" ({where})" if source is Source.YAML else ""
                 )
         return ""
 
@@ -219,10 +219,10 @@ class RunConfig(Values, AllFields):
         For a merged dictionary, "source" is by key; if a YAML's sections differ, both are by section.
         """
         values = {}
-        for name, found in self.found.items():
-            each = {section: config.found[name] for section, config in self.sections.items()}
+        for name, own in self.option_values.items():
+            each = {section: config.option_values[name] for section, config in self.sections.items()}
             differ = len({repr(one.value) for one in each.values()}) > 1
-            value, source = found.value, _source(found)
+            value, source = own.value, _source(own)
             if differ:
                 value, source = (
                     {section: one.value for section, one in each.items()},
@@ -233,5 +233,5 @@ class RunConfig(Values, AllFields):
         return values
 
 
-def _source(found: Found) -> Any:
-    return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where
+def _source(one: OptionValue) -> Any:
+    return {name: key.where for name, key in one.keys.items()} if one.keys else one.where

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field, Options
 from mpillm.options.fields import BY_NAME
-from mpillm.options.found import DEFAULT, Found, Level, Origin
-from mpillm.options.mitten import Configuration
+from mpillm.options.sources import OptionValue, Source, command_line_values, default_values
 
 T = TypeVar("T")
 V = TypeVar("V", bound="Values")
@@ -18,31 +17,31 @@ V = TypeVar("V", bound="Values")
 class Values(Options):
     """Values of the fields that its class declares, as attributes of their types."""
 
-    def __init__(self, found: Mapping[str, Found]) -> None:
-        """`found`: by name."""
-        self.found = dict(found)
+    def __init__(self, option_values: Mapping[str, OptionValue]) -> None:
+        """`option_values`: by name."""
+        self.option_values = dict(option_values)
 
     def __getitem__(self, field: Field[T]) -> T:
-        value: T = self.found[field.name].value
+        value: T = self.option_values[field.name].value
         return value
 
     @property
     def values(self) -> dict[str, Any]:
         """The values only, by name."""
-        return {name: found.value for name, found in self.found.items()}
+        return {name: one.value for name, one in self.option_values.items()}
 
-    def origin(self, name: str) -> Origin:
-        """Return where the value came from; `name`: the field's, or one of its other names."""
-        return (self.found.get(name) or self.found[BY_NAME[name].name]).origin
+    def option_value(self, name: str) -> OptionValue:
+        """Return the value with its source; `name`: the field's, or one of its other names."""
+        return self.option_values.get(name) or self.option_values[BY_NAME[name].name]
 
-    def source(self, name: str) -> str:
-        """Return the value's origin: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
-        return self.origin(name).where
+    def where(self, name: str) -> str:
+        """Return where the value is: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
+        return self.option_value(name).where
 
     def given(self, name: str) -> bool:
         """Return whether the user set it, in another place than a disaggregation YAML."""
-        level = self.origin(name).level
-        return level >= Level.CONTEXT or level is Level.GENERATION
+        source = self.option_value(name).source
+        return source >= Source.FILE or source is Source.GENERATION
 
 
 def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
@@ -52,11 +51,9 @@ def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
     """
     own = options.declared()
     add_fields(parser, own)
-    return options(complete(Configuration(options=parser.texts(argv), environ={}), own))
+    return options(own_values(own, parser.texts(argv)))
 
 
-def complete(configuration: Configuration, fields: Iterable[Field]) -> dict[str, Found]:
-    """Return the found value of each of `fields`, by name; None, with the default's origin, without one."""
-    fields = list(fields)
-    found = configuration.resolve(fields)
-    return {field.name: found.get(field, Found(None, DEFAULT)) for field in fields}
+def own_values(fields: Sequence[Field], texts: Mapping[str, str]) -> dict[str, OptionValue]:
+    """Return the values of a command's own options, by name: those of a command line's texts, or defaults."""
+    return default_values(fields) | command_line_values(fields, texts)

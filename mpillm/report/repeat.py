@@ -101,11 +101,11 @@ def options_again(run: Path) -> tuple[list[str], list[str]]:
             continue
         text = BY_NAME[name].text(then[name]) if then[name] is not None else ""
         if not text:
-            notes.append(f"{name} had no value; here it is {getattr(now, name)} ({now.source(name)})")
+            notes.append(f"{name} had no value; here it is {getattr(now, name)} ({now.where(name)})")
             continue
         notes.append(
             f"--{name} {text} ({sources[name]}) is stated: here it would be {getattr(now, name)}"
-            f" ({now.source(name)})"
+            f" ({now.where(name)})"
         )
         words += [f"--{name}", text]
     parse_run(words)

@@ -19,7 +19,6 @@ from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.shape.read_config import model_folder
 from mpillm.options.fields import BY_NAME
-from mpillm.options.found import Found
 from mpillm.options.run_config import RunConfig
 
 
@@ -36,7 +35,7 @@ def load_samples(
     tokenizer = tokenizer_of(config)
     limits = limits_of(config, [model for model in models if model is not None])
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
-        ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
+        ids, source = ",".join(map(str, limits.end_ids)), config.where("end_ids")
         raise ConfigError(
             f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
         )
@@ -127,7 +126,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if workload is not None and workload.scaled and not config.given("dataset_path"):
         made = run_directory() / DATASET
         write_dataset(workload, made)
-        config.found["dataset_path"] = Found(str(made), config.origin("dataset_path"))
+        stated = config.option_value("dataset_path")
+        config.option_values["dataset_path"] = stated._replace(value=str(made))
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)

@@ -27,7 +27,6 @@ from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.issue_order import issue_order
-from mpillm.options.found import Found
 from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.load_clients.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
@@ -353,7 +352,9 @@ def _of_endpoint(config: RunConfig) -> RunConfig:
     """Return the configuration of an endpoint for the client alone: on this host, at any port."""
     made = copy.copy(config)
     values = {"host": "127.0.0.1", "port": 0, "api_key": None, "max_queue_size": 1 << 30}
-    made.found = config.found | {name: Found(value, config.origin(name)) for name, value in values.items()}
+    made.option_values = config.option_values | {
+        name: config.option_value(name)._replace(value=value) for name, value in values.items()
+    }
     return made
 
 

@@ -16,9 +16,9 @@ from mpillm.devices import Gpu
 from mpillm.options.columns import INDENT, WIDTH
 from mpillm.options.disagg_yaml import HALVES
 from mpillm.options.fields import BY_NAME, FIELDS
-from mpillm.options.found import Level
 from mpillm.options.idle import SIZES_OF_HALVES, of_engine
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import Source
 from mpillm.programs.servers.kind import Part, ServerKind
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MOST_RESTARTS, ServerPlan
@@ -116,7 +116,7 @@ def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
         field.name: value
         for field in FIELDS
         if of_engine(field) and kind.takes(field.name)
-        if of.origin(field.name).level > Level.DEFAULT and (value := of[field]) is not None
+        if of.option_value(field.name).source > Source.DEFAULT and (value := of[field]) is not None
     }
     return values | ({name: n for name, n in _layout(config, role).items() if n > 1} if role else {})
 

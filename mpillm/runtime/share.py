@@ -18,9 +18,9 @@ from mpillm.comms.communicators import RunComms
 from mpillm.comms.start import node_name
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import of_instance
-from mpillm.options.found import Found, Level, Origin
 from mpillm.options.part import Part
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import OptionValue, Source
 
 
 class Share(NamedTuple):
@@ -61,11 +61,13 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     values: dict[str, str | int] = {"host": host, "port": int(port)}
     if config.log_dir:
         values["log_dir"] = str(Path(config.log_dir) / f"{mine.kind}_{mine.index}")
-    origin = Origin(Level.YAML, f"{path}: {mine.section}.urls")
+    where = f"{path}: {mine.section}.urls"
     made = copy.copy(config)
     made.half, made.part = mine.kind, part
     made.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
-    made.found = config.found | {name: Found(value, origin) for name, value in values.items()}
+    made.option_values = config.option_values | {
+        name: OptionValue(value, Source.YAML, where) for name, value in values.items()
+    }
     return Share(made, RunComms(world, world.Dup(), world.Dup()))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm.options.fields import AllFields
-from mpillm.options.flags import overlaid
-from mpillm.options.mitten import autoconfigure, bind
+from mpillm.options.mitten import autoconfigure, bind, overlaid
 from mpillm.stages.preconditions import Layout
 
 PARALLELISM = {

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.launcher import find_launcher
-from mpillm.options import layers
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
-from mpillm.options.found import Level
 from mpillm.options.idle import idle_in_all, told
+from mpillm.options.layers import layers_of, user_layers
 from mpillm.options.options import parse, with_all
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import Source
 
 
 def parse_stage(
@@ -40,16 +40,12 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> l
     add_fields(parser, known, shown)
     options = parser.texts(argv)
     made = []
-    for benchmark in layers.found_for(layers.of_the_user(options, None), AllFields.benchmarks).value or (
-        None,
-    ):
+    for benchmark in user_layers(options, known).value_of(AllFields.benchmarks).value or (None,):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = layers.found_for(layers.of_the_user(named, None), AllFields.scenarios)
-        if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
-            made.append(RunConfig.resolved(layers.stated_values(named, known, None)))
-        else:
-            made += [
-                RunConfig.resolved(layers.stated_values({**named, "scenarios": scenario}, known, None))
-                for scenario in scenarios.value
-            ]
-    return made
+        scenarios = user_layers(named, known).value_of(AllFields.scenarios)
+        # by default the workload's, if it has none but Server
+        tests = [] if scenarios.source is Source.DEFAULT else scenarios.value
+        made += [layers_of({**named, "scenarios": scenario}, known) for scenario in tests] or [
+            layers_of(named, known)
+        ]
+    return [RunConfig(layers) for layers in made]

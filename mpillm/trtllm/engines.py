@@ -13,8 +13,7 @@ from mpillm.data.model_files import BuildConfig, EngineConfig
 from mpillm.files import read_object
 from mpillm.nvidia.configs import TrtllmHlApiConfig
 from mpillm.options.fields import AllFields
-from mpillm.options.flags import overlaid
-from mpillm.options.mitten import HelpInfo, autoconfigure, bind
+from mpillm.options.mitten import HelpInfo, autoconfigure, bind, overlaid
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.checkpoint import (
     BUILD_SOURCE,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from disagg.errors import ConfigError
-from mpillm.options import layers
 from mpillm.options.effect import ANY
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.idle import idle
+from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
 
 # A text of each option that is not its default, where none follows from its kind.
@@ -77,7 +77,7 @@ COMMANDS = ("run", "serve", "plan", "generate-engines")  # the last stands for a
 
 
 def config_of(**options: str) -> RunConfig:
-    return RunConfig.resolved(layers.stated_values(options, FIELDS, None))
+    return RunConfig(layers_of(options, FIELDS))
 
 
 def outcomes(core: str, field: Field) -> list[str]:

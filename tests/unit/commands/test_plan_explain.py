@@ -55,9 +55,13 @@ def test_a_yaml_and_its_sections(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(str(file) in one["from"] for one in way["sections"].values())
 
 
-def test_a_name_as_read_from_all_sources(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_states_a_form(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--benchmarks", "llama2-70b", "--scenarios", "Interactive")
+    way = explained(capsys, "scenarios", *words)
+    assert way["value"] == ["Server"] and way["stated"][0]["value"] == ["Interactive"]
+    assert way["rules"][0]["from"] == "command line: scenarios Interactive"
     way = explained(capsys, "scenarios", "--benchmarks", "llama2-70b-interactive")
-    assert way["value"] == ["Server"] and way["read_as"]["from"].startswith("workload")
+    assert way["value"] == ["Server"] and way["stated"][0]["from"].startswith("workload")
 
 
 def test_a_secret_stays_one(capsys: pytest.CaptureFixture[str]) -> None:

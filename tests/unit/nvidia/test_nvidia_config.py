@@ -151,7 +151,7 @@ def test_which_entry_is_meant(top: Path, options: list[str], expected: tuple[Any
 def test_a_file_made_of_another_one_of_its_tree(top: Path) -> None:
     config = config_of(written(top, "My-System_x8/Server/llama2-70b.py", SERVER))
     assert (config.scenario, config.server_target_qps, config.min_duration) == ("Server", 3.0, 1800.0)
-    assert config.source("server_target_qps").endswith("Server/llama2-70b.py"), (
+    assert config.where("server_target_qps").endswith("Server/llama2-70b.py"), (
         "no line: this is no dictionary of the file"
     )
 

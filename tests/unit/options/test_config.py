@@ -12,8 +12,6 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import BY_NAME, DEADLINES, FIELDS, AllFields
-from mpillm.options.found import DEFAULT as DEFAULT_ORIGIN
-from mpillm.options.found import Found
 from mpillm.options.latency_limits import whole_limits_ms
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.parsers import (
@@ -40,7 +38,6 @@ from mpillm.options.parsers import (
     token_ids,
     urls,
 )
-from mpillm.options.run_config import RunConfig
 from mpillm.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
@@ -259,7 +256,7 @@ def test_every_option_has_a_default_of_its_own_kind() -> None:
         assert (
             field.name in ("core_type", "trtllm_runtime_flags") or config.values[field.name] == field.default
         )
-        assert config.source(field.name) == ("command line" if field.name == "core_type" else "default")
+        assert config.where(field.name) == ("command line" if field.name == "core_type" else "default")
         assert field.choices == () or field.default in (None, *field.choices)
         assert not field.shown_default or field.parse(field.shown_default, "--x") == field.default
     assert len({name for field in FIELDS for name in (field.name, *field.aliases)}) == len(BY_NAME)
@@ -335,7 +332,7 @@ def test_json_says_where_a_value_came_from() -> None:
 
 def test_unknown_attributes() -> None:
     with pytest.raises(AttributeError):
-        _ = RunConfig({"seed": Found(1, DEFAULT_ORIGIN)}).no_such_option  # type: ignore[attr-defined]
+        _ = parse_run(DUMMY).no_such_option  # type: ignore[attr-defined]
 
 
 def test_stages_take_each_workload_and_scenario() -> None:
@@ -366,7 +363,7 @@ def test_other_names_of_options(tmp_path: Path) -> None:
     yaml.write_text("executors: {}")
     config = parse_run([*DUMMY, "--models=llama2", "--trtllm_disagg_config_path", str(yaml)])
     assert (config.benchmarks, config.disagg_config) == (("llama2-70b",), str(yaml))
-    assert config.source("models") == config.source("benchmarks") == "command line"
+    assert config.where("models") == config.where("benchmarks") == "command line"
     assert config.given("trtllm_disagg_config_path")
 
 

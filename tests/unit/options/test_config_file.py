@@ -82,7 +82,7 @@ def test_every_value_says_its_line(tmp_path: Path) -> None:
     assert json["trtllm_runtime_flags"]["source"]["use_inflight_batching"] == "default"
     assert json["trtllm_runtime_flags"]["source"]["enable_chunked_context"] == "workload llama2-70b"
     yaml = written(tmp_path, "mine.yaml", SAME_IN_YAML)
-    assert config_of(yaml).source("offline_expected_qps") == f"{yaml}:12"
+    assert config_of(yaml).where("offline_expected_qps") == f"{yaml}:12"
 
 
 def test_values_of_every_kind_of_yaml(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
         "@ConfigRegistry.register(HarnessType.Custom)\nclass Mine(Shared):\n    top_k = 2\n",
     )
     config = config_of(path)
-    assert (config.seed, config.source("seed")) == (5, f"{tmp_path / 'mpillm_test_neighbour.py'}:2")
+    assert (config.seed, config.where("seed")) == (5, f"{tmp_path / 'mpillm_test_neighbour.py'}:2")
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.py", f"{REGISTERED}    seed = 7\n"), ("a.yaml", "seed: 7\n")])
@@ -258,7 +258,7 @@ def test_a_file_written_on_windows(tmp_path: Path, name: str, text: str) -> None
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     config = config_of(path)
-    assert config.seed == 7 and config.source("seed").startswith(f"{path}:")
+    assert config.seed == 7 and config.where("seed").startswith(f"{path}:")
 
 
 def test_use_triton_chooses_as_the_harness_type_does(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[s
         "generation": sources["generation"][1],
         "workload": "workload llama2-70b (tiny)",
     }
-    assert config.source("max_output_len") == where.get(first, first)
+    assert config.where("max_output_len") == where.get(first, first)
     assert config.given("max_output_len") == (first not in ("default", "workload"))
 
 

@@ -96,7 +96,7 @@ def test_dictionaries_can_be_merged() -> None:
     merged = Field("merged", from_string=flag_dict, autoconf_strategy=AutoConfStrategy.DictUpdate)
     found = Configuration({merged: {"a": 1, "b": 2}}, options={"merged": "b:3,c:4"}).resolve([merged])[merged]
     assert found.value == {"a": 1, "b": 3, "c": 4}
-    assert {key: origin.where for key, origin in found.keys.items()} == {
+    assert {name: key.where for name, key in found.keys.items()} == {
         "a": "configuration",
         "b": "command line",
         "c": "command line",

@@ -96,7 +96,7 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
         assert getattr(core, place.in_core or name) == expected
     chunked = {"enable_chunked_prefill": True} if name == "context_chunking_policy" else {}
     agreeing = given(file, f"--{name}", option, executors=section(**{name: value}) | chunked)
-    assert (getattr(agreeing, name), agreeing.source(name)) == (expected, "command line")
+    assert (getattr(agreeing, name), agreeing.where(name)) == (expected, "command line")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -174,8 +174,8 @@ def test_flags_have_the_values_of_the_yaml(file: Path) -> None:
 def test_a_yaml_goes_before_a_workload_and_a_workload_before_a_default(file: Path) -> None:
     config = given(file, "--benchmarks", "llama2-70b", model="tiny-llama", executors=section(max_seq_len=555))
     assert (config.max_seq_len, config.max_num_tokens, config.model_path) == (555, 8192, "tiny-llama")
-    assert config.source("max_num_tokens") == "workload llama2-70b"
-    assert config.source("model_path") == f"{file}: model"
+    assert config.where("max_num_tokens") == "workload llama2-70b"
+    assert config.where("model_path") == f"{file}: model"
 
 
 def test_a_yaml_goes_before_a_generation_config(file: Path, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_yaml_goes_before_a_generation_config(file: Path, tmp_path: Path) -> N
     generation.write_text('{"generation_config": {"runtime_beam_width": 2}}')
     options = ("--llm_gen_config_path", str(generation))
     config = given(file, *options, executors=section(beam_width=3))
-    assert (config.beam_width, config.source("beam_width")) == (3, f"{file}: executors.max_beam_width")
+    assert (config.beam_width, config.where("beam_width")) == (3, f"{file}: executors.max_beam_width")
     assert given(file, *options, executors=section()).beam_width == 2
     with pytest.raises(
         ConfigError, match=r"--beam_width 4, but .*executors.max_beam_width is 3: leave one of them out"
@@ -334,7 +334,7 @@ def test_a_contradiction_names_both(
 
 def test_the_model_is_the_yamls(file: Path, tmp_path: Path) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors={})
-    assert (config.model_path, config.source("model_path")) == ("tiny-llama", f"{file}: model")
+    assert (config.model_path, config.where("model_path")) == ("tiny-llama", f"{file}: model")
     yaml, (core,) = cores(config, 2)
     assert core.model_path == yaml.model == "tiny-llama"
     with pytest.raises(ConfigError, match="--core_type torch needs --model_path"):

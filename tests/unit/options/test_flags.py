@@ -14,11 +14,11 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.nvidia.backends import TrtllmHarnessConfig
 from mpillm.options.disagg_yaml import disagg_config
-from mpillm.options.fields import FIELDS
-from mpillm.options.found import DEFAULT, Found, Level, Origin
+from mpillm.options.fields import FIELDS, AllFields
+from mpillm.options.layers import Layers
 from mpillm.options.options import parse_run
-from mpillm.options.rules import resolve
 from mpillm.options.run_config import RunConfig
+from mpillm.options.sources import OptionValue, Source, default_values
 from mpillm.runtime.core_configs import check_flags, core_configs
 from tests.helpers.configured import DUMMY
 
@@ -98,7 +98,7 @@ def test_a_core_gets_what_a_person_set_then_the_default(monkeypatch: pytest.Monk
     assert (both.max_batch_size, both.max_num_tokens) == (8, 77)
     assert options.trtllm_runtime_flags["max_batch_size"] == 8
     assert (
-        options.source("max_num_tokens") == "environment variable TRTLLM_RUNTIME_FLAGS: trtllm_runtime_flags"
+        options.where("max_num_tokens") == "environment variable TRTLLM_RUNTIME_FLAGS: trtllm_runtime_flags"
     )
 
 
@@ -138,7 +138,7 @@ def test_a_limit_that_nothing_states_is_the_engines(core_type: str) -> None:
     flags = "--trtllm_build_flags=max_batch_size:6,max_num_tokens:66"
     config = parse_run(["--core_type", core_type, flags, "--max_num_tokens", "65"])
     assert (config.max_batch_size, config.max_num_tokens) == (6, 65)
-    assert (config.source("max_batch_size"), config.given("max_batch_size")) == (
+    assert (config.where("max_batch_size"), config.given("max_batch_size")) == (
         "command line: trtllm_build_flags",
         False,
     )
@@ -152,7 +152,7 @@ def test_a_limit_that_nothing_states_is_the_engines(core_type: str) -> None:
 def test_no_inflight_batching_is_the_static_policy() -> None:
     config = parse_run([*TORCH, "--trtllm_runtime_flags", "use_inflight_batching:false"])
     assert core(config).batch_scheduler_policy == "static"
-    assert config.source("batch_scheduler_policy") == "command line: use_inflight_batching"
+    assert config.where("batch_scheduler_policy") == "command line: use_inflight_batching"
     assert config.trtllm_runtime_flags["batch_scheduler_policy"] == "static"
     assert parse_run(
         [*TORCH, "--trtllm_runtime_flags", "use_inflight_batching:false,batch_scheduler_policy:static"]
@@ -304,37 +304,34 @@ def test_flags_may_say_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_run([*DUMMY, "--tensor_parallelism", "8"]).tensor_parallelism == 8
 
 
-LEVELS = [level for level in Level if level is not Level.DEFAULT]
+HIGHER = [source for source in Source if source is not Source.DEFAULT]
 
 
 @given(
-    option=st.none() | st.sampled_from(LEVELS),
-    flag=st.none() | st.sampled_from(LEVELS),
-    gpu=st.none() | st.sampled_from(LEVELS),
+    option=st.none() | st.sampled_from(HIGHER),
+    flag=st.none() | st.sampled_from(HIGHER),
+    gpu=st.none() | st.sampled_from(HIGHER),
     by_workload=st.booleans(),
 )
-def test_who_wins(option: Level | None, flag: Level | None, gpu: Level | None, by_workload: bool) -> None:
+def test_who_wins(option: Source | None, flag: Source | None, gpu: Source | None, by_workload: bool) -> None:
     """Of the option, its flag and gpu_batch_size the one of the highest source wins, then the one named
     first."""
-    found = {field.name: Found(field.default, DEFAULT) for field in FIELDS}
-    found["core_type"] = Found("dummy", DEFAULT)
-    found["benchmarks"] = Found(("llama2-70b",), DEFAULT)
+    layers = Layers({Source.DEFAULT: default_values(FIELDS)})
+    test = {"core_type": OptionValue("dummy"), "benchmarks": OptionValue(("llama2-70b",))}
+    layers = layers.with_layer(Source.DEFAULT, test)
     if option is not None:
-        found["max_batch_size"] = Found(1, Origin(option, "option"))
+        layers = layers.with_layer(option, {"max_batch_size": OptionValue(1, option, "option")})
     if flag is not None:
-        found["trtllm_runtime_flags"] = Found(
-            {"max_batch_size": 2}, Origin(Level.DEFAULT, "x"), {"max_batch_size": Origin(flag, "flag")}
-        )
+        flags = layers.value_of(AllFields.trtllm_runtime_flags)
+        flags = flags.with_key("max_batch_size", OptionValue(2, flag, "flag"))
+        layers = layers.with_layer(Source.DEFAULT, {"trtllm_runtime_flags": flags})
     if gpu is not None:
-        found["gpu_batch_size"] = Found(
-            {"llama2-70b": 3, "mixtral-8x7b": 4} if by_workload else 3, Origin(gpu, "gpu")
-        )
-    found = resolve(found)
-    said = [
-        (level, -value, value) for level, value in ((option, 1), (flag, 2), (gpu, 3)) if level is not None
-    ]
-    expected = max(said)[2] if said else None
-    assert found["max_batch_size"].value == expected
-    assert found["trtllm_runtime_flags"].value.get("max_batch_size") == expected
-    if said:
-        assert found["max_batch_size"].origin.level == max(said)[0]
+        sizes = {"llama2-70b": 3, "mixtral-8x7b": 4} if by_workload else 3
+        layers = layers.with_layer(gpu, {"gpu_batch_size": OptionValue(sizes, gpu, "gpu")})
+    values = layers.resolved()
+    stated = [(source, -n, n) for source, n in ((option, 1), (flag, 2), (gpu, 3)) if source is not None]
+    expected = max(stated)[2] if stated else None
+    assert values["max_batch_size"].value == expected
+    assert values["trtllm_runtime_flags"].value.get("max_batch_size") == expected
+    if stated:
+        assert values["max_batch_size"].source == max(stated)[0]

@@ -67,12 +67,12 @@ def test_what_a_generation_config_of_hugging_face_leaves_to_the_workload(tmp_pat
     ]
     path.write_text(json.dumps({"eos_token_id": 3, "max_new_tokens": None}))
     config = parse_run(argv)
-    assert (config.end_ids, config.source("end_ids")) == ((3,), str(path))
-    assert (config.min_output_len, config.source("min_output_len")) == (2, "workload mixtral-8x7b (tiny)")
+    assert (config.end_ids, config.where("end_ids")) == ((3,), str(path))
+    assert (config.min_output_len, config.where("min_output_len")) == (2, "workload mixtral-8x7b (tiny)")
     assert (config.max_output_len, bool(config.stop_words)) == (16, True)
     path.write_text(json.dumps({"generation_config": {"eos_token_id": 3}}))
     config = parse_run(argv)
-    assert (config.min_output_len, config.max_output_len, config.source("max_output_len")) == (
+    assert (config.min_output_len, config.max_output_len, config.where("max_output_len")) == (
         1,
         1024,
         str(path),
@@ -117,7 +117,7 @@ def test_a_run_generates_as_its_generation_config_says(tmp_path: Path) -> None:
     argv = ["--core_type", "dummy", "--llm_gen_config_path", str(path), "--top_k", "6"]
     config = parse_run(argv)
     assert (config.max_output_len, config.min_output_len, config.top_k) == (99, 3, 6)
-    assert (config.source("max_output_len"), config.source("top_k")) == (str(path), "command line")
+    assert (config.where("max_output_len"), config.where("top_k")) == (str(path), "command line")
     assert config.build(HarnessConfig).gen_config == GenerationConfig.from_file(path)
 
 

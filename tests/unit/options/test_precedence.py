@@ -14,7 +14,7 @@ from mpillm.options.field import AutoConfStrategy, Field
 from mpillm.options.mitten import Configuration, autoconfigure, bind
 from mpillm.options.parsers import flag_dict
 
-SOURCES = ("constructor", "command line", "environment", "context", "workload", "field default")
+SOURCES = ("constructor", "command line", "environment", "context", "field default")
 
 
 @st.composite
@@ -60,12 +60,10 @@ def test_precedence(scene: dict[str, Any]) -> None:
 
     environ = {"MPILLM_TEST_FLAGS": text["environment"]} if "environment" in said else {}
     options = {"precedence_flags": text["command line"]} if "command line" in said else {}
-    workload = Configuration({field: said["workload"]} if "workload" in said else {})
     innermost = Configuration(
         {field: said["context"]} if "context" in said else {},
         options=options,
         environ=environ,
-        below=workload,
     )
 
     with contextlib.ExitStack() as stack:

@@ -6,14 +6,14 @@ import pytest
 
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import FIELDS
-from mpillm.options.found import Found
+from mpillm.options.layers import Layers
 from mpillm.options.options import parse
-from mpillm.options.rules import RULES, Trace, resolve
+from mpillm.options.rules import RULES, Trace
 
 # Command lines that let each rule change something.
 COMMANDS = (
     "--core_type dummy",
-    "--core_type dummy --benchmarks llama2-70b --gpu_batch_size llama2-70b:5",
+    "--core_type dummy --benchmarks llama2-70b-99.9 --gpu_batch_size llama2-70b:5",
     "--core_type dummy --gpu_batch_size 9 --max_batch_size 5 --trtllm_build_flags max_num_tokens:99",
     "--core_type dummy --trtllm_runtime_flags batching_strategy:V1,max_num_tokens:77",
     "--core_type dummy --trtllm_runtime_flags num_ctx_servers:1,num_gen_servers:1 --mode disaggregated",
@@ -28,23 +28,23 @@ COMMANDS = (
 
 
 @pytest.fixture
-def stated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Found]]:
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[Layers]:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "enable_chunked_context:true")
-    return [parse(line.split(), Parser(prog="mpillm x"), FIELDS).stated for line in COMMANDS]
+    return [parse(line.split(), Parser(prog="mpillm x"), FIELDS).layers for line in COMMANDS]
 
 
-def test_each_rule_changes_something(stated: list[dict[str, Found]]) -> None:
+def test_each_rule_changes_something(layers: list[Layers]) -> None:
     trace: Trace = []
-    for values in stated:
-        resolve(values, trace)
+    for one in layers:
+        one.resolved(trace)
     assert {rule.name for rule, _, _ in trace} == {rule.name for rule in RULES}
 
 
-def test_the_trace_has_the_changes_of_a_value(stated: list[dict[str, Found]]) -> None:
+def test_the_trace_has_the_changes_of_a_value(layers: list[Layers]) -> None:
     trace: Trace = []
-    found = resolve(stated[1], trace)["max_batch_size"]
+    value = layers[1].resolved(trace)["max_batch_size"]
     (rule,) = [rule.name for rule, name, _ in trace if name == "max_batch_size"]
     assert rule.startswith("gpu_batch_size sets max_batch_size")
-    assert found.value == 5 and found.origin.where == "command line: gpu_batch_size"
-    resolve(stated[0], trace := [])
+    assert (value.value, value.where) == (5, "command line: gpu_batch_size")
+    layers[0].resolved(trace := [])
     assert "model_path" not in {name for _, name, _ in trace}

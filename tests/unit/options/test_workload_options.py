@@ -53,7 +53,7 @@ def test_interactive_is_a_form_of_the_workload() -> None:
         for said in (name, f"{name}-interactive", f"{name}-99"):
             config = parse_run([*DUMMY, f"--benchmarks={said}", "--scenarios=Interactive"])
             assert (config.benchmark, config.scenario) == (f"{name}-interactive", "Server")
-            assert config.source("scenarios") == "command line: scenarios Interactive"
+            assert config.where("scenarios") == "command line: scenarios Interactive"
             assert config.workload is not None and config.workload.loadgen_model.endswith("-interactive")
     for argv, message in {
         "--benchmarks=moe": "scenarios Interactive (command line): mixtral-8x7b has no interactive form; it"

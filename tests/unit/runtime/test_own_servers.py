@@ -14,11 +14,11 @@ from disagg import WorldPlan
 from disagg.errors import ConfigError
 from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.devices import Gpu, as_visible
-from mpillm.options import layers
 from mpillm.options.disagg_yaml import context_servers, disagg_config, server_ranks
 from mpillm.options.fields import FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.idle import check_idle
+from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
 from mpillm.options.together import check_together
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
@@ -29,7 +29,7 @@ EIGHT = tuple(Gpu(f"uuid{index}", "H200", 141 << 30, 140 << 30) for index in ran
 
 def config_of(**options: str) -> RunConfig:
     stated = {"server": "vllm", "model_path": "/models/it", **options}
-    return RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
+    return RunConfig(layers_of(stated, FIELDS))
 
 
 def planned(nodes: list[str], clients_per_server: int = 1) -> WorldPlan:
@@ -113,7 +113,7 @@ def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: st
     stated = {"server": "vllm", "server_nodes": "2", "tensor_parallelism": "2", **options}
     if "mode" in options:
         del stated["tensor_parallelism"]
-    config = RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
+    config = RunConfig(layers_of(stated, FIELDS))
     with pytest.raises(ConfigError, match=why):
         check_together(config)
 
@@ -203,7 +203,7 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
 def test_servers_that_are_not_started_again(options: dict[str, str], why: str) -> None:
     stated = {"server": "vllm", "on_instance_loss": "restart", **options}
     stated = {name: value for name, value in stated.items() if value}
-    config = RunConfig.resolved(layers.stated_values(stated, FIELDS, None))
+    config = RunConfig(layers_of(stated, FIELDS))
     with pytest.raises(ConfigError, match=f"--on_instance_loss restart.*: {why}"):
         check_together(config)
 

@@ -47,7 +47,7 @@ config = parse_run(["--benchmarks", "NEW-99.9"])
 assert config.workload == new and config.accuracy_target == 0.999
 assert (config.model_path, config.dataset_path) == (new.model_path, new.dataset_path)
 assert (config.max_seq_len, config.max_output_len, config.min_output_len) == (448, 128, 2)
-assert (config.end_ids, config.tensor_parallelism, config.source("end_ids")) == ((7,), 4, "workload new-7b")
+assert (config.end_ids, config.tensor_parallelism, config.where("end_ids")) == ((7,), 4, "workload new-7b")
 assert parse_run(["--benchmarks", "new", "--scenarios", "Interactive"]).benchmarks == ("new-7b-interactive",)
 assert parse_run(["--benchmarks", "new", "--gpu_batch_size", "new:96"]).max_batch_size == 96
 """,

@@ -67,9 +67,9 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
     )
     argv = [
         word
-        for name, found in config.found.items()
-        if found.origin.where == "command line"
-        for word in as_option(name, found.value)
+        for name, one in config.option_values.items()
+        if one.where == "command line"
+        for word in as_option(name, one.value)
     ]
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(argv), str(n_samples)],
@@ -96,7 +96,7 @@ def test_the_names_are_the_fields() -> None:
 def test_official_values(name: str) -> None:
     model, n_samples, max_output_len, ttft, tpot = OFFICIAL[name]
     config = options(name, "--server_target_qps", "8")
-    assert config.source("max_output_len") == f"workload {name}" and not config.given("max_output_len")
+    assert config.where("max_output_len") == f"workload {name}" and not config.given("max_output_len")
     assert config.max_output_len == max_output_len and config.min_output_len == (
         2 if name == "mixtral-8x7b" else 1
     )
@@ -144,12 +144,12 @@ def test_an_accuracy_run_with_a_data_set_of_its_own() -> None:
 
 def test_an_interactive_benchmark_is_a_server_test_unless_told_otherwise() -> None:
     config = parse_run(["--benchmarks", "llama2-interactive", "--model_scale", "tiny"])
-    assert (config.scenario, config.origin("scenarios").where) == (
+    assert (config.scenario, config.where("scenarios")) == (
         "Server",
         "workload llama2-70b-interactive (tiny)",
     )
     config = parse_run(["--benchmarks", "llama2-70b", "--model_scale", "tiny"])
-    assert (config.scenario, config.origin("scenarios").where) == ("Offline", "default")
+    assert (config.scenario, config.where("scenarios")) == ("Offline", "default")
 
 
 @pytest.mark.parametrize("scenario", ["SingleStream", "Offline"])
@@ -223,7 +223,7 @@ def test_tiny(name: str, tmp_path: Path) -> None:
     # a preset's weights are random without it, and an engine may be given
     assert config.load_format == "auto"
     assert (
-        config.source("min_duration") == f"workload {name} (tiny)"
+        config.where("min_duration") == f"workload {name} (tiny)"
         and config.min_output_len == full.min_output_len
     )
     settings = loadgen(config, len(dataset))
