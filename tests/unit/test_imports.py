@@ -26,6 +26,7 @@ def imported(path: Path) -> Iterator[str]:
             yield ".".join([*base, *([node.module] if node.module else [])])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_go_one_way(package: str) -> None:
     files = list((ROOT / package).rglob("*.py"))
@@ -85,6 +86,7 @@ def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_what_needs_no_rank_does_not_start_mpi() -> None:
     """mpi4py.MPI starts MPI when it is imported: ports on all interfaces, 16 MiB of shared memory."""
     code = """

@@ -67,6 +67,7 @@ def manifest(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return MANIFESTS[request.param], yaml.safe_load((ROOT / "examples" / request.param).read_text())
 
 
+@pytest.mark.long
 def test_the_api_server_would_take_it(manifest: tuple[str, Any]) -> None:
     kind, given = manifest
     check_of(kind)(given)
@@ -102,6 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake, word", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_found(manifest: tuple[str, Any], mistake: Callable[[Any], object], word: str) -> None:
     kind, wrong = manifest[0], copy.deepcopy(manifest[1])

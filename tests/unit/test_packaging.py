@@ -22,6 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel")))
 
 
+@pytest.mark.long
 def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
     there = {name for name in wheel.namelist() if ".dist-info/" not in name}
     wanted = {
@@ -34,6 +35,7 @@ def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
     assert {f"{name}/py.typed" for name in PACKAGES} <= there
 
 
+@pytest.mark.long
 def test_its_version(wheel: zipfile.ZipFile) -> None:
     assert Path(str(wheel.filename)).name == f"mpillm-{__version__}-py3-none-any.whl"
 

@@ -48,12 +48,14 @@ def slow(use: Use) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_patterns_take_linear_time(folder: str) -> None:
     found_slow = {use.where: slow(use) for use in found()[0] if folder_of(use.where) == folder}
     assert {where: growth for where, growth in found_slow.items() if growth} == {}
 
 
+@pytest.mark.long
 def test_patterns_that_are_arguments() -> None:
     """`uses` finds those of `KnownFailure` and `reason`; `alone` has a table."""
     files = {where.partition(":")[0] for where in found()[1]}
@@ -62,6 +64,7 @@ def test_patterns_that_are_arguments() -> None:
         assert slow(Use("alone", pattern, re.IGNORECASE, frozenset({"search"}))) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "method"),
     [
@@ -77,6 +80,7 @@ def test_slow_patterns_are_found(pattern: str | bytes, method: str) -> None:
     assert slow(Use("here", pattern, re.DOTALL, frozenset({method})))
 
 
+@pytest.mark.long
 def test_all_patterns_are_found() -> None:
     """Also those that are made of others."""
     here = {use.where.partition(":")[0]: use for use in found()[0]}

@@ -38,6 +38,7 @@ def test_help_lists_every_option() -> None:
     assert mpillm("--help").returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "plan", "generate-disagg-config"])
 def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
     """Every option that an example of --help shows is one, and its value is good."""

@@ -82,6 +82,7 @@ def test_a_long_line_in_small_pieces_takes_little_time() -> None:
     assert time.process_time() - began < 20  # of the CPU; a hundredth of it is enough
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", WRONG)
 @given(places=st.lists(st.integers(0, 10**6), max_size=6))
 def test_nonsense_in_any_pieces(stream: bytes, places: list[int]) -> None:

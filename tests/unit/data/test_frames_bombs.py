@@ -133,6 +133,7 @@ def test_gzip_of_zeros(tmp_path: Path) -> None:
         read_frame(tmp_path / "frame.pkl.gz")
 
 
+@pytest.mark.long
 def test_frames_of_little_are_read(tmp_path: Path) -> None:
     """Columns that a pickle writes in a byte or two a row are not taken for bombs."""
     n = 300_000

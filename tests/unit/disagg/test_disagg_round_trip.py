@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,7 @@ def test_round_trip(config: DisaggConfig) -> None:
     assert parse(dump(config)) == config
 
 
+@pytest.mark.long
 @given(_configs())
 def test_a_dumped_file_obeys_trtllms_rules(config: DisaggConfig) -> None:
     """What TensorRT-LLM's extract_disagg_cfg and extract_ctx_gen_cfgs, restated here, would refuse is never

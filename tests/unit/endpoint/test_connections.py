@@ -91,6 +91,7 @@ def test_the_networks_of_addresses() -> None:
     assert len({*seen}) == 5
 
 
+@pytest.mark.long
 def test_a_first_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has sent one may wait longer before the next, and for the body and the answer."""
     monkeypatch.setattr(connections, "FIRST_S", 1.0)

@@ -21,6 +21,7 @@ from tests.helpers.odd_requests import BODIES, JSON
 SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), max_output_len=9)
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(body=BODIES | JSON, chat=st.booleans())
 def test_any_body(body: Any, chat: bool) -> None:

@@ -176,6 +176,7 @@ def test_requests_that_come_while_others_run(folder: Path, prompts: Tokens, expe
     assert answers.run(core).tokens() == expected
 
 
+@pytest.mark.long
 def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     core = make_core(folder, dtype="bfloat16", max_num_tokens=40)
     answers = answer(core, make_batch(prompts))

@@ -262,6 +262,7 @@ def test_a_change_of_thousands_of_percent_is_written_out(
     assert re.search(r"TTFT p99\s\+[78],\d{3}\s%", said) and not re.search(r"\de\+\d+\s%", said)
 
 
+@pytest.mark.long
 def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:
     """Names of folders, options, and whatever stands in result.json: all texts, and a text for each value."""
 
@@ -287,6 +288,7 @@ def test_no_element_of_the_page_is_made_from_data(tmp_path: Path) -> None:
         write(b / name, value)
 
 
+@pytest.mark.long
 def test_pages_of_long_names_take_linear_time(tmp_path: Path) -> None:
     """Names of dashes made `compare` and `report` search each from all of its characters."""
     a, b = run(tmp_path / "a", 0.1, n=40), run(tmp_path / "b", 0.2, n=40)

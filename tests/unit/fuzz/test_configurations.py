@@ -89,6 +89,7 @@ def test_disaggregation_yaml(folder: Path, text: bytes) -> None:
     _read_disagg(folder, text)
 
 
+@pytest.mark.long
 @fuzz(
     changed(YAML).map(yaml_text) | damaged(TEXTS, WORDS),
     st.sampled_from(["dummy", "trtllm_disagg"]),
@@ -169,6 +170,7 @@ def _program(values: dict[str, Any], form: str) -> str:
     return f"{head}EXPORTS = {exported}\n"
 
 
+@pytest.mark.long
 @fuzz(
     VALUES,
     st.sampled_from(FORMS),

@@ -45,6 +45,7 @@ LIMITS = Limits(vocab_size=256, max_seq_len=1000, max_output_len=10)
 OF_FRAMES = replace(LIMITS, vocab_size=100_000, max_seq_len=4000)
 
 
+@pytest.mark.long
 @fuzz(damaged(FRAMES, NAMES), st.booleans(), refused_by=ConfigError, examples=150)
 def test_pickled_frames(folder: Path, data: bytes, packed: bool) -> None:
     file = folder / ("frame.pkl.gz" if packed else "frame.pkl")

@@ -281,6 +281,7 @@ OF_A_HEAD = header_of(
 )
 
 
+@pytest.mark.long
 @fuzz(
     changed([HEAD | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}], most=3),
     changed([OF_A_HEAD]),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from hypothesis import strategies as st
 
@@ -228,6 +229,7 @@ OF_A_CURVE = (
 )
 
 
+@pytest.mark.long
 @fuzz(
     changed([SUMMARY]).map(json_bytes) | damaged([json_bytes(SUMMARY)]),
     changed([NOTES]).map(yaml_text) | damaged([yaml_text(NOTES)]),

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
@@ -166,6 +167,7 @@ def said(main: Any, *argv: object) -> str:
     return out.getvalue()
 
 
+@pytest.mark.long
 @fuzz(FILES, examples=50)
 def test_report(folder: Path, files: dict[str, bytes]) -> None:
     """A page is always made."""
@@ -201,6 +203,7 @@ def test_compare(folder: Path, files: dict[str, bytes]) -> None:
     Wellformed((folder / "page" / "compare.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 @fuzz(FILES, refused_by=ConfigError, examples=30)
 def test_rerun(folder: Path, files: dict[str, bytes]) -> None:
     said(rerun.main, laid(folder, files), "--dry_run")

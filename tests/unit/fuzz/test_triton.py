@@ -256,6 +256,7 @@ def _told(records: list[Any]) -> None:
         assert all(len(line) < 200 for line in table(found))
 
 
+@pytest.mark.long
 @fuzz(
     changed([GENERATED]).map(lambda answer: reply(json_bytes(answer)))
     | changed([GENERATED, {"error": "e"}]).map(lambda answer: reply(b"data: %b\n\n" % json_bytes(answer)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from disagg.instances import Instance
@@ -447,6 +448,7 @@ BODY = {
 }
 
 
+@pytest.mark.long
 @fuzz(
     changed([BODY]).filter(lambda body: isinstance(body, dict)),
     damaged([CHUNKED, PLAIN, ERROR, HEAD + b"\r\n" + STREAM], HTTP_WORDS)

@@ -36,6 +36,7 @@ def test_a_leader_that_is_ended_while_it_waits_leaves_no_task(caplog: pytest.Log
     assert _no_task_was_destroyed(caplog)
 
 
+@pytest.mark.long
 def test_a_thread_of_clients_that_is_stopped_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     ended = []
 

@@ -79,6 +79,7 @@ def test_more_requests_than_the_core_can_hold() -> None:
     assert whole == expected(prompts, 2)
 
 
+@pytest.mark.long
 def test_the_engine_answers() -> None:
     values = {AllFields.model_path: "tiny-llama", AllFields.max_output_len: 6, AllFields.num_threads: 1}
     _, one = answers("torch", values, PROMPTS[:1])

@@ -43,6 +43,7 @@ SETS_THE_CORE = (
 NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
 
+@pytest.mark.long
 def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -> None:
     made = table()
     for name, commands in made.items():

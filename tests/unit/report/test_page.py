@@ -549,6 +549,7 @@ def test_no_element_of_a_page_is_made_from_data(run: Path, rich: Path) -> None:
     assert "alert(1)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_element_of_a_page_is_made_from_what_should_be_a_number(rich: Path, name: str) -> None:
     """Or a flag, or another word: each value in turn."""

@@ -105,6 +105,7 @@ def test_llama2() -> None:
     assert scores.values["tokens_per_sample"] == 3.5
 
 
+@pytest.mark.long
 def test_rouge_is_that_of_the_library_on_many_processes() -> None:
     scorer = pytest.importorskip("rouge_score.rouge_scorer")
     from mpillm.submission import rouge

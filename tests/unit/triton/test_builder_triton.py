@@ -411,6 +411,7 @@ def test_names_and_parameters() -> None:
     assert triton_layout("Offline", 2, 3, 4).gpus(5) == range(10, 12)
 
 
+@pytest.mark.long
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
     try:

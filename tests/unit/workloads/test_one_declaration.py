@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from mpillm.engine.shape.families import MODEL_TYPES
 from mpillm.submission.scores import METRICS
 from mpillm.workloads import TARGETS, WORKLOADS
@@ -123,6 +125,7 @@ def test_every_room_takes_a_workload_that_is_declared_in_one_place(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_no_other_room_names_a_workload() -> None:
     """Only benchmarks do, which measure with some of them."""
     names = {

@@ -256,6 +256,7 @@ def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
     assert f"\n{text}\n" in settings["user_conf"]
 
 
+@pytest.mark.long
 def test_without_a_workload(tmp_path: Path) -> None:
     config = parse_run(SERVER)
     settings = loadgen(config, 160)

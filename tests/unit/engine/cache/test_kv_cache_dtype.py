@@ -122,6 +122,7 @@ def test_rounding_has_a_scale_for_each_head() -> None:
 # --- answers ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,6 +150,7 @@ def test_answers_are_those_of_attention_over_rounded_keys_and_values(
     assert statistics.get("reused_blocks", 1) > 0
 
 
+@pytest.mark.long
 def test_a_bfloat16_cache_of_a_float32_model(prompts: Tokens, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.bfloat16().float())
@@ -161,6 +163,7 @@ def test_a_bfloat16_cache_of_a_float32_model(prompts: Tokens, tmp_path: Path) ->
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
 
+@pytest.mark.long
 def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.clamp(-448, 448).to(FP8).float())
@@ -211,6 +214,7 @@ def test_pieces_keep_every_bit() -> None:
         assert not got[:1].any() and not got[:, :2].any()
 
 
+@pytest.mark.long
 def test_scales_are_twice_what_the_largest_key_and_value_need(prompts: Tokens, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
     largest = np.zeros((N_LAYERS, 2))

@@ -25,6 +25,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_as_on_a_gpu(monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -44,10 +44,12 @@ def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> N
     check_logits(folder, oracle, **core_options)
 
 
+@pytest.mark.long
 def test_bad_words_and_repetition(folder: Path, oracle: Oracle) -> None:
     check_bad_words_and_repetition(folder, oracle)
 
 
+@pytest.mark.long
 def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Oracle) -> None:
     check_presence_frequency_bias_and_minimum(folder, oracle)
 

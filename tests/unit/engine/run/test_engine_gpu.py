@@ -114,6 +114,7 @@ def test_a_sequence_that_has_ended_when_its_next_step_runs(
         assert answer(make_engine(folder, end_ids=ends, **options), prompts, min_output=min_output) == wanted
 
 
+@pytest.mark.long
 def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> None:
     sampling = [
         SamplingParams(i % 3 * 0.5, [0, 20][i % 2], [1, 1, 0.7, 0.9][i % 4], i) for i in range(len(prompts))
@@ -123,6 +124,7 @@ def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> N
     assert answer(make_engine(folder, kv_cache_tokens=160, max_seq_len=None), prompts, sampling) == wanted
 
 
+@pytest.mark.long
 def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     """A follower computes steps whose tokens the host does not know and whose blocks were told once, through
     preemptions."""
@@ -225,6 +227,7 @@ def test_contexts_are_padded_between_attentions(
     assert any(n < size for n, size in n_rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
 @pytest.mark.parametrize(
     ("options", "n_prompts"),
@@ -277,6 +280,7 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     assert answers == answer(make_engine(Path(model), max_seq_len=90, **options), prompts, sampling)
 
 
+@pytest.mark.long
 def test_contexts_behind_cached_tokens_may_be_multiplied_in_fp8(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

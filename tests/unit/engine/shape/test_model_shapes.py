@@ -121,6 +121,7 @@ def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> Non
     assert answer(core, make_batch(prompts, max_output=6)) == expected_tokens(tmp_path, prompts, 6)
 
 
+@pytest.mark.long
 def test_mixtral_equals_transformers(prompts: Tokens, tmp_path: Path) -> None:
     save_preset("tiny-mixtral", tmp_path)
     few = prompts[:10]

@@ -168,6 +168,7 @@ def test_guesses_begin_when_few_requests_run(
     assert sum(equal) >= len(equal) - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
 def test_a_preempted_sequence_is_longer_than_a_step(
     folder: Path, head_folder: Path, way: str, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ def test_sampled_tokens_are_the_plain_ones(
     assert answers(core, repetitive, **fields)[0] == wanted
 
 
+@pytest.mark.long
 def test_steps_run_ahead_while_nobody_guesses(
     folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 
 from mpillm.engine.shape.read_config import load_model_config
@@ -13,6 +14,7 @@ from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import N_OUTPUT
 
 
+@pytest.mark.long
 def test_dummy_weights_do_not_make_an_answer_that_repeats(expected: Tokens) -> None:
     assert np.mean([len(set(tokens)) for tokens in expected]) > N_OUTPUT / 3
 

@@ -119,6 +119,7 @@ def test_logits_are_those_of_the_weights_multiplied_out(
         torch.testing.assert_close(logits(core, prompt), wanted, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["int8", "fp8"])
 def test_greedy_tokens_are_those_of_transformers(
     folders: Folders, prompts: Tokens, tmp_path: Path, algorithm: str
