@@ -1,4 +1,4 @@
-"""A complete core: it answers each prompt with the prompt backwards, cut to the longest answer.
+"""A complete core that answers each prompt with the reversed prompt, cut to the maximum output length.
 
     PYTHONPATH=examples mpirun -n 3 python -m mpillm run --core_type echo_core:EchoCore
 
@@ -19,7 +19,7 @@ from mpillm.cores.base import Credits, LLMCore
 
 
 class EchoCore(LLMCore):
-    """Runs on every rank of an instance; only the instance's leader receives requests."""
+    """Core that runs on every rank of an instance. Only the instance's root rank receives requests."""
 
     def load(self) -> None:
         """Load weights or connect to a server here."""
@@ -29,7 +29,7 @@ class EchoCore(LLMCore):
         """Raise here if the backend does not answer."""
 
     def credits(self) -> Credits:
-        """What the leader may send before answers return."""
+        """Return the credits: what the leader may send before answers return."""
         return Credits(requests=self.config.max_batch_size, tokens=1 << 20)
 
     def enqueue(self, requests: Batch) -> None:
@@ -39,11 +39,11 @@ class EchoCore(LLMCore):
         return bool(self._waiting)
 
     def poll_responses(self) -> Batch | None:
-        """One answer per call: this must return soon, so that the rank can answer others."""
+        """Return at most one answer per call, because the rank's event loop waits for this method."""
         if not self._waiting:
             return None
         request = self._waiting.popleft()
         (row,) = request.rows
         tokens = request.tokens[::-1][: row["max_output"]].astype(np.int32)
-        flags = ResponseFlag.FIRST | ResponseFlag.FINAL  # first and last token at once: nothing is streamed
+        flags = ResponseFlag.FIRST | ResponseFlag.FINAL  # one piece with the first and the last token
         return Batch(np.array([(row["id"], len(tokens), flags)], RESPONSE), tokens)

@@ -1,4 +1,4 @@
-"""A core and a harness in the words of NVIDIA's llmlib. They run alone, or on the ranks of an mpirun:
+"""A core and a harness with the classes of NVIDIA's llmlib. They run alone, or on the ranks of an mpirun:
 
 python examples/llmlib_harness.py --scenarios Server --server_target_qps 20 --min_duration 5
 mpirun -n 3 python examples/llmlib_harness.py
@@ -17,13 +17,13 @@ from mpillm.llmlib import HarnessConfig, LLMCore, LLMHarnessOp, LLMRequest, LLMR
 
 @dataclasses.dataclass
 class EchoConfig(HarnessConfig):
-    """This backend's settings, besides the common ones."""
+    """Settings of this backend, in addition to the common settings."""
 
     backwards: bool = True
 
 
 class EchoCore(LLMCore):
-    """Answers each prompt with the prompt backwards, cut at the longest answer."""
+    """Core that answers each prompt with the reversed prompt, cut to the maximum output length."""
 
     CONFIG_T = EchoConfig
 
@@ -48,7 +48,7 @@ class EchoCore(LLMCore):
             yield LLMResponse(query.request_id, [piece], is_final_token=number == len(pieces), error=None)
 
     def run_health_check(self) -> None:
-        """Raise here if the backend does not answer yet: it will be asked again."""
+        """Raise here if the backend does not answer yet. The health check is repeated."""
 
     @classmethod
     def get_num_cores_for_workload(cls, n_cores: int = 1, **kwargs: Any) -> int:
@@ -60,7 +60,7 @@ class EchoCore(LLMCore):
 
 
 class EchoHarnessOp(LLMHarnessOp):
-    """Four cores, spread over the instances of the run."""
+    """Harness with four cores, distributed over the instances of the run."""
 
     def get_backend_kwargs(self, dependency_outputs: Any) -> dict[str, Any]:
         return {"n_cores": 4}
