@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     if config.server:
         from mpillm.runtime import own_servers  # few plans have any
 
-        notes += own_servers.server_lines(made, own_servers.server_plans(config, made, {}))
+        notes += own_servers.server_lines(made, own_servers.server_specs(config, made, {}))
     if not core.is_client:
         notes += share_lines(core_configs(config, made, [one.leader for one in made.instances], {}))
     notes += memory_lines(config, made)

@@ -182,12 +182,12 @@ def _layouts(tried: Tried, config: RunConfig, one: int, two: int) -> list[Step]:
         why = f"needs {needs} GPUs, there are {have}" if have is not None and needs > have else ""
         if name.startswith("TP"):
             if kind is not None and not kind.takes("tensor_parallelism"):
-                why = f"--tensor_parallelism has no meaning for {kind.name.rstrip(':')}"
+                why = f"--tensor_parallelism has no meaning for {kind.short_name}"
             elif config.given("tensor_parallelism"):
                 continue
             ranks = one if kind is not None else disagg.ranks_for(tp * each, config.control_ranks)
-        if name == "disaggregated" and kind is not None and not kind.handover:
-            why = f"of {kind.name.rstrip(':')}: {kind.no_handover}"
+        if name == "disaggregated" and kind is not None and not kind.disagg_protocol:
+            why = f"of {kind.short_name}: {kind.no_disagg}"
         if why:
             found.append(tried.not_here(name, shows, why))
         else:

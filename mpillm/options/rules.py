@@ -129,7 +129,7 @@ def core_of_the_server(values: Values) -> dict[str, OptionValue]:
     if not server:
         return {}
     kind = kind_of(server)
-    if kind.handover and values["core_type"].value == "trtllm_disagg":  # of a leader: there is none
+    if kind.disagg_protocol and values["core_type"].value == "trtllm_disagg":  # of a leader: there is none
         meant = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
         return {**meant, "core_type": values["server"].implied("server", kind.core_type)}
     return _implied(values, "server", server, "core_type", kind.core_type)

@@ -6,17 +6,17 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from disagg.errors import ConfigError
-from launch.command import Command, find_program
+from launch.command import Command
 from launch.owned_server import OwnedServer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
-from mpillm.programs.load_clients.kind import HarnessKind, Load, Measured
+from mpillm.programs.load_clients.kind import LoadClientKind, LoadReport, LoadSpec
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
@@ -27,16 +27,14 @@ _SHOWN = 100  # characters of its last line
 _IDLE = 0.003  # of a core: less than that is what a program uses that only waits
 
 
-def command_of(kind: HarnessKind, load: Load) -> Command:
-    """Return what starts the client. Raises ConfigError if it can't do what it is asked, or is not there."""
+def command_of(kind: LoadClientKind, load: LoadSpec) -> Command:
+    """Return the client's command line. Raises ConfigError if it is missing or cannot make this load."""
     try:
-        program, *words = kind.command(load)
+        command = kind.command(load)
     except ValueError as error:
         raise ConfigError(f"--harness: {kind.title} {error}", about=["harness"]) from None
-    return Command(
-        (find_program(program, kind.install or "name it by its path", typed=True), *words),
-        {**kind.environment, **_past_proxies(load.urls)},
-    )
+    command = kind.located(command)
+    return replace(command, env={**command.env, **_past_proxies(load.urls)})
 
 
 def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
@@ -64,8 +62,8 @@ class ClientProgram(Role):
 
     def __init__(
         self,
-        kind: HarnessKind,
-        prepare: Callable[[Mapping[int, str]], Load],
+        kind: LoadClientKind,
+        prepare: Callable[[Mapping[int, str]], LoadSpec],
         end: Callable[[], object],
         log: Path,
         bounds: Bounds,
@@ -82,12 +80,12 @@ class ClientProgram(Role):
         self._bounds = bounds
         self._wake = wake
         self._urls: Mapping[int, str] = {}
-        self._load: Load | None = None
+        self._load: LoadSpec | None = None
         self._command: Command | None = None
         self._program: OwnedServer | None = None
         self._did = (0, 0.0, 0.0)  # bytes of its log, seconds of CPU, and when that was noted
         self._looked_at = 0.0
-        self.report_of_client: Measured | None = None  # once it has ended well
+        self.report_of_client: LoadReport | None = None  # once it has ended well
         self.started = (0.0, 0.0)  # time.monotonic(), time.time()
 
     # --- phases ---

@@ -118,7 +118,7 @@ def _core_config(
         n_clients=plan.clients_per_server or 1,
         server_restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
-        handover=kind_of(config.server).handover if plan.n_context_servers and config.server else "",
+        handover=kind_of(config.server).disagg_protocol if plan.n_context_servers and config.server else "",
         options=config.core_options,
         **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
     )

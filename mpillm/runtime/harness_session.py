@@ -29,7 +29,7 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.issue_order import issue_order
 from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
-from mpillm.programs.load_clients.kind import LATENCIES, Load, Measured, Request, Sample, Seeds
+from mpillm.programs.load_clients.kind import LATENCIES, LoadReport, LoadSpec, Request, Sample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.arrivals import kept_up
 from mpillm.report.console import Console
@@ -133,7 +133,7 @@ class HarnessSession(ServeSession):
         self._client = ClientProgram(self.kind, self._load, end, log, bounds, loop.wake)
         return [*roles, self._client]
 
-    def _load(self, urls: Mapping[int, str]) -> Load:
+    def _load(self, urls: Mapping[int, str]) -> LoadSpec:
         if not self.direct:
             return self._load_of((self._own_url,), self.served.names[0])
         found = [urls[index] for index in sorted(urls)] or [*(self._asked.trtllm_server_urls or ())]
@@ -152,12 +152,12 @@ class HarnessSession(ServeSession):
         finally:
             thread.stop()
 
-    def _load_of(self, urls: Sequence[str], model: str) -> Load:
+    def _load_of(self, urls: Sequence[str], model: str) -> LoadSpec:
         config, test = self._asked, self._prepared.settings.test
         samples = _Samples(self._prepared.dataset, self._prepared.tokenizer, config.max_output_len)
         folder = Path(config.model_path).absolute() if config.model_path else None
         has_tokenizer = folder is not None and (folder / "tokenizer.json").exists()
-        return Load(
+        return LoadSpec(
             tuple(urls),
             model,
             str(folder) if has_tokenizer else "",
@@ -208,7 +208,7 @@ class HarnessSession(ServeSession):
         if not self.direct:
             result["endpoint"] = {name: result[name] for name in _OF_ENDPOINT}
         result["harness"] = {
-            "name": self.kind.name.rstrip(":"),
+            "name": self.kind.short_name,
             "asked": len(self._order),
             **report.to_json(),
         }
@@ -230,7 +230,7 @@ class HarnessSession(ServeSession):
         self.keep_reports(reports)
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"
 
-    def _figures(self, report: Measured) -> dict[str, Any]:
+    def _figures(self, report: LoadReport) -> dict[str, Any]:
         """Return for result.json what a test of LoadGen's leaves there, of the client's records or sums."""
         said = report.to_json()
         figures: dict[str, Any] = {

@@ -139,7 +139,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         from mpillm.runtime import own_servers  # few runs have any
 
         server_gpus = own_servers.gpus_of_servers(config, plan, seen)
-        notes += own_servers.server_lines(plan, own_servers.server_plans(config, plan, server_gpus))
+        notes += own_servers.server_lines(plan, own_servers.server_specs(config, plan, server_gpus))
     notes += idle_gpus(plan, seen, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)

@@ -19,9 +19,9 @@ from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.idle import SIZES_OF_HALVES, of_engine
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
-from mpillm.programs.servers.kind import Part, ServerKind
+from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
-from mpillm.roles.server import MOST_RESTARTS, ServerPlan
+from mpillm.roles.server import MOST_RESTARTS
 
 _MOST_SHOWN = 4  # servers of a role
 
@@ -67,46 +67,50 @@ def _gpus_of_a_node(config: RunConfig, role: str) -> int:
     return math.prod(_layout(config, role).values()) // config.server_nodes
 
 
-def server_plans(
+def server_specs(
     config: RunConfig,
     plan: WorldPlan,
     gpus: Mapping[int, tuple[int, ...]],
     ports: Mapping[int, int] = MappingProxyType({}),
-) -> list[ServerPlan]:
+) -> list[ServerSpec]:
     """Return the servers of a run, or their parts; `gpus`: see `gpus_of_servers`, `ports`: `Setup`."""
     if not config.server:
         return []
     kind = kind_of(config.server)
-    if plan.n_context_servers and not kind.handover:
-        name = kind.name.rstrip(":")
+    if plan.n_context_servers and not kind.disagg_protocol:
         raise ConfigError(
-            f"--server {name} with {config.named('mode')}: {kind.no_handover}", about=["server", "mode"]
+            f"--server {kind.short_name} with {config.named('mode')}: {kind.no_disagg}",
+            about=["server", "mode"],
         )
-    plans = []
-    for server, (part, rank) in [(one, part) for one in plan.servers for part in enumerate(one.parts)]:
+    restarts = MOST_RESTARTS if config.on_instance_loss == "restart" else 0
+    specs = []
+    for server, (index, rank) in [(one, part) for one in plan.servers for part in enumerate(one.parts)]:
         nodes = {plan.ranks[rank].node for rank in (server.owner, *server.clients)}
         node, first = plan.ranks[rank].node, plan.ranks[server.owner].node
-        plans.append(
-            ServerPlan(
-                server.index,
-                rank,
-                kind,
-                config[BY_NAME[kind.model_option]] or "",
-                _values(config, kind, server.role),
-                config.server_args,
-                gpus.get(rank),
-                server.place,
-                config.tritonserver,
-                (config.server_memory_limit or math.inf) * (1 << 30),
-                "127.0.0.1" if nodes == {node} else "0.0.0.0",
-                "127.0.0.1" if nodes == {node} else node,
-                MOST_RESTARTS if config.on_instance_loss == "restart" and server.role != "context" else 0,
-                server.role,
-                _llm_args(config, server.role) if kind.takes_llm_args else {},
-                Part(part, len(server.parts), first, ports.get(server.owner, "MEETING_PORT")),
+        reached_at = "127.0.0.1" if nodes == {node} else node
+        specs.append(
+            ServerSpec(
+                kind=kind,
+                model=config[BY_NAME[kind.model_option]] or "",
+                values=_values(config, kind, server.role),
+                index=server.index,
+                rank=rank,
+                args=config.server_args,
+                devices=gpus.get(rank),
+                place=server.place,
+                program=config.tritonserver,
+                max_bytes=(config.server_memory_limit or math.inf) * (1 << 30),
+                host="127.0.0.1" if nodes == {node} else "0.0.0.0",
+                reached_at=reached_at,
+                address=reached_at,
+                restarts=restarts if server.role != "context" else 0,
+                role=server.role,
+                llm_args=_llm_args(config, server.role) if kind.takes_llm_args else {},
+                node=ServerNode(index, len(server.parts), first, ports.get(server.owner, "MEETING_PORT")),
+                more_ports={name: f"{name.upper()}_PORT" for name in kind.ports(server.role)},
             )
         )
-    return plans
+    return specs
 
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
@@ -138,21 +142,21 @@ def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
     return {name: value for name, value in mappings.items() if value} | dict(section.extra)
 
 
-def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
+def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     """Return lines that say where the servers run, and their command lines, which may go over several.
 
     Raises ConfigError for a value that the kind can't take.
     """
     try:
-        commands = [tuple(one.shown().words()) for one in plans]
+        commands = [tuple(one.command().words()) for one in specs]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
     shown = []
-    for one, command in zip(plans, commands, strict=True):
+    for one, command in zip(specs, commands, strict=True):
         of_roles[one.role] += 1
         shown += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MOST_SHOWN else []
-    whose = {command: f"{one.role} servers{one.of_parts}".strip() for _, one, command in reversed(shown)}
+    whose = {command: f"{one.role} servers{one.of_nodes}".strip() for _, one, command in reversed(shown)}
     lines = [
         wrapped([f"{whose[command]}:", *command], WIDTH - len(INDENT))
         for command in dict.fromkeys(command for *_, command in shown)
@@ -160,10 +164,10 @@ def server_lines(plan: WorldPlan, plans: Sequence[ServerPlan]) -> list[str]:
     for server, one, _ in shown:
         where = f"rank {one.rank} on {plan.ranks[one.rank].node}"
         devices = f", GPU{'s' * (len(one.devices) > 1)} {ranges(one.devices)}" if one.devices else ""
-        shared = not one.part.node and (len(server.clients) > 1 or server.owner not in server.clients)
+        shared = not one.node.number and (len(server.clients) > 1 or server.owner not in server.clients)
         many = "s" * (len(server.clients) > 1)
         clients = f", client{many}: rank{many} {ranges(server.clients)}" if shared else ""
-        lines.append(f"{one.name}: {where}{devices}{clients}")
-    if len(plans) > len(shown):
-        lines.append(f"and {len(plans) - len(shown)} more servers like these")
+        lines.append(f"{one.title}: {where}{devices}{clients}")
+    if len(specs) > len(shown):
+        lines.append(f"and {len(specs) - len(shown)} more servers like these")
     return lines

@@ -68,12 +68,12 @@ def make_roles(
     server = None
     if "server" in me.roles:
         from mpillm.roles.server import ServerRole  # few runs have one
-        from mpillm.runtime.own_servers import server_plans
+        from mpillm.runtime.own_servers import server_specs
 
-        plans = server_plans(config, plan, setup.server_gpus, setup.server_ports)
-        mine = next(one for one in plans if one.rank == rank)
+        specs = server_specs(config, plan, setup.server_gpus, setup.server_ports)
+        spec = next(one for one in specs if one.rank == rank)
         folder, deadline_s = Path(setup.log_dir), EARLIER * config.load_deadline
-        server = ServerRole(mine, folder, deadline_s, loop.wake, announce, setup.server_secret)
+        server = ServerRole(spec, folder, deadline_s, loop.wake, announce, setup.server_secret)
         roles.append(server)
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)

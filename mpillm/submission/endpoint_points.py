@@ -24,7 +24,7 @@ from mpillm.errors import StageError
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
-from mpillm.programs.load_clients.kind import Load
+from mpillm.programs.load_clients.kind import LoadSpec
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import path_shown
 from mpillm.roles.client_program import command_of
@@ -279,7 +279,7 @@ _GRACE_S = 5.0
 _LOOK_S = 0.5
 
 
-def measured_point(load: Load, folder: Path, lasts_s: float, rate: float) -> dict[str, Any]:
+def measured_point(load: LoadSpec, folder: Path, lasts_s: float, rate: float) -> dict[str, Any]:
     """Measure a point with `load`; leave the client's summary and configuration in `folder`.
 
     The client takes a number of requests and no time: a point that was too short is measured again, with
@@ -302,7 +302,7 @@ def measured_point(load: Load, folder: Path, lasts_s: float, rate: float) -> dic
     raise StageError(f"{n:,} requests would still take less than {lasts_s:g} s")
 
 
-def run_client(load: Load, log: Path) -> None:
+def run_client(load: LoadSpec, log: Path) -> None:
     """Run MLCommons' client to its end. Raises ConfigError if it is not there, StageError if it fails."""
     kind = kind_of("inference-endpoint")
     command = command_of(kind, load)

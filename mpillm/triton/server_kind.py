@@ -8,7 +8,7 @@ from typing import cast
 
 from disagg.errors import ConfigError
 from launch.command import KnownFailure
-from mpillm.programs.servers.kind import ServerKind, Wanted
+from mpillm.programs.servers.kind import ServerKind, ServerSpec
 from mpillm.triton.tritonserver import (
     More,
     Ports,
@@ -21,25 +21,25 @@ from mpillm.triton.tritonserver import (
 GRPC, METRICS = "grpc", "metrics"
 
 
-def _words(wanted: Wanted) -> Sequence[str]:
-    folder = Path(f"{wanted.model}_{wanted.place}")
+def _arguments(spec: ServerSpec) -> Sequence[str]:
+    folder = Path(f"{spec.model}_{spec.place}")
     try:
         repo = read_repository(folder, "--triton_model_repo")
-        program = find_tritonserver(wanted.program)
+        program = find_tritonserver(spec.program)
     except ConfigError as error:
         raise ValueError(f"{error}; generate-triton-config makes a repository for each server") from None
-    addresses = [f"--{what}-address={wanted.host}" for what in ("http", GRPC, METRICS)]
+    addresses = [f"--{what}-address={spec.host}" for what in ("http", GRPC, METRICS)]
     if len(repo.parallel) > 1:
         raise ValueError(f"{folder} has several models of several ranks: run-llm-server starts such a server")
-    http, grpc, metrics = wanted.port, wanted.more_ports[GRPC], wanted.more_ports[METRICS]
+    http, grpc, metrics = spec.port, spec.more_ports[GRPC], spec.more_ports[METRICS]
     ports = Ports(cast(int, http), cast(int, grpc), cast(int, metrics))  # names, where the line is only shown
-    return triton_server(wanted.place, program, repo, ports, mpirun_words(repo), More(addresses)).command.argv
+    return triton_server(spec.place, program, repo, ports, mpirun_words(repo), More(addresses)).command.argv
 
 
 TRITONSERVER = ServerKind(
-    "tritonserver",
-    _words,
-    {},
+    name="tritonserver",
+    arguments=_arguments,
+    options={},
     health="/v2/health/ready",
     failures=(
         KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),

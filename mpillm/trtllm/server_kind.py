@@ -1,4 +1,4 @@
-"""TensorRT-LLM's `trtllm-serve`. The words are from its sources; it has not been run here."""
+"""TensorRT-LLM's `trtllm-serve`. The arguments are from its sources; it has not been run here."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 
 import yaml
 
-from mpillm.programs.servers.kind import ServerKind, Wanted, named, switch
+from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 
-def _words(wanted: Wanted) -> Sequence[str]:
+def _arguments(spec: ServerSpec) -> Sequence[str]:
     return (
-        *("trtllm-serve", "serve", wanted.model, "--host", wanted.host, "--port", str(wanted.port)),
-        *("--extra_llm_api_options", f"{wanted.base}.yaml"),
+        *("trtllm-serve", "serve", spec.model, "--host", spec.host, "--port", str(spec.port)),
+        *("--extra_llm_api_options", f"{spec.base}.yaml"),
     )
 
 
-def _file(wanted: Wanted, values: Mapping[str, Any]) -> str:
+def _file(spec: ServerSpec, values: Mapping[str, Any]) -> str:
     """Return `LlmArgs` as YAML: those of its section, and those that have no option on the command line."""
-    cache = {**wanted.llm_args.get("kv_cache_config", {})}
+    cache = {**spec.llm_args.get("kv_cache_config", {})}
     cache["enable_block_reuse"] = values["enable_kv_cache_reuse"]
     if "kv_cache_dtype" in values:
         cache["dtype"] = values["kv_cache_dtype"]
-    made = {**wanted.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
-    if wanted.role:  # without it TensorRT-LLM hands no KV cache over
+    made = {**spec.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
+    if spec.role:  # without it TensorRT-LLM hands no KV cache over
         made.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
-    if wanted.role == "context":  # which has no overlap scheduler there
+    if spec.role == "context":  # which has no overlap scheduler there
         made.setdefault("disable_overlap_scheduler", True)
     return yaml.safe_dump(made, sort_keys=False)
 
 
 TRTLLM_SERVE = ServerKind(
-    "trtllm-serve",
-    _words,
-    {
+    name="trtllm-serve",
+    arguments=_arguments,
+    options={
         "tensor_parallelism": named("--tp_size"),
         "pipeline_parallelism": named("--pp_size"),
         "moe_expert_parallelism": named("--ep_size"),
@@ -49,7 +49,7 @@ TRTLLM_SERVE = ServerKind(
     in_file=("enable_kv_cache_reuse", "kv_cache_dtype"),
     binds_held_port=False,
     names_model=True,  # the folder's
-    handover="disaggregated_params",
+    disagg_protocol="disaggregated_params",
     takes_llm_args=True,
     install="install TensorRT-LLM, as in NVIDIA's containers",
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.programs.servers.kind import Part, Wanted
+from mpillm.programs.servers.kind import ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.clusters import OnHosts, UnderSlurm, or_skip
@@ -76,10 +76,11 @@ def test_its_parser_has_our_options(program: Program) -> None:
         values = {name: {"dtype": "bfloat16", "load_format": "dummy"}.get(name, 2) for name in kind.options}
         values |= {"quantization": "fp8", "kv_cache_dtype": "fp8"}
         values |= {"enable_kv_cache_reuse": on, "enable_chunked_context": on}
-        for role, part in (("context", Part()), ("generation", Part()), ("", Part(1, 2, "h", 1))):
-            ports = dict.fromkeys(kind.half_ports, 1)
-            wanted = Wanted("m", "m", "h", 1, values, role=role, part=part, more_ports=ports)
-            made.update(word for word in kind.command(wanted).argv if word.startswith("--"))
+        nodes = {"context": ServerNode(), "generation": ServerNode(), "": ServerNode(1, 2, "h", 1)}
+        for role, node in nodes.items():
+            ports = dict.fromkeys(kind.disagg_ports, 1)
+            spec = ServerSpec(kind, "m", values, role=role, node=node, more_ports=ports)
+            made.update(word for word in spec.command().argv if word.startswith("--"))
     assert len(made) > 20 and {re.sub("^--no-", "--", word) for word in made} <= known
 
 

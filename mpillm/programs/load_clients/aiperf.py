@@ -8,9 +8,9 @@ from typing import Any
 
 from mpillm.files import write_json
 from mpillm.programs.load_clients.kind import (
-    HarnessKind,
-    Load,
-    Measured,
+    LoadClientKind,
+    LoadReport,
+    LoadSpec,
     Request,
     body,
     milliseconds,
@@ -29,7 +29,7 @@ _LATENCIES = {
 _PERCENTILES = {"mean": "avg", "p50": "p50", "p90": "p90", "p99": "p99"}
 
 
-def _words(load: Load) -> Sequence[str]:
+def _arguments(load: LoadSpec) -> Sequence[str]:
     if load.rate is not None:
         when = ["--request-rate", f"{load.rate:g}"]  # at random times, unless it is told otherwise
     else:
@@ -43,10 +43,11 @@ def _words(load: Load) -> Sequence[str]:
         *("--random-seed", str(seed32(load.seeds.arrivals))),
         *("--tokenizer", load.tokenizer or "builtin", "--use-server-token-count"),
         *("--ui", "simple", "--artifact-dir", str(load.folder / _FOLDER)),
+        *load.args,
     )
 
 
-def _write(load: Load) -> None:
+def _write(load: LoadSpec) -> None:
     """Write the requests in the order in which they are sent, each a session of its own."""
     sessions = [
         {"session_id": str(place), "payloads": [body(load, load.samples[index])]}
@@ -55,7 +56,7 @@ def _write(load: Load) -> None:
     write_json(load.folder / _BODIES, {"data": sessions})
 
 
-def _read(load: Load) -> Measured:
+def _read(load: LoadSpec) -> LoadReport:
     folder = load.folder / _FOLDER
     report = report_of(folder / "profile_export_aiperf.json")
     problems = []
@@ -63,7 +64,7 @@ def _read(load: Load) -> Measured:
         problems.append("it has not completed its run, as its report says")
     rows = folder / "profile_export.jsonl"
     requests = [_request(load, row) for row in read_lines(rows, len(load.order))] if rows.exists() else []
-    return Measured(
+    return LoadReport(
         str(report.get("aiperf_version", "")),
         int(_average(report, "request_count")),
         int(_average(report, "error_request_count")) or sum(bool(one.error) for one in requests),
@@ -83,7 +84,7 @@ def _average(report: Mapping[str, Any], name: str) -> float:
     return float((report.get(name) or {}).get("avg") or 0.0)
 
 
-def _request(load: Load, row: Mapping[str, Any]) -> Request:
+def _request(load: LoadSpec, row: Mapping[str, Any]) -> Request:
     about, metrics = row["metadata"], row.get("metrics") or {}
 
     def value(name: str) -> float:
@@ -109,11 +110,11 @@ def _error(said: Any) -> str:
     return str(said.get("message") or said.get("type") or "failed") if isinstance(said, dict) else str(said)
 
 
-AIPERF = HarnessKind(
-    "aiperf",
-    _words,
-    _read,
-    _write,
+AIPERF = LoadClientKind(
+    name="aiperf",
+    arguments=_arguments,
+    read=_read,
+    write=_write,
     # Not HF_HUB_OFFLINE: with that it takes a folder for the name of a model.
     environment={"DO_NOT_TRACK": "1"},
     many_urls=True,

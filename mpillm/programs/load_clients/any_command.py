@@ -9,15 +9,15 @@ failed.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpillm.programs.kind import filled, placeholders
 from mpillm.programs.load_clients.kind import (
     LATENCIES,
-    HarnessKind,
-    Load,
-    Measured,
+    LoadClientKind,
+    LoadReport,
+    LoadSpec,
     Request,
     body,
     report_of,
@@ -25,7 +25,7 @@ from mpillm.programs.load_clients.kind import (
 )
 
 _REPORT, _BODIES = "report.json", "requests.jsonl"
-_PLACES: dict[str, Callable[[Load], object]] = {
+_PLACEHOLDERS: dict[str, Callable[[LoadSpec], object]] = {
     "url": lambda load: load.urls[0],
     "urls": lambda load: ",".join(load.urls),
     "model": lambda load: load.model,
@@ -37,18 +37,15 @@ _PLACES: dict[str, Callable[[Load], object]] = {
     "seed": lambda load: load.seeds.arrivals,
     "report": lambda load: load.folder / _REPORT,
 }
-_PLACE = re.compile(r"\{(\w+)\}")
 
 
-def command_kind(template: Sequence[str]) -> HarnessKind:
-    """Return the kind of `command:` and these words. Raises ValueError if it can't be one."""
-    names = {name for word in template for name in _PLACE.findall(word)}
-    if unknown := sorted(names - _PLACES.keys()):
-        raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in _PLACES)}")
+def command_kind(template: Sequence[str]) -> LoadClientKind:
+    """Return the kind of `command:` and a command line. Raises ValueError for a template without a server."""
+    names = placeholders(template, _PLACEHOLDERS)
     if not template or "report" not in names or not names & {"url", "urls"}:
         raise ValueError("expected command:WORDS, with {url} and {report} in them: the server, its report")
 
-    def words(load: Load) -> Sequence[str]:
+    def arguments(load: LoadSpec) -> Sequence[str]:
         for name, option, value in (
             ("rate", "server_target_qps", load.rate),
             ("concurrency", "concurrency", load.concurrency),
@@ -57,19 +54,21 @@ def command_kind(template: Sequence[str]) -> HarnessKind:
                 raise ValueError(f"has no place for --{option}: write {{{name}}}")
         if load.rate is None and "rate" in names:
             raise ValueError("has {rate}, which is known in scenario Server: --scenarios Server")
-        return [_PLACE.sub(lambda found: str(_PLACES[found[1]](load)), word) for word in template]
+        return (*filled(template, _PLACEHOLDERS, load), *load.args)
 
-    return HarnessKind("command:", words, _read, _write, many_urls="urls" in names)
+    return LoadClientKind(
+        name="command:", arguments=arguments, read=_read, write=_write, many_urls="urls" in names
+    )
 
 
-def _write(load: Load) -> None:
+def _write(load: LoadSpec) -> None:
     """Write the requests' bodies, each in a line, in the order in which they are to be sent."""
     write_lines(load.folder / _BODIES, (body(load, load.samples[index]) for index in load.order))
 
 
-def _read(load: Load) -> Measured:
+def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / _REPORT)
-    return Measured(
+    return LoadReport(
         str(report.get("version", "")),
         int(report["completed"]),
         int(report["failed"]),
@@ -80,7 +79,7 @@ def _read(load: Load) -> Measured:
     )
 
 
-def _request(load: Load, place: int, row: Sequence[Any]) -> Request:
+def _request(load: LoadSpec, place: int, row: Sequence[Any]) -> Request:
     issued, first, ended, tokens, *error = row
     sample = load.order[place] if place < len(load.order) else 0
     first = math.nan if first is None else float(first)

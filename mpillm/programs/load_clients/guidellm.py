@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpillm.programs.load_clients.kind import (
-    HarnessKind,
-    Load,
-    Measured,
+    LoadClientKind,
+    LoadReport,
+    LoadSpec,
     Request,
     milliseconds,
     report_of,
@@ -34,7 +34,7 @@ _LATENCIES = {
 }
 
 
-def _warmup(load: Load) -> tuple[int, tuple[str, ...]]:
+def _warmup(load: LoadSpec) -> tuple[int, tuple[str, ...]]:
     """Return the requests of the warm-up, and the other words of --harness_args.
 
     Raises ValueError for a wrong number, and for a second profile, which would replace that of the load.
@@ -58,7 +58,7 @@ def _warmup(load: Load) -> tuple[int, tuple[str, ...]]:
     return int(own.warmup), tuple(others)
 
 
-def _order(load: Load) -> list[int]:
+def _order(load: LoadSpec) -> list[int]:
     """Return the samples in the order in which they are sent, those of the warm-up first.
 
     These are samples that the test does not send, if there are any: a server may keep prompts.
@@ -68,14 +68,14 @@ def _order(load: Load) -> list[int]:
     return [*itertools.islice(itertools.cycle(others), n), *load.order]
 
 
-def _words(load: Load) -> Sequence[str]:
+def _arguments(load: LoadSpec) -> Sequence[str]:
     if load.rate is not None:
         profile: dict[str, Any] = {"kind": "poisson", "rate": load.rate}
     elif load.concurrency is not None:
         profile = {"kind": "concurrent", "streams": load.concurrency}
     else:
         profile = {"kind": "throughput", "max_concurrency": len(load.order)}
-    n_warmup, _ = _warmup(load)
+    n_warmup, args = _warmup(load)
     if n_warmup:
         profile["warmup"] = {"mode": "requests", "value": n_warmup}
     # A number of tokens in the data set would mean that the end of an answer is ignored.
@@ -99,10 +99,11 @@ def _words(load: Load) -> Sequence[str]:
         *("--data", json.dumps({"kind": "json_file", "path": str(load.folder / _PROMPTS)})),
         *("--seed", json.dumps({"kind": "static", "value": seed32(load.seeds.arrivals)})),
         *("--output", json.dumps({"kind": "json", "path": str(load.folder / _REPORT)})),
+        *args,
     )
 
 
-def _write(load: Load) -> None:
+def _write(load: LoadSpec) -> None:
     """Write the prompts in the order in which they are sent."""
     of_data = load.ignores_stop()
     rows = (load.samples[index] for index in _order(load))
@@ -112,7 +113,7 @@ def _write(load: Load) -> None:
     )
 
 
-def _read(load: Load) -> Measured:
+def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / _REPORT)
     (benchmark,) = report["benchmarks"]
     metrics, totals = benchmark["metrics"], benchmark["metrics"]["request_totals"]
@@ -124,7 +125,7 @@ def _read(load: Load) -> Measured:
         good = [one for one in requests if not one.error]
         completed, failed = len(good), len(requests) - len(good)
         tokens = sum(one.tokens for one in good)
-    return Measured(
+    return LoadReport(
         str(report.get("metadata", {}).get("guidellm_version", "")),
         completed,
         failed,
@@ -144,7 +145,7 @@ def _statistics(found: Mapping[str, Any], factor: float) -> dict[str, float]:
     return milliseconds(named, factor, mean="mean", p50="p50", p90="p90", p99="p99")
 
 
-def _requests(load: Load, found: Mapping[str, Any]) -> list[Request]:
+def _requests(load: LoadSpec, found: Mapping[str, Any]) -> list[Request]:
     """Return the outcome of each request after the warm-up; the order of the starts gives the samples."""
     order, n_warmup = _order(load), _warmup(load)[0]
     rows = [row for kind in ("successful", "errored") for row in found.get(kind) or ()]
@@ -166,12 +167,11 @@ def _request(row: Mapping[str, Any], sample: int) -> Request:
     )
 
 
-GUIDELLM = HarnessKind(
-    "guidellm",
-    _words,
-    _read,
-    _write,
-    passed_on=lambda load: _warmup(load)[1],
+GUIDELLM = LoadClientKind(
+    name="guidellm",
+    arguments=_arguments,
+    read=_read,
+    write=_write,
     environment={"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
     needs_tokenizer=True,
     install="pip install guidellm, or activate the environment that has it",

@@ -16,9 +16,9 @@ import yaml
 from launch.command import KnownFailure
 from mpillm.files import as_written, read_object
 from mpillm.programs.load_clients.kind import (
-    HarnessKind,
-    Load,
-    Measured,
+    LoadClientKind,
+    LoadReport,
+    LoadSpec,
     Request,
     milliseconds,
     read_lines,
@@ -41,17 +41,18 @@ _START_S = 300.0  # for its processes: each imports for seconds
 _PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
 
 
-def _words(load: Load) -> Sequence[str]:
+def _arguments(load: LoadSpec) -> Sequence[str]:
     config(load)  # what it can't do
-    if found := [word for word in load.args if word.partition("=")[0] == "--config"]:
+    if configs := [arg for arg in load.args if arg.partition("=")[0] == "--config"]:
         raise ValueError(
-            f"takes no second configuration (--harness_args {found[0]}): mpillm writes its configuration"
+            f"takes no second configuration (--harness_args {configs[0]}): mpillm writes its configuration"
             f" ({CONFIG}) from the run's options, such as --concurrency and --max_output_len"
         )
-    return ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
+    command = ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
+    return (*command, *load.args)
 
 
-def config(load: Load) -> dict[str, Any]:
+def config(load: LoadSpec) -> dict[str, Any]:
     """Return its configuration. Raises ValueError for what it can't do."""
     if load.sends_text:
         raise ValueError(
@@ -106,20 +107,20 @@ def _workers(n_urls: int) -> int:
     return n_urls * math.ceil(wanted / n_urls)
 
 
-def _write(load: Load) -> None:
+def _write(load: LoadSpec) -> None:
     """Write its configuration and the data set, of which it draws samples by itself, with LoadGen's seeds."""
     write_lines(load.folder / _PROMPTS, ({"input_tokens": sample.tokens} for sample in load.samples))
     text = yaml.safe_dump(config(load), sort_keys=False)
     (load.folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-def _read(load: Load) -> Measured:
+def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / SUMMARY_LEFT)
     problems = []
     if not report.get("complete", True):
         problems.append(f"its report is not complete: it says {report.get('state')}")
     lengths = report["output_sequence_lengths"]
-    return Measured(
+    return LoadReport(
         " ".join(filter(None, (str(report["version"]), str(report.get("git_sha") or "")))),
         int(report["n_samples_completed"]) - int(report["n_samples_failed"]),
         int(report["n_samples_failed"]),
@@ -141,7 +142,7 @@ def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: max(figure, 0.0) for name, figure in made.items()}
 
 
-def _requests(load: Load) -> list[Request]:
+def _requests(load: LoadSpec) -> list[Request]:
     """Return what became of each request, from the client's log of events; none without one."""
     if not (load.folder / EVENTS).exists():
         return []
@@ -192,7 +193,7 @@ def _answers(folder: Path, n_requests: int) -> dict[int, str]:
     return {sample: text for sample, text in texts.items() if sample not in failed}
 
 
-def _tokens(load: Load, sample: int, event: Mapping[str, Any]) -> int:
+def _tokens(load: LoadSpec, sample: int, event: Mapping[str, Any]) -> int:
     """Return how many tokens an answer has: the client keeps its text alone."""
     if event.get("finish_reason") == "length":
         return load.lengths[sample]
@@ -206,11 +207,11 @@ def text_of(data: Any) -> str:
     return "".join(data[1]) if isinstance(data[1], list) else str(data[1] or "")
 
 
-INFERENCE_ENDPOINT = HarnessKind(
-    "inference-endpoint",
-    _words,
-    _read,
-    _write,
+INFERENCE_ENDPOINT = LoadClientKind(
+    name="inference-endpoint",
+    arguments=_arguments,
+    read=_read,
+    write=_write,
     environment={"HF_HUB_OFFLINE": "1"},  # all that it needs is here
     answers=_answers,
     many_urls=True,

@@ -1,4 +1,4 @@
-"""What a run must know of another client: its files and words from what it is to do, and its report."""
+"""A kind of load client: its files and arguments from the load, and its report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from launch.command import KnownFailure, explained
+from launch.command import Command, KnownFailure
 from mpillm.files import excerpt, read_object
+from mpillm.programs.kind import ProgramKind
 
 _MOST_LINE = 16 << 20  # bytes: an event holds one answer
 _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
@@ -37,8 +38,8 @@ class Seeds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a client is to do."""
+class LoadSpec:
+    """The load of a run, for a client that makes it."""
 
     urls: tuple[str, ...]  # of the servers, without /v1
     model: str  # as they call it
@@ -116,7 +117,7 @@ _MOST, _LEAST_S = 1e18, 1e-9  # figures beyond these come of no test
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadReport:
     """What a client reports."""
 
     version: str
@@ -147,7 +148,7 @@ class Measured:
         }
 
 
-def checked(found: Measured, n_samples: int) -> Measured:
+def checked(found: LoadReport, n_samples: int) -> LoadReport:
     """Return what a client reports. Raises ValueError, TypeError or OverflowError for what no test gives."""
     figures = [found.completed, found.failed, found.duration_s, found.tokens or 0]
     for name, latency in found.latencies.items():
@@ -167,52 +168,7 @@ def checked(found: Measured, n_samples: int) -> Measured:
     return found
 
 
-@dataclass(frozen=True)
-class HarnessKind:
-    """A kind of client."""
-
-    name: str
-    words: Callable[[Load], Sequence[str]]  # the program, and all that it is to do
-    read: Callable[[Load], Measured]  # its report. Raises ValueError, KeyError, ConfigError, OSError
-    write: Callable[[Load], None] = lambda load: None  # the files that it reads
-    # The texts of its answers by sample, from its files in a folder, of so many requests. Raises ConfigError.
-    # None: it keeps none.
-    answers: Callable[[Path, int], dict[int, str]] | None = None
-    # The words of --harness_args that go to its command line; others are for `words`.
-    passed_on: Callable[[Load], Sequence[str]] = lambda load: load.args
-    environment: Mapping[str, str] = field(default_factory=dict)
-    many_urls: bool = False  # it spreads its requests over several servers
-    needs_tokenizer: bool = False
-    install: str = ""  # what to do where its program is missing
-    failures: tuple[KnownFailure, ...] = ()
-
-    @property
-    def title(self) -> str:
-        """How messages call it."""
-        return f"harness ({self.name.rstrip(':')})"
-
-    def command(self, load: Load) -> tuple[str, ...]:
-        """Return the command line. Raises ValueError for what this kind can't do, naming the option."""
-        if self.needs_tokenizer and not load.tokenizer:
-            raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
-        return (*self.words(load), *self.passed_on(load))
-
-    def report(self, load: Load) -> Measured:
-        """Return what it reports. Raises ConfigError: why that can't be read."""
-        try:
-            return checked(self.read(load), len(load.samples))
-        except ConfigError as error:
-            raise ConfigError(f"its report can't be read: {error}") from error
-        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-            what = error if isinstance(error, OSError) else repr(error)[:_MOST_SAID]
-            raise ConfigError(f"its report can't be read: {what}") from error
-
-    def explain(self, log: str) -> str:
-        """Return what a line of its log means, and what to do; "" if none is known."""
-        return explained(log, (*self.failures, *OF_ALL))
-
-
-OF_ALL = (
+COMMON_FAILURES = (
     KnownFailure(
         r"unrecognized arguments|[Nn]o such option|error: argument|invalid choice|Unknown option",
         "it does not know one of its options",
@@ -227,6 +183,41 @@ OF_ALL = (
         r"Too many open files|Errno 24", "it may open too few files", "raise the limit: ulimit -n 65536"
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadClientKind(ProgramKind[LoadSpec]):
+    """A kind of load client."""
+
+    read: Callable[[LoadSpec], LoadReport]  # its report. Raises ValueError, KeyError, ConfigError, OSError
+    write: Callable[[LoadSpec], None] = lambda load: None  # the files that it reads
+    # The texts of its answers by sample, from its files in a folder, of so many requests. Raises ConfigError.
+    # None: it keeps none.
+    answers: Callable[[Path, int], dict[int, str]] | None = None
+    many_urls: bool = False  # it spreads its requests over several servers
+    needs_tokenizer: bool = False
+
+    common_failures = COMMON_FAILURES
+
+    @property
+    def title(self) -> str:
+        """The name of a client of this kind in messages."""
+        return f"harness ({self.short_name})"
+
+    def command(self, spec: LoadSpec) -> Command:
+        if self.needs_tokenizer and not spec.tokenizer:
+            raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
+        return super().command(spec)
+
+    def report(self, load: LoadSpec) -> LoadReport:
+        """Return what it reports. Raises ConfigError: why that can't be read."""
+        try:
+            return checked(self.read(load), len(load.samples))
+        except ConfigError as error:
+            raise ConfigError(f"its report can't be read: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            what = error if isinstance(error, OSError) else repr(error)[:_MOST_SAID]
+            raise ConfigError(f"its report can't be read: {what}") from error
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -266,7 +257,7 @@ def report_of(path: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def body(load: Load, sample: Sample) -> dict[str, Any]:
+def body(load: LoadSpec, sample: Sample) -> dict[str, Any]:
     """Return the body of a sample's request, for clients that take whole bodies.
 
     Its prompt is tokens, or a text if only that is known.
@@ -281,7 +272,7 @@ def body(load: Load, sample: Sample) -> dict[str, Any]:
     return asked
 
 
-def sampling(load: Load) -> dict[str, Any]:
+def sampling(load: LoadSpec) -> dict[str, Any]:
     """Return how answers are chosen, by vLLM's names."""
     chosen: dict[str, Any] = {"temperature": load.temperature, "seed": load.seeds.answers}
     if load.top_k:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from mpillm.core_names import NamedKinds
 
 if TYPE_CHECKING:  # each command reads this file for the names of options; few start any client
-    from mpillm.programs.load_clients.kind import HarnessKind
+    from mpillm.programs.load_clients.kind import LoadClientKind
 
-KINDS: NamedKinds[HarnessKind] = NamedKinds(
+KINDS: NamedKinds[LoadClientKind] = NamedKinds(
     {
         "inference-endpoint": "mpillm.programs.load_clients.inference_endpoint:INFERENCE_ENDPOINT",
         "aiperf": "mpillm.programs.load_clients.aiperf:AIPERF",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from launch.command import KnownFailure
 from mpillm.programs.load_clients.kind import (
-    HarnessKind,
-    Load,
-    Measured,
+    LoadClientKind,
+    LoadReport,
+    LoadSpec,
     Request,
     milliseconds,
     report_of,
@@ -26,7 +26,7 @@ _PROMPTS, _REPORT = "vllm-bench-prompts.jsonl", "vllm-bench.json"
 _LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "latency_ms": "e2el"}
 
 
-def _words(load: Load) -> Sequence[str]:
+def _arguments(load: LoadSpec) -> Sequence[str]:
     when = ["--request-rate", "inf" if load.rate is None else f"{load.rate:g}"]
     if load.concurrency is not None:
         when += ["--max-concurrency", str(load.concurrency)]
@@ -44,10 +44,11 @@ def _words(load: Load) -> Sequence[str]:
         *("--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,90,99"),
         *("--save-result", "--save-detailed"),
         *("--result-dir", str(load.folder), "--result-filename", _REPORT),
+        *load.args,
     )
 
 
-def _write(load: Load) -> None:
+def _write(load: LoadSpec) -> None:
     """Write the prompts in the order in which they are sent."""
     rows = (load.samples[index] for index in load.order)
     write_lines(load.folder / _PROMPTS, ({"prompt": row.text, "output_tokens": row.longest} for row in rows))
@@ -63,7 +64,7 @@ def _version() -> str:
     return next(found, "")
 
 
-def _read(load: Load) -> Measured:
+def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / _REPORT)
     requests = [
         Request(
@@ -76,7 +77,7 @@ def _read(load: Load) -> Measured:
         )
         for place, first in enumerate(report["ttfts"])
     ]
-    return Measured(
+    return LoadReport(
         _version(),
         int(report["completed"]),
         int(report["failed"]),
@@ -95,11 +96,11 @@ def _read(load: Load) -> Measured:
     )
 
 
-VLLM_BENCH = HarnessKind(
-    "vllm-bench",
-    _words,
-    _read,
-    _write,
+VLLM_BENCH = LoadClientKind(
+    name="vllm-bench",
+    arguments=_arguments,
+    read=_read,
+    write=_write,
     environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     needs_tokenizer=True,
     install="pip install vllm, or activate the environment that has it",

@@ -1,52 +1,45 @@
-"""Any other server: a command line of the user's, in which the run's values take the places of names."""
+"""Any other server: a command line of the user's, with placeholders for the run's values."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from launch.command import Command
-from mpillm.programs.servers.kind import ServerKind, Wanted
+from mpillm.programs.kind import filled, placeholders
+from mpillm.programs.servers.kind import ServerKind, ServerSpec
 
-# What a name stands for, and of which of our options it is the value.
-_PLACES: dict[str, tuple[Callable[[Wanted], object], str]] = {
-    "model": (lambda wanted: wanted.model, ""),
-    "name": (lambda wanted: wanted.name, ""),
-    "host": (lambda wanted: wanted.host, ""),
-    "port": (lambda wanted: wanted.port, ""),
-    "nodes": (lambda wanted: wanted.part.n, ""),
-    "node": (lambda wanted: wanted.part.node, ""),
-    "first_host": (lambda wanted: wanted.part.host, ""),
-    "first_port": (lambda wanted: wanted.part.port, ""),
-    "devices": (lambda wanted: ",".join(wanted.devices or ()), ""),
-    "tp": (lambda wanted: wanted.values.get("tensor_parallelism") or 1, "tensor_parallelism"),
-    "pp": (lambda wanted: wanted.values.get("pipeline_parallelism") or 1, "pipeline_parallelism"),
+_PLACEHOLDERS: dict[str, Callable[[ServerSpec], object]] = {
+    "model": lambda spec: spec.model,
+    "name": lambda spec: spec.model_name,
+    "host": lambda spec: spec.host,
+    "port": lambda spec: spec.port,
+    "nodes": lambda spec: spec.node.n,
+    "node": lambda spec: spec.node.number,
+    "first_host": lambda spec: spec.node.first_host,
+    "first_port": lambda spec: spec.node.first_port,
+    "devices": lambda spec: ",".join(spec.visible_devices or ()),
+    "tp": lambda spec: spec.values.get("tensor_parallelism") or 1,
+    "pp": lambda spec: spec.values.get("pipeline_parallelism") or 1,
 }
-_PLACE = re.compile(r"\{(\w+)\}")
+_OPTIONS = {"tp": "tensor_parallelism", "pp": "pipeline_parallelism"}  # that have a placeholder
 
 
 def command_kind(template: Sequence[str]) -> ServerKind:
-    """Return the kind of `command:` and these words. Raises ValueError if it can't be one."""
-    names = {name for word in template for name in _PLACE.findall(word)}
-    if unknown := sorted(names - _PLACES.keys()):
-        raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in _PLACES)}")
+    """Return the kind of `command:` and a command line. Raises ValueError for one without a port."""
+    names = placeholders(template, _PLACEHOLDERS)
     if not template or "port" not in names:
         raise ValueError("expected command:WORDS, with {port} in them: where the server is to listen")
 
-    def words(wanted: Wanted) -> Sequence[str]:
-        return [_PLACE.sub(lambda found: str(_PLACES[found[1]][0](wanted)), word) for word in template]
+    def no_more(_: Any) -> Sequence[str]:
+        return ()  # the template has it, or, as max_batch_size, only the clients need it
 
-    def taken(_: Any) -> Sequence[str]:
-        return ()  # it is in its place
-
-    options = [option for name in names if (option := _PLACES[name][1])]
-    # The clients keep to this one.
-    of_nodes = (lambda _: Command(())) if "node" in names else None  # it is in its place, too
     return ServerKind(
-        "command:",
-        words,
-        dict.fromkeys([*options, "max_batch_size"], taken),
+        name="command:",
+        arguments=partial(filled, template, _PLACEHOLDERS),
+        options={option: no_more for name, option in _OPTIONS.items() if name in names}
+        | {"max_batch_size": no_more},
         names_model="name" in names,
-        of_nodes=of_nodes,
+        multi_node=(lambda _: Command(())) if "node" in names else None,
     )

@@ -1,131 +1,96 @@
-"""What a run must know of a kind of server: its command line from the run's values, and its last words."""
+"""A kind of server: its command line from the run's values, and the failures in its log."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from launch.command import Command, KnownFailure, explained
+from launch.command import Command, KnownFailure
+from mpillm.devices import as_visible
+from mpillm.programs.kind import ProgramKind
 
 Option = Callable[[Any], Sequence[str]]
-"""From an option's value to words of a command line. Raises ValueError: the server has nothing like it."""
+"""From an option's value to arguments. Raises ValueError: the server has nothing like it."""
 
 
-class Part(NamedTuple):
-    """Which part of a server that goes over several nodes."""
+class ServerNode(NamedTuple):
+    """The node of a server that spans several."""
 
-    node: int = 0  # from 0, whose part has the server's API
+    number: int = 0  # from 0, which has the API
     n: int = 1
-    host: str = ""  # of the first, as the others reach it
-    port: int | str = 0  # there, where the parts meet
-
-
-class Wanted(NamedTuple):
-    """What one server is to be."""
-
-    model: str
-    name: str  # of the model, as clients ask for it
-    host: str
-    port: int | str
-    values: Mapping[str, Any]  # by the name of the option: those that the user, a file or the workload states
-    args: Sequence[str] = ()  # as the user types them
-    devices: Sequence[str] | None = None  # its GPUs, as CUDA_VISIBLE_DEVICES names them; None: it has none
-    base: str = ""  # of the names of its files: options in a file, a folder
-    place: int = 0  # among the servers of its node
-    more_ports: Mapping[str, int | str] = MappingProxyType({})  # see `ServerKind.more_ports`
-    program: str | None = None  # where the user says that it is
-    role: str = ""  # context or generation: the half of disaggregated serving that it is; "": it does both
-    address: str = ""  # where servers on other nodes reach it
-    llm_args: Mapping[str, Any] = MappingProxyType({})  # TensorRT-LLM's, of its section of the YAML
-    part: Part = Part()
+    first_host: str = ""  # as the other nodes reach it
+    first_port: int | str = 0  # on the first host, where the nodes connect
 
 
 @dataclass(frozen=True)
-class ServerKind:
-    """A kind of server."""
+class ServerSpec:
+    """A server that a rank starts, or its part on one node."""
 
-    name: str
-    words: Callable[[Wanted], Sequence[str]]  # the program, its model, name, host and port
-    options: Mapping[str, Option]  # by the name of ours; a later one may overrule the words of an earlier
-    always: Mapping[str, Any] = field(default_factory=dict)  # values that it gets also where none is stated
-    environment: Mapping[str, str] = field(default_factory=dict)
-    # The text of a file with more options, from the values; those named in `in_file` it is made of.
-    file: Callable[[Wanted, Mapping[str, Any]], str] | None = None
-    in_file: tuple[str, ...] = ()
-    health: str = "/health"
-    failures: tuple[KnownFailure, ...] = ()
-    # It can listen on a port that is bound, but not listened on, by another process: it sets SO_REUSEADDR.
-    binds_held_port: bool = True
-    install: str = ""  # what to do where its program is missing
-    core_type: str = "trtllm_endpoint"  # of its clients
-    model_option: str = "model_path"  # which option says what it serves
-    more_ports: tuple[str, ...] = ()  # that it needs besides the one of HTTP
-    client_port: str = ""  # the one of these that clients connect to; "": that of HTTP
-    metrics_port: str = ""  # the one of these that has its metrics; "": that of HTTP
-    names_model: bool = False  # its command line gives the model the name by which clients request it
-    takes_gpus: bool = True  # it is told which GPUs it has
-    handover: str = (
-        ""  # how its halves hand KV caches over: see `openai_client.handover`; "": they can't here
-    )
-    no_handover: str = "mpillm starts no context and generation servers of it"  # why they can't
-    half: Callable[[Wanted], Command] | None = None  # more words, and environment, of a half
-    half_ports: tuple[str, ...] = ()  # as `more_ports`, of a half
-    secret: str = ""  # the variable with the secret that a run's halves share, unless the user has set it
-    of_nodes: Callable[[Wanted], Command] | None = None  # as `half`, of a part; None: it has none
-    takes_llm_args: bool = False  # those of TensorRT-LLM in its section of a YAML
+    kind: ServerKind
+    model: str  # a folder, or a name that the server knows; "" if it needs none
+    values: Mapping[str, Any]  # by option: those from the command line, a file or the workload
+    index: int = 0
+    rank: int = 0  # its owner
+    args: tuple[str, ...] = ()  # as the user types them
+    devices: tuple[int, ...] | None = None  # GPUs, as the rank counts them; None: CPUs
+    place: int = 0  # among the servers of its node
+    program: str | None = None  # its path, from the user
+    max_bytes: float = math.inf  # host memory
+    host: str = "127.0.0.1"  # where it listens
+    reached_at: str = "127.0.0.1"  # the host, as its clients name it
+    restarts: int = 0  # allowed in the test
+    role: str = ""  # context or generation, in disaggregated serving
+    llm_args: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's, of its section of the YAML
+    node: ServerNode = field(default_factory=ServerNode)
+    # Known when it starts; a command line that is only printed has names in their place.
+    port: int | str = "PORT"
+    more_ports: Mapping[str, int | str] = field(default_factory=dict)  # by name, see `ServerKind.more_ports`
+    folder: Path = Path()  # for its files
+    address: str = ""  # of the host, for servers on other nodes
 
-    def url(self, host: str, wanted: Wanted) -> str:
-        """Return where its clients reach it on `host`; behind # the port of its metrics, if another."""
-        if self.client_port:
-            metrics = f"#{wanted.more_ports[self.metrics_port]}" if self.metrics_port else ""
-            return f"{host}:{wanted.more_ports[self.client_port]}{metrics}"
-        return f"http://{host}:{wanted.port}"
+    @property
+    def title(self) -> str:
+        """The name of the server in messages."""
+        role = f", {self.role}" if self.role else ""
+        return f"server {self.index} ({self.kind.short_name}{role}{self.of_nodes})"
 
-    def ports(self, role: str) -> tuple[str, ...]:
-        """Return the names of the ports that it needs besides that of HTTP; `role`: see `Wanted`."""
-        return (*self.more_ports, *(self.half_ports if role else ()))
+    @property
+    def of_nodes(self) -> str:
+        """Which part of a server over several nodes it is, for messages."""
+        return f", part {self.node.number + 1} of {self.node.n}" if self.node.n > 1 else ""
 
-    def takes(self, name: str) -> bool:
-        """Return whether an option of ours has a meaning for it."""
-        return name in self.options or name in self.in_file
+    @property
+    def model_name(self) -> str:
+        """The model as clients request it."""
+        return Path(self.model).name
 
-    def command(self, wanted: Wanted) -> Command:
-        """Return the command line. Raises ValueError for values that this kind can't take, naming them."""
-        words = [*self.words(wanted)]
-        values = {**self.always, **wanted.values}
-        if unknown := next((name for name in values if not self.takes(name)), None):
-            raise ValueError(f"{unknown}: a {self.name} server has nothing like it")
-        for name, option in self.options.items():
-            if name not in values:
-                continue
-            try:
-                words += option(values[name])
-            except ValueError as error:
-                raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
-        env = dict(self.environment)
-        if wanted.part.n > 1 and self.of_nodes is None:
-            raise ValueError(f"server_nodes {wanted.part.n}: a {self.name} server is started on one node")
-        more = (self.half if wanted.role else None, self.of_nodes if wanted.part.n > 1 else None)
-        for made in filter(None, more):
-            words += made(wanted).argv
-            env |= made(wanted).env
-        if wanted.devices is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.devices)
-        return Command((*words, *wanted.args), env)
+    @property
+    def base(self) -> Path:
+        """The path of its files, without a suffix."""
+        return self.folder / base_name(self.index, self.node.number)
 
-    def file_text(self, wanted: Wanted) -> str:
-        """Return the text of its file of options, ``base.yaml``; "" if it has none."""
-        return self.file(wanted, {**self.always, **wanted.values}) if self.file else ""
+    @property
+    def visible_devices(self) -> Sequence[str] | None:
+        """Its GPUs as CUDA_VISIBLE_DEVICES names them; None: it has none, or chooses by itself."""
+        return None if self.devices is None or not self.kind.takes_gpus else as_visible(self.devices)
 
-    def explain(self, log: str) -> str:
-        """Return what a line of its log means, and what to do; "" if none is known."""
-        return explained(log, (*self.failures, *OF_ALL))
+    @property
+    def url(self) -> str:
+        """The address for its clients; behind # the port of its metrics, if another."""
+        if not self.kind.client_port:
+            return f"http://{self.reached_at}:{self.port}"
+        metrics = f"#{self.more_ports[self.kind.metrics_port]}" if self.kind.metrics_port else ""
+        return f"{self.reached_at}:{self.more_ports[self.kind.client_port]}{metrics}"
+
+    def command(self) -> Command:
+        """Return the command line. Raises ValueError for values that the kind cannot take."""
+        return self.kind.command(self)
 
 
-OF_ALL = (
+COMMON_FAILURES = (
     KnownFailure(
         r"CUDA out of memory|OutOfMemoryError|\bCUDA_ERROR_OUT_OF_MEMORY|No available memory for the cache",
         "the GPU has too little memory",
@@ -165,8 +130,74 @@ OF_ALL = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerKind(ProgramKind[ServerSpec]):
+    """A kind of server; its `arguments` name the program, model, host and port."""
+
+    options: Mapping[str, Option]  # by mpillm's option; a later one may overrule the arguments of an earlier
+    always: Mapping[str, Any] = field(default_factory=dict)  # values where the user sets none
+    # The text of a file with more options, from the values, which `in_file` names.
+    file: Callable[[ServerSpec, Mapping[str, Any]], str] | None = None
+    in_file: tuple[str, ...] = ()
+    health: str = "/health"
+    # It can listen on a port that another process has bound without listening: it sets SO_REUSEADDR.
+    binds_held_port: bool = True
+    core_type: str = "trtllm_endpoint"  # of its clients
+    model_option: str = "model_path"  # which option names its model
+    more_ports: tuple[str, ...] = ()  # besides that of HTTP
+    client_port: str = ""  # the one of these for clients; "": that of HTTP
+    metrics_port: str = ""  # the one of these with its metrics; "": that of HTTP
+    names_model: bool = False  # its command line has the name by which clients request the model
+    takes_gpus: bool = True  # CUDA_VISIBLE_DEVICES chooses its GPUs
+    # Between its context and generation servers, see `openai_client.handover`; "": mpillm starts none.
+    disagg_protocol: str = ""
+    no_disagg: str = "mpillm starts no context and generation servers of it"  # the reason
+    disagg: Callable[[ServerSpec], Command] | None = None  # more arguments and environment for these
+    disagg_ports: tuple[str, ...] = ()  # as `more_ports`, for these
+    secret: str = ""  # the variable with the secret that these share, unless the user has set it
+    multi_node: Callable[[ServerSpec], Command] | None = None  # as `disagg`, of a node; None: one node only
+    takes_llm_args: bool = False  # TensorRT-LLM's, in its section of a YAML
+
+    common_failures = COMMON_FAILURES
+
+    def ports(self, role: str) -> tuple[str, ...]:
+        """Return the names of its ports besides that of HTTP; `role`: see `ServerSpec`."""
+        return (*self.more_ports, *(self.disagg_ports if role else ()))
+
+    def takes(self, name: str) -> bool:
+        """Return whether an option of mpillm has a meaning for it."""
+        return name in self.options or name in self.in_file
+
+    def command(self, spec: ServerSpec) -> Command:
+        args = [*self.arguments(spec)]
+        values = {**self.always, **spec.values}
+        if unknown := next((name for name in values if not self.takes(name)), None):
+            raise ValueError(f"{unknown}: a {self.name} server has nothing like it")
+        for name, option in self.options.items():
+            if name not in values:
+                continue
+            try:
+                args += option(values[name])
+            except ValueError as error:
+                raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
+        env = dict(self.environment)
+        if spec.node.n > 1 and self.multi_node is None:
+            raise ValueError(f"server_nodes {spec.node.n}: a {self.name} server is started on one node")
+        more = (self.disagg if spec.role else None, self.multi_node if spec.node.n > 1 else None)
+        for extend in filter(None, more):
+            args += extend(spec).argv
+            env |= extend(spec).env
+        if (devices := spec.visible_devices) is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        return Command((*args, *spec.args), env)
+
+    def file_text(self, spec: ServerSpec) -> str:
+        """Return the text of its file of options, ``base.yaml``; "" if it has none."""
+        return self.file(spec, {**self.always, **spec.values}) if self.file else ""
+
+
 def base_name(index: int, node: int = 0) -> str:
-    """Return the beginning of the names of a server's files in the run directory; `node`: of its part."""
+    """Return the beginning of the names of a server's files in the run directory."""
     return f"server_{index}" + (f"_{node}" if node else "")
 
 
@@ -175,8 +206,8 @@ def server_log(folder: Path, index: int) -> Path:
     return folder / f"{base_name(index)}.log"
 
 
-PORT_TAKEN = OF_ALL[1]
-"""Where another process was faster: the next try takes another port."""
+PORT_TAKEN = COMMON_FAILURES[1]
+"""Another process has bound the port first: the next attempt takes another one."""
 
 
 def named(flag: str, **meanings: str) -> Option:

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from launch.command import Command
 from launch.environment import SECRETS
-from mpillm.programs.servers.kind import Option, ServerKind, Wanted, named
+from mpillm.programs.servers.kind import Option, ServerKind, ServerSpec, named
 
 
-def _words(wanted: Wanted) -> Sequence[str]:
-    ranks = 0 if wanted.role else 1  # a half has no control rank
+def _arguments(spec: ServerSpec) -> Sequence[str]:
+    ranks = 0 if spec.role else 1  # context and generation servers have no control rank
     n = 1
     for name in ("tensor_parallelism", "pipeline_parallelism"):
-        n *= wanted.values.get(name) or 1
+        n *= spec.values.get(name) or 1
     return (
         *(sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks + n), "serve"),
-        *("--model_path", wanted.model, "--served_model_name", wanted.name),
-        *("--host", wanted.host, "--port", str(wanted.port), "--log_dir", wanted.base),
+        *("--model_path", spec.model, "--served_model_name", spec.model_name),
+        *("--host", spec.host, "--port", str(spec.port), "--log_dir", str(spec.base)),
     )
 
 
@@ -36,11 +36,11 @@ def _same(name: str) -> Option:
 
 
 MPILLM = ServerKind(
-    "mpillm",
-    _words,
-    {name: _same(name) for name in _SAME},
+    name="mpillm",
+    arguments=_arguments,
+    options={name: _same(name) for name in _SAME},
     names_model=True,
-    handover="disaggregated_params",
-    half=lambda wanted: Command(("--server_role", wanted.role)),
+    disagg_protocol="disaggregated_params",
+    disagg=lambda spec: Command(("--server_role", spec.role)),
     secret=SECRETS["kv_secret"],
 )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.command import Command, KnownFailure
-from mpillm.programs.servers.kind import ServerKind, Wanted, named, switch
+from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 
-def _words(wanted: Wanted) -> Sequence[str]:
+def _arguments(spec: ServerSpec) -> Sequence[str]:
     return (
-        *("sglang", "serve", "--model-path", wanted.model),
-        *("--served-model-name", wanted.name, "--host", wanted.host, "--port", str(wanted.port)),
+        *("sglang", "serve", "--model-path", spec.model),
+        *("--served-model-name", spec.model_name, "--host", spec.host, "--port", str(spec.port)),
         "--enable-metrics",
     )
 
@@ -21,16 +21,16 @@ def _chunks(value: Any) -> Sequence[str]:
     return () if value else ("--chunked-prefill-size", "-1")
 
 
-def _of_nodes(wanted: Wanted) -> Command:
-    part = wanted.part
-    nodes = ("--nnodes", str(part.n), "--node-rank", str(part.node))
-    return Command((*nodes, "--dist-init-addr", f"{part.host}:{part.port}"), {})
+def _multi_node(spec: ServerSpec) -> Command:
+    node = spec.node
+    args = ("--nnodes", str(node.n), "--node-rank", str(node.number))
+    return Command((*args, "--dist-init-addr", f"{node.first_host}:{node.first_port}"))
 
 
 SGLANG = ServerKind(
-    "sglang",
-    _words,
-    {
+    name="sglang",
+    arguments=_arguments,
+    options={
         "tensor_parallelism": named("--tp-size"),
         "pipeline_parallelism": named("--pp-size"),
         "moe_expert_parallelism": named("--ep-size"),
@@ -59,8 +59,8 @@ SGLANG = ServerKind(
         ),
     ),
     names_model=True,
-    of_nodes=_of_nodes,
+    multi_node=_multi_node,
     install="pip install sglang, or activate the environment that has it",
-    no_handover="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
+    no_disagg="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
     " send; its own router does: start them by hand, and name that with --trtllm_server_urls",
 )

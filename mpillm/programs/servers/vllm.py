@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.command import Command, KnownFailure
-from mpillm.programs.servers.kind import ServerKind, Wanted, named, switch
+from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 _SIDE_CHANNEL = "side_channel"
 _KV_ROLES = {"context": "kv_producer", "generation": "kv_consumer"}
 
 
-def _words(wanted: Wanted) -> Sequence[str]:
+def _arguments(spec: ServerSpec) -> Sequence[str]:
     return (
-        *("vllm", "serve", wanted.model, "--served-model-name", wanted.name),
-        *("--host", wanted.host, "--port", str(wanted.port)),
+        *("vllm", "serve", spec.model, "--served-model-name", spec.model_name),
+        *("--host", spec.host, "--port", str(spec.port)),
     )
 
 
@@ -25,28 +25,28 @@ def _experts(value: Any) -> Sequence[str]:
     return ("--enable-expert-parallel",) if value > 1 else ()
 
 
-def _half(wanted: Wanted) -> Command:
-    # KV caches go over NIXL, also between CPUs; halves find each other by the side channel.
-    kv = json.dumps({"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[wanted.role]})
+def _disagg(spec: ServerSpec) -> Command:
+    # KV caches go over NIXL, also between CPUs; the servers find each other by the side channel.
+    kv = json.dumps({"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[spec.role]})
     channel = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": wanted.address,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(wanted.more_ports[_SIDE_CHANNEL]),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.address,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.more_ports[_SIDE_CHANNEL]),
     }
     return Command(("--kv-transfer-config", kv), channel)
 
 
-def _of_nodes(wanted: Wanted) -> Command:
-    part = wanted.part
-    words = ["--nnodes", str(part.n), "--node-rank", str(part.node)]
-    words += ["--master-addr", part.host, "--master-port", str(part.port)]
+def _multi_node(spec: ServerSpec) -> Command:
+    node = spec.node
+    args = ["--nnodes", str(node.n), "--node-rank", str(node.number)]
+    args += ["--master-addr", node.first_host, "--master-port", str(node.first_port)]
     # Its queues between nodes listen there.
-    return Command((*words, *(["--headless"] if part.node else [])), {"VLLM_HOST_IP": wanted.address})
+    return Command((*args, *(["--headless"] if node.number else [])), {"VLLM_HOST_IP": spec.address})
 
 
 VLLM = ServerKind(
-    "vllm",
-    _words,
-    {
+    name="vllm",
+    arguments=_arguments,
+    options={
         "tensor_parallelism": named("--tensor-parallel-size"),
         "pipeline_parallelism": named("--pipeline-parallel-size"),
         "moe_expert_parallelism": _experts,
@@ -82,9 +82,9 @@ VLLM = ServerKind(
         ),
     ),
     names_model=True,
-    handover="kv_transfer_params",
-    half=_half,
-    half_ports=(_SIDE_CHANNEL,),
-    of_nodes=_of_nodes,
+    disagg_protocol="kv_transfer_params",
+    disagg=_disagg,
+    disagg_ports=(_SIDE_CHANNEL,),
+    multi_node=_multi_node,
     install="pip install vllm, or activate the environment that has it",
 )

@@ -29,7 +29,7 @@ from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.parsers import integers, one_of, positive, seconds
 from mpillm.options.values import Values, collect
-from mpillm.programs.load_clients.kind import Load, Sample, Seeds
+from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import path_shown
 from mpillm.submission.endpoint_points import (
@@ -363,10 +363,10 @@ def _point(
 
 def _load_of(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, sampling: Sampling
-) -> Load:
+) -> LoadSpec:
     """Return what MLCommons' client is to do at a point. Its files stay beside the submission."""
     seeds, tokenizer = SEED_SETS[curve.seed_set], load_tokenizer(Path(options.model_path or ""))
-    return Load(
+    return LoadSpec(
         (client.endpoint.url,),
         client.endpoint.model,
         str(Path(options.model_path or "").absolute()),

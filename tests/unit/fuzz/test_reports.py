@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.cores.openai_client.server_counts import Reading, of_iterations
 from mpillm.options.command_line import Parser
 from mpillm.options.values import collect
-from mpillm.programs.load_clients.kind import Load, Sample, Seeds
+from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.submission.commands import endpoints_submission
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
@@ -170,7 +170,7 @@ def reports(draw: st.DrawFn) -> tuple[str, dict[str, bytes]]:
 )
 def test_reports_of_clients(folder: Path, drawn: tuple[str, dict[str, bytes]]) -> None:
     name, files = drawn
-    load = Load(
+    load = LoadSpec(
         *(("http://a:1",), "m", "", folder, SAMPLES, [8, 8], [False, False], [1, 0, 1], None, None),
         *(0.0, 0, 1.0, 0, Seeds(1, 2, 3)),
     )

@@ -14,7 +14,7 @@ import yaml
 
 from disagg.errors import ConfigError
 from mpillm.programs.load_clients import kind, vllm_bench
-from mpillm.programs.load_clients.kind import Load, Request, Sample, Seeds, checked
+from mpillm.programs.load_clients.kind import LoadSpec, Request, Sample, Seeds, checked
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.roles.client_program import command_of
 
@@ -23,8 +23,8 @@ SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
-    return Load(
+def load(tmp_path: Path) -> LoadSpec:
+    return LoadSpec(
         urls=("http://a:1",),
         model="m",
         tokenizer="/models/m",
@@ -44,11 +44,11 @@ def load(tmp_path: Path) -> Load:
     )
 
 
-def words(name: str, load: Load) -> str:
-    return " ".join(kind_of(name).command(load))
+def words(name: str, load: LoadSpec) -> str:
+    return " ".join(kind_of(name).command(load).argv)
 
 
-def config(load: Load) -> dict[str, Any]:
+def config(load: LoadSpec) -> dict[str, Any]:
     kind_of("inference-endpoint").write(load)
     made: dict[str, Any] = yaml.safe_load((load.folder / "inference-endpoint.yaml").read_text())
     return made
@@ -62,13 +62,13 @@ def config(load: Load) -> dict[str, Any]:
         ("vllm-bench", "--request-rate inf", "--max-concurrency 2", "--request-rate 4.5"),
     ],
 )
-def test_when_requests_are_sent(load: Load, name: str, all_at_once: str, some: str, rate: str) -> None:
+def test_when_requests_are_sent(load: LoadSpec, name: str, all_at_once: str, some: str, rate: str) -> None:
     assert all_at_once in words(name, load)
     assert some in words(name, replace(load, concurrency=2))
     assert rate in words(name, replace(load, rate=4.5))
 
 
-def test_a_text_without_tokens(load: Load) -> None:
+def test_a_text_without_tokens(load: LoadSpec) -> None:
     """A client sends it as it is, or refuses it."""
     load = replace(load, samples=[Sample([], "abc", 8, False)], lengths=[8], order=[0], sends_text=True)
     assert kind.body(load, load.samples[0])["prompt"] == "abc"
@@ -76,7 +76,7 @@ def test_a_text_without_tokens(load: Load) -> None:
         words("inference-endpoint", load)
 
 
-def test_mlcommons_client(load: Load) -> None:
+def test_mlcommons_client(load: LoadSpec) -> None:
     made = config(load)
     assert made["type"] == "offline" and made["settings"]["load_pattern"] == {"type": "max_throughput"}
     runtime = made["settings"]["runtime"]
@@ -94,7 +94,7 @@ def test_mlcommons_client(load: Load) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_they_cannot_do(load: Load, name: str) -> None:
+def test_what_they_cannot_do(load: LoadSpec, name: str) -> None:
     kind = kind_of(name)
     if name != "aiperf":
         with pytest.raises(ValueError, match="of some answers only"):
@@ -105,10 +105,10 @@ def test_what_they_cannot_do(load: Load, name: str) -> None:
     if name in ("guidellm", "inference-endpoint"):
         with pytest.raises(ValueError, match="are 8 to 9 tokens"):
             kind.command(replace(load, lengths=[8, 9]))
-    assert kind.command(replace(load, args=("--more", "1")))[-2:] == ("--more", "1")
+    assert kind.command(replace(load, args=("--more", "1"))).argv[-2:] == ("--more", "1")
 
 
-def test_bodies_of_aiperf(load: Load) -> None:
+def test_bodies_of_aiperf(load: LoadSpec) -> None:
     kind = kind_of("aiperf")
     kind.write(replace(load, shortest=2))
     data = json.loads((load.folder / "aiperf-inputs.json").read_text())["data"]
@@ -127,7 +127,7 @@ def test_bodies_of_aiperf(load: Load) -> None:
     assert "HF_HUB_OFFLINE" not in kind.environment
 
 
-def test_report_of_aiperf(load: Load) -> None:
+def test_report_of_aiperf(load: LoadSpec) -> None:
     folder = load.folder / "aiperf"
     folder.mkdir()
     summary: dict[str, Any] = {
@@ -167,7 +167,7 @@ def test_report_of_aiperf(load: Load) -> None:
     assert kind_of("aiperf").read(load).problems
 
 
-def test_report_of_mlcommons_client(load: Load) -> None:
+def test_report_of_mlcommons_client(load: LoadSpec) -> None:
     folder = load.folder / "inference-endpoint"
     (folder / "performance").mkdir(parents=True)
     told = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
@@ -233,7 +233,7 @@ def test_report_of_mlcommons_client(load: Load) -> None:
     assert found.requests[0].tpot == 0.0, "it was told whole, and noted the end before the first token"
 
 
-def test_report_of_vllm(load: Load) -> None:
+def test_report_of_vllm(load: LoadSpec) -> None:
     report: dict[str, Any] = {
         "duration": 2.0,
         "completed": 2,
@@ -259,7 +259,7 @@ def test_report_of_vllm(load: Load) -> None:
     assert found.requests[0] == Request(1.0, 1.1, 1.5, 1, 8) and found.requests[2].error == "Bad Request"
 
 
-def test_report_of_guidellm(load: Load) -> None:
+def test_report_of_guidellm(load: LoadSpec) -> None:
     def told(value: float) -> dict[str, Any]:
         percentiles = {"p50": value, "p90": value, "p99": value}
         return {"successful": {"mean": value, "total_sum": 8 * value, "percentiles": percentiles}}
@@ -287,10 +287,10 @@ def test_report_of_guidellm(load: Load) -> None:
     assert found.requests[1].error == "no" and found.requests[1].sample == 0
 
 
-def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: Load) -> None:
+def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: LoadSpec) -> None:
     """Its warm-up is part of the profile that mpillm writes."""
     load = replace(load, args=("--warmup=2", "--label", "a=b"))
-    command = kind_of("guidellm").command(load)
+    command = kind_of("guidellm").command(load).argv
     assert (
         '{"kind": "throughput", "max_concurrency": 3, "warmup": {"mode": "requests", "value": 2}}' in command
     )
@@ -326,7 +326,7 @@ def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: Load) -> None:
     assert [one.sample for one in report.requests] == [*load.order]
 
 
-def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: Load) -> None:
+def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: LoadSpec) -> None:
     load = replace(load, order=[0, 0], args=("--warmup", "2"))
     kind_of("guidellm").write(load)
     prompts = [json.loads(line)["prompt"] for line in (load.folder / "guidellm-prompts.jsonl").open()]
@@ -342,13 +342,13 @@ def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: Lo
         (("--profile", "kind=sweep"), r"takes no second profile .*--harness_args '--warmup N'"),
     ],
 )
-def test_words_that_guidellm_cannot_get(load: Load, args: tuple[str, ...], problem: str) -> None:
+def test_words_that_guidellm_cannot_get(load: LoadSpec, args: tuple[str, ...], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         kind_of("guidellm").command(replace(load, args=args))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_without_a_report(load: Load, name: str) -> None:
+def test_without_a_report(load: LoadSpec, name: str) -> None:
     with pytest.raises(Exception, match="it has left no report"):
         kind_of(name).read(load)
 
@@ -364,7 +364,7 @@ def test_without_a_report(load: Load, name: str) -> None:
     ],
 )
 def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
-    load: Load, lines: list[bytes], says: str, monkeypatch: pytest.MonkeyPatch
+    load: LoadSpec, lines: list[bytes], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line without end, or lines without end, took all memory."""
     for name, value in {"_MOST_LINE": 32, "_LINES_OF_A_REQUEST": 1, "_MORE_LINES": 5}.items():
@@ -375,7 +375,7 @@ def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
         list(kind.read_lines(path, len(load.order)))
 
 
-def test_a_line_nested_deep_is_named(load: Load) -> None:
+def test_a_line_nested_deep_is_named(load: LoadSpec) -> None:
     path = load.folder / "events.jsonl"
     path.write_bytes(b"[" * 200_000)
     with pytest.raises(ConfigError, match=r"events\.jsonl:1: not a JSON object"):
@@ -384,7 +384,7 @@ def test_a_line_nested_deep_is_named(load: Load) -> None:
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
 def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_the_run(
-    load: Load, name: str, monkeypatch: pytest.MonkeyPatch
+    load: LoadSpec, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(each, raising=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mpillm.programs.servers.kind import Part, Wanted
+from mpillm.programs.servers.kind import ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 
 VALUES = {
@@ -20,8 +22,8 @@ VALUES = {
 
 
 def words(kind: str, values: dict[str, Any], **more: Any) -> list[str]:
-    wanted = Wanted("/models/it", "it", "127.0.0.1", 8123, values, base="run/server_0")
-    return list(kind_of(kind).command(wanted._replace(**more)).argv)
+    spec = ServerSpec(kind_of(kind), "/models/it", values, port=8123, folder=Path("run"))
+    return list(replace(spec, **more).command().argv)
 
 
 def test_vllm() -> None:
@@ -67,7 +69,7 @@ def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
 def test_trtllm_serve_has_a_file() -> None:
     line = " ".join(words("trtllm-serve", VALUES))
     assert "--tp_size 4" in line and "--extra_llm_api_options run/server_0.yaml" in line
-    text = kind_of("trtllm-serve").file_text(Wanted("m", "m", "h", 1, VALUES))
+    text = (kind := kind_of("trtllm-serve")).file_text(ServerSpec(kind, "m", VALUES))
     assert yaml.safe_load(text)["kv_cache_config"] == {"enable_block_reuse": False, "dtype": "fp8"}
 
 
@@ -76,31 +78,31 @@ def test_own_serve_has_as_many_ranks_as_its_layout() -> None:
     assert "mpirun -n 5 serve" in line and "--tensor_parallelism 2" in line
 
 
-def test_halves_of_own_serve_have_no_control_rank() -> None:
+def test_context_and_generation_servers_of_own_serve_have_no_control_rank() -> None:
     line = " ".join(words("mpillm", {"tensor_parallelism": 2}, role="context"))
     assert "mpirun -n 2 serve" in line and line.endswith("--server_role context")
 
 
 def test_parts_of_servers_over_several_nodes() -> None:
-    first, second = (Part(index, 2, "h1", 4711) for index in (0, 1))
-    line = " ".join(words("vllm", VALUES, part=first, address="10.0.0.1"))
+    first, second = (ServerNode(number, 2, "h1", 4711) for number in (0, 1))
+    line = " ".join(words("vllm", VALUES, node=first, address="10.0.0.1"))
     assert line.endswith("--nnodes 2 --node-rank 0 --master-addr h1 --master-port 4711")
-    line = " ".join(words("vllm", VALUES, part=second, address="10.0.0.2"))
+    line = " ".join(words("vllm", VALUES, node=second, address="10.0.0.2"))
     assert line.endswith("--nnodes 2 --node-rank 1 --master-addr h1 --master-port 4711 --headless")
-    wanted = Wanted("m", "m", "h", 1, VALUES, part=second, address="10.0.0.2")
-    assert kind_of("vllm").command(wanted).env["VLLM_HOST_IP"] == "10.0.0.2"
-    line = " ".join(words("sglang", VALUES, part=second))
+    spec = ServerSpec(kind_of("vllm"), "m", VALUES, node=second, address="10.0.0.2")
+    assert spec.command().env["VLLM_HOST_IP"] == "10.0.0.2"
+    line = " ".join(words("sglang", VALUES, node=second))
     assert line.endswith("--nnodes 2 --node-rank 1 --dist-init-addr h1:4711")
     kind = "command:srv {port} --of {node}/{nodes}@{first_host}:{first_port}"
-    assert words(kind, {}, part=second)[-1] == "1/2@h1:4711"
+    assert words(kind, {}, node=second)[-1] == "1/2@h1:4711"
     for other in ("mpillm", "command:srv {port}"):
         with pytest.raises(ValueError, match=r"server_nodes 2: a .* server is started on one node"):
-            words(other, {}, part=first)
+            words(other, {}, node=first)
 
 
 def test_any_command() -> None:
     kind = "command:srv --listen {host}:{port} '{model} {name}' --tp={tp} --gpus {devices}"
-    made = words(kind, {"tensor_parallelism": 2}, devices=("3", "5"))
+    made = words(kind, {"tensor_parallelism": 2}, devices=(3, 5))
     assert made == ["srv", "--listen", "127.0.0.1:8123", "/models/it it", "--tp=2", "--gpus", "3,5"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import socket
@@ -16,13 +15,13 @@ import pytest
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
 from launch.owned_server import OwnedServer
-from mpillm.programs.servers.kind import Part
+from mpillm.programs.servers.kind import ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles import server as role
-from mpillm.roles.server import ServerPlan, ServerRole, doing, last_said
+from mpillm.roles.server import ServerRole, doing, last_said
 from tests.helpers.support import wait_until
 
-PLAN = ServerPlan(3, 1, kind_of("command:true {port}"), "", {}, (), None, 0, None, math.inf, "0.0.0.0", "h7")
+SPEC = ServerSpec(kind_of("command:true {port}"), "", {}, index=3, rank=1, host="0.0.0.0", reached_at="h7")
 
 
 def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +32,7 @@ def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     with pytest.raises(ConfigError, match=r"server 3 \(command\): h7 has no address: .*not known"):
-        ServerRole(PLAN, tmp_path, 1.0, lambda: None, print).load()
+        ServerRole(SPEC, tmp_path, 1.0, lambda: None, print).load()
 
 
 def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +41,15 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(role, "own_addresses", lambda: ("10.1.2.3", "10.9.9.9"))
     made = ServerRole(
-        replace(PLAN, kind=kind_of("vllm"), part=Part(1, 2, "h6", 4711)), tmp_path, 1.0, lambda: None, print
+        replace(SPEC, kind=kind_of("vllm"), node=ServerNode(1, 2, "h6", 4711)),
+        tmp_path,
+        1.0,
+        lambda: None,
+        print,
     )
     with pytest.raises(ConfigError, match="there is no vllm"):
         made.load()
-    assert made._wanted is not None and made._wanted.address == "10.1.2.3"
+    assert made._spec.address == "10.1.2.3"
 
 
 @pytest.mark.parametrize("set_by_user", [False, True])
@@ -57,7 +60,7 @@ def test_halves_share_a_secret_that_is_not_shown(
     if set_by_user:
         monkeypatch.setenv("KV_SECRET", "theirs")
     kind = replace(kind_of("command:sh -c 'printenv KV_SECRET' {port}"), secret="KV_SECRET")
-    made = ServerRole(replace(PLAN, kind=kind, role="context"), tmp_path, 5.0, lambda: None, print, "ours")
+    made = ServerRole(replace(SPEC, kind=kind, role="context"), tmp_path, 5.0, lambda: None, print, "ours")
     made.load()
     try:
         log = tmp_path / "server_3.log"

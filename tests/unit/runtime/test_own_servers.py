@@ -21,7 +21,7 @@ from mpillm.options.idle import check_idle
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
 from mpillm.options.together import check_together
-from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_plans
+from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_specs
 from mpillm.runtime.yaml_effects import check_yaml
 
 EIGHT = tuple(Gpu(f"uuid{index}", "H200", 141 << 30, 140 << 30) for index in range(8))
@@ -67,7 +67,7 @@ def test_devices_for_a_process_below(
 
 def test_where_servers_listen_and_what_is_said() -> None:
     plan = planned(["a", "a", "b", "b", "b"], 2)
-    first, second = server_plans(config_of(max_seq_len="2048"), plan, {1: (0,)})
+    first, second = server_specs(config_of(max_seq_len="2048"), plan, {1: (0,)})
     assert (first.host, first.reached_at) == ("0.0.0.0", "a"), "a client is on another node"
     assert (second.host, second.reached_at) == ("127.0.0.1", "127.0.0.1")
     lines = server_lines(plan, [first, second])
@@ -87,9 +87,9 @@ def test_a_server_over_two_nodes() -> None:
     plan = disagg.plan(disagg.generate("aggregated", 3), 3, ["a", "a", "b"], 2, nodes_per_server=2)
     gpus = gpus_of_servers(config, plan, [EIGHT] * 3)
     assert gpus == {1: tuple(range(8)), 2: tuple(range(8))}
-    first, second = server_plans(config, plan, gpus, {1: 4711, 2: 4712})
-    assert (first.rank, first.base, first.reached_at) == (1, "server_0", "a")
-    assert (second.rank, second.base, second.reached_at) == (2, "server_0_1", "b")
+    first, second = server_specs(config, plan, gpus, {1: 4711, 2: 4712})
+    assert (first.rank, first.base.name, first.reached_at) == (1, "server_0", "a")
+    assert (second.rank, second.base.name, second.reached_at) == (2, "server_0_1", "b")
     lines = [" ".join(line.replace("\\\n", "").split()) for line in server_lines(plan, [first, second])]
     meeting = "--master-addr a --master-port 4711"
     assert any(line.startswith("servers, part 1 of 2: ") and line.endswith(meeting) for line in lines)
@@ -121,7 +121,7 @@ def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: st
 def test_a_value_that_the_server_can_not_take() -> None:
     plan = planned(["a", "a"])
     with pytest.raises(ConfigError, match="--server: quantization int8: a vllm server has only fp8"):
-        server_lines(plan, server_plans(config_of(quantization="int8"), plan, {}))
+        server_lines(plan, server_specs(config_of(quantization="int8"), plan, {}))
 
 
 def disaggregated(config: RunConfig, nodes: list[str]) -> WorldPlan:
@@ -155,7 +155,7 @@ def test_context_servers_come_first() -> None:
     assert gpus == {2: (0, 1), 3: (2, 3), 4: (4, 5, 6, 7), 6: (0, 1, 2, 3)}
     check_idle(config, RUN)
     assert ranks_of(config) == 2 + 2 + 2, "one generation server, as nothing says how many"
-    plans = server_plans(config, plan, gpus)
+    plans = server_specs(config, plan, gpus)
     assert [(one.host, one.reached_at) for one in plans] == [
         *[("0.0.0.0", "a")] * 2,
         *[("127.0.0.1", "127.0.0.1")] * 2,
@@ -188,7 +188,7 @@ def test_context_servers_come_first() -> None:
 def test_kinds_without_halves(kind: str, why: str) -> None:
     config = config_of(server=kind, mode="disaggregated")
     with pytest.raises(ConfigError, match=why):
-        server_plans(config, disaggregated(config, ["a"] * 3), {})
+        server_specs(config, disaggregated(config, ["a"] * 3), {})
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     config = config_of(server=kind, disagg_config=str(path)).with_yaml()
     assert server_ranks(config) == 3 and ranks_of(config) == 4
     plan = disaggregated(config, ["a"] * 4)
-    context, first, second = server_plans(config, plan, {})
+    context, first, second = server_specs(config, plan, {})
     assert (context.role, first.role, second.role) == ("context", "generation", "generation")
     assert context.values["max_batch_size"] == 4 and second.values["max_batch_size"] == 64
     assert "tensor_parallelism" not in context.values and second.values["tensor_parallelism"] == 2
@@ -240,11 +240,11 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config.backend, urls, attn_backend"
     assert f"context_servers: has no effect on a {kind} server that the run starts: {theirs}" in told
     if kind == "trtllm-serve":
-        text = context.kind.file_text(context.wanted([1], "run/server_0"))
+        text = context.kind.file_text(context)
         assert (
             "backend: UCX" in text and "attn_backend: TRTLLM" in text and "disable_overlap_scheduler" in text
         )
-        text = second.kind.file_text(second.wanted([1], "run/server_2"))
+        text = second.kind.file_text(second)
         assert "backend: DEFAULT" in text and "disable_overlap_scheduler" not in text
 
 
