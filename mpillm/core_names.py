@@ -78,12 +78,6 @@ BROUGHT_BY = {
 """The extra that brings each package which a plain installation lacks."""
 
 
-SERVER_ROLES = {
-    "leader": "mpillm.endpoint.leader.leader_run:lead",
-    **dict.fromkeys(("context", "generation"), "mpillm.endpoint.disagg.half_server:HalfServer"),
-}
-"""What `serve --server_role` makes of a process: a leader's main, a run's `endpoint.half.HalfServer`."""
-
 NEEDED = ("mlperf_loadgen", "mpi4py", "numpy", "psutil", "yaml")
 """The packages that every installation has."""
 

@@ -5,14 +5,13 @@ With --server_role leader it fronts other servers: that needs no MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
-from mpillm.core_names import SERVER_ROLES, found_at
 from mpillm.options.options import parse_serve
 
 if TYPE_CHECKING:  # they need MPI
@@ -46,9 +45,8 @@ def _lead(config: RunConfig) -> int | None:
             f"--server_role leader is one process, but {launcher.name} has started {launcher.size}"
         )
     try:
+        from mpillm.endpoint.leader.leader_run import lead
         from mpillm.runtime.yaml_effects import check_leaders_yaml
-
-        lead: Callable[[RunConfig], int] = found_at(SERVER_ROLES["leader"])
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
     for line in check_leaders_yaml(config):

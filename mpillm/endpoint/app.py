@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from aiohttp import web
@@ -24,7 +24,6 @@ from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.connections import address_of
-from mpillm.endpoint.half import Arrival, Half
 from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.endpoint.perf_metrics import PerfMetrics
@@ -32,6 +31,10 @@ from mpillm.endpoint.prometheus import TEXT, ServeMetrics
 from mpillm.endpoint.protocol import REQUEST_ID, Asked, Served, encode, read, render
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.version import __version__
+
+if TYPE_CHECKING:  # few servers have them
+    from mpillm.endpoint.disagg.instances import Arrival
+    from mpillm.endpoint.disagg.routes import DisaggRoutes
 
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
@@ -78,7 +81,7 @@ class Service:
         kv_cache_usage: Callable[[], float | None] = lambda: None,
         block_tokens: int | None = None,
         lost: Sequence[Mapping[str, Any]] = (),
-        half: Half | None = None,
+        disagg: DisaggRoutes | None = None,
     ) -> None:
         """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
@@ -95,7 +98,7 @@ class Service:
         self._kv_cache_usage = kv_cache_usage
         self._timed = bool(block_tokens) or self.perf_metrics.wanted
         self._lost = lost
-        self._half = half
+        self._disagg = disagg
         self._started = int(time.time())
         self._n_open: Counter[str] = Counter()  # answers, by their clients' addresses
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
@@ -115,8 +118,8 @@ class Service:
                 *self.perf_metrics.routes(),
             ]
         )
-        if self._half is not None:
-            app.router.add_get("/server_info", self._half.server_info)
+        if self._disagg is not None:
+            app.router.add_get("/server_info", self._disagg.server_info)
         return app
 
     # --- around every route ---
@@ -176,8 +179,8 @@ class Service:
         }
         if (usage := self._kv_cache_usage()) is not None:
             gauges["kv_cache_usage_perc"] = usage
-        half = self._half if self._half is not None and not self._half.is_context else None
-        text = self.metrics.text(self._served.names[0], gauges, half)
+        disagg = self._disagg if self._disagg is not None and not self._disagg.is_context else None
+        text = self.metrics.text(self._served.names[0], gauges, disagg)
         return web.Response(text=text, headers={"Content-Type": TEXT})
 
     # --- answers ---
@@ -197,9 +200,9 @@ class Service:
             else:
                 asked = read(data, chat, self._served)
             _request_id.set(_id_of(request, asked.request_id or _request_id.get()))
-            half = self._half if asked.disaggregated else None
-            if half is not None:
-                asked = half.check(asked, self._served)
+            disagg = self._disagg if asked.disaggregated else None
+            if disagg is not None:
+                asked = disagg.check(asked, self._served)
             if asked.n_characters > _LONG_TEXT or len(asked.messages) > _MANY_MESSAGES:
                 text = None
                 if chat and not asked.prompts:
@@ -213,7 +216,7 @@ class Service:
         self._check_memory(asked, prompts)
         self._n_open[client] += n
         try:
-            return await self._generate(request, asked, prompts, half)
+            return await self._generate(request, asked, prompts, disagg)
         finally:
             self._n_open[client] -= n
             if not self._n_open[client]:
@@ -224,13 +227,13 @@ class Service:
         request: web.Request,
         asked: Asked,
         prompts: Sequence[tuple[NDArray[np.int32], int]],
-        half: Half | None,
+        disagg: DisaggRoutes | None,
     ) -> web.StreamResponse:
         each = [one for one in prompts for _ in range(asked.n)]
         shapes = Shapes(asked, _request_id.get(), self._served.names[0], self._block_tokens)
-        if half is not None and half.is_context:
-            return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
-        arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
+        if disagg is not None and disagg.is_context:
+            return web.json_response(await self._context(disagg, asked, shapes, *prompts[0]))
+        arrival = None if disagg is None else await disagg.fetch(asked, prompts[0][0], self._served)
         choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
         try:
             if asked.stream:
@@ -242,8 +245,8 @@ class Service:
             return web.Response(text=shapes.whole(choices, made), content_type="application/json")
         finally:
             for choice in choices:
-                if half is not None and arrival is not None:
-                    half.ended(choice.answer, arrival)
+                if disagg is not None and arrival is not None:
+                    disagg.ended(choice.answer, arrival)
                 self._requests.give_up(choice.answer)  # unless it has ended
 
     def _check_queue(self, client: str, n: int) -> None:
@@ -292,27 +295,27 @@ class Service:
             answer = Answer.of(len(prompt), [arrival.first_token])
         else:
             answer = self._requests.open(row, prompt)
-            if arrival is not None and self._half is not None:
-                self._half.opened(answer, arrival)
+            if arrival is not None and self._disagg is not None:
+                self._disagg.opened(answer, arrival)
         return Choice(index, answer, prompt, wanted, asked, self._served)
 
     async def _context(
-        self, half: Half, asked: Asked, shapes: Shapes, prompt: NDArray[np.int32], wanted: int
+        self, disagg: DisaggRoutes, asked: Asked, shapes: Shapes, prompt: NDArray[np.int32], wanted: int
     ) -> Json:
         """Return the answer to a context-only request.
 
         Its KV cache is kept for a generation server from here on.
         """
-        await half.wait_for_room()
+        await disagg.wait_for_room()
         choice = self._open(0, prompt, wanted, asked, least_output=2)
-        half.began(choice.answer)
+        disagg.began(choice.answer)
         reason, is_kept = "abort", False
         try:
             while (piece := choice.take()) is None:
                 await choice.answer.changed()
             self._check_answered(choice.answer)
             self.metrics.first_token(choice.answer)
-            made = half.first(shapes, choice, piece)
+            made = disagg.first(shapes, choice, piece)
             reason, is_kept = piece.finish_reason or "length", piece.finish_reason is None
             return made
         except ApiError:
@@ -370,7 +373,7 @@ class Service:
         """Count an answer that has ended for its client."""
         self.metrics.finished(choice.answer, reason, choice.n_tokens)
         if self.perf_metrics.wanted and reason in ("stop", "length"):
-            ctx_request_id = None if self._half is None else self._half.ctx_request_id(choice)
+            ctx_request_id = None if self._disagg is None else self._disagg.ctx_request_id(choice)
             self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
 
     async def _stream(

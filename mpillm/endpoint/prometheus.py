@@ -10,7 +10,7 @@ from mpillm.endpoint.open_requests import Answer
 from mpillm.roles.harness import Totals
 
 if TYPE_CHECKING:
-    from mpillm.endpoint.half import Half
+    from mpillm.endpoint.disagg.routes import DisaggRoutes
 
 
 def _bounds(text: str) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ class ServeMetrics:
     def aborted(self) -> int:
         return self._finished["abort"]
 
-    def text(self, model: str, gauges: Mapping[str, float], fetches: Half | None) -> str:
+    def text(self, model: str, gauges: Mapping[str, float], fetches: DisaggRoutes | None) -> str:
         """Return Prometheus' text format, version 0.0.4.
 
         `gauges`: values that hold now, by name; `fetches`: what counts the KV caches of a generation server.

@@ -57,7 +57,7 @@ class Served:
     seed: int | None = None
     min_output_len: int = 0
     gives_logprobs: bool = False  # the core does
-    is_half: bool = False  # of disaggregated serving: takes `disaggregated_params`
+    is_disagg: bool = False  # a context or generation server: takes `disaggregated_params`
 
     @property
     def max_model_len(self) -> int:
@@ -92,7 +92,7 @@ class Asked:
     tokens_as_ids: bool = False  # log probabilities have "token_id:5" in place of a token's text
     add_special_tokens: bool = True  # those that frame any text, if the prompt is one
     request_id: str = ""  # "": the server makes one
-    # `disaggregated_params`, unchecked: see `Half.check`
+    # `disaggregated_params`, unchecked: see `DisaggRoutes.check`
     disaggregated: Json = field(default_factory=dict)
     prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
 
@@ -117,7 +117,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         )
     check_body(body)
     disaggregated = mapping(body, "disaggregated_params")
-    if not served.is_half:
+    if not served.is_disagg:
         for name in ("disaggregated_params", "prompt_token_ids"):
             if body.get(name):
                 refuse(name, body[name])

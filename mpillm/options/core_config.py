@@ -71,5 +71,5 @@ class CoreConfig:
     n_clients: int = 1  # of that server
     server_restarts: bool = False  # it is started again if it is lost in the test
     context_servers: tuple[int, ...] = ()  # of the run, that compute contexts for it; see `handover`
-    handover: str = ""  # how they hand KV caches over: see `cores.openai_client.handover`
+    handover: str = ""  # how they hand KV caches over: see `cores.openai_client.disagg_protocol`
     options: dict[str, Any] = field(default_factory=dict)  # --core_options

@@ -142,8 +142,8 @@ def _instance_role(
         core.connect(mover, peers)
     if route is None or rank != instance.leader:
         return Follower(core)
-    if session is not None and (half := session.make_half(core, route, leader, instance.index)):
-        return half
+    if session is not None and (role := session.make_disagg_role(core, route, leader, instance.index)):
+        return role
     if instance.role == "executor":
         return InstanceRole(core, route, leader, instance.index)
     # Pairs for the warm-up: every context instance hands something over, every generation instance receives

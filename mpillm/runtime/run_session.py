@@ -103,8 +103,10 @@ class RunSession(ABC):
         `loop`: for other threads, when the role has something to do.
         """
 
-    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
-        """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
+    def make_disagg_role(
+        self, core: LLMCore, route: Transport, leader: int, instance: int
+    ) -> InstanceRole | None:
+        """Return the role of the instance's first rank, if this run is a context or a generation server."""
         return None
 
     @abstractmethod

@@ -12,7 +12,6 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
-from mpillm.core_names import SERVER_ROLES, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import NoTokenizer
@@ -34,7 +33,7 @@ from mpillm.runtime.run_session import RunSession, announced, opened
 
 if TYPE_CHECKING:
     from mpillm.cores.openai_client.client_thread import ClientThread
-    from mpillm.endpoint.half import HalfServer
+    from mpillm.endpoint.disagg.server import DisaggServer
     from mpillm.roles.harness import Totals
 
 _log = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class ServeSession(RunSession):
         self._measured_at = self._kept_at = 0.0
         self._kept_samples = 0
         self.served = _served(planned, self.takes_text)
-        self._half: HalfServer | None = None
+        self._disagg: DisaggServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
         timeline = record().path / TIMELINE if self.KEEPS_TIMELINE else None
@@ -102,10 +101,10 @@ class ServeSession(RunSession):
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
-        half = None
         if config.half:
-            self._half = found_at(SERVER_ROLES[config.half])(config, planned.models[0], self.url)
-            half = self._half.routes
+            from mpillm.endpoint.disagg.server import DisaggServer
+
+            self._disagg = DisaggServer(config, planned.models[0], self.url)
         service = Service(
             self.served,
             requests,
@@ -117,7 +116,7 @@ class ServeSession(RunSession):
             kv_cache_usage=self._kv_cache_usage,
             block_tokens=_block_tokens(planned),
             lost=self._record.result["lost"],
-            half=half,
+            disagg=self._disagg.routes if self._disagg else None,
         )
         self._metrics = service.metrics
         self._metrics.totals.losses = requests.losses
@@ -140,8 +139,10 @@ class ServeSession(RunSession):
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return [self._frontend]
 
-    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
-        return self._half.role(core, route, leader, instance) if self._half else None
+    def make_disagg_role(
+        self, core: LLMCore, route: Transport, leader: int, instance: int
+    ) -> InstanceRole | None:
+        return self._disagg.role(core, route, leader, instance) if self._disagg else None
 
     def poll(self) -> bool:
         """Take down what the instances have computed."""
@@ -241,7 +242,7 @@ def _served(planned: Planned, takes_text: bool) -> Served:
         max_output_len=config.max_output_len,
         min_output_len=config.min_output_len,
         gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
-        is_half=bool(config.half),
+        is_disagg=bool(config.half),
         **given,
     )
 

@@ -5,13 +5,14 @@ without a status line, and after HTTP 429 or 503, which say that the server did 
 answer are never mixed with another's.
 
 In disaggregated serving a request goes to a context server first, and with what comes back to one that
-generates (`Handover`). Both steps are one call: it is retried, watched and cancelled in the same way.
+generates (`DisaggProtocol`). Both steps are one call: it is retried, watched and cancelled in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ from typing import Any, Protocol
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.answer import OF_REQUESTS, Answer, AnswerError, failure_text, refusal_of
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
+from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
-from mpillm.cores.openai_client.handover import Handover
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
 _BUSY = (429, 503)  # the server has not begun, and may later
@@ -80,7 +81,7 @@ class Call:
     @property
     def at_context(self) -> bool:
         """Whether its context is yet to be computed, by a server for that."""
-        return self._client.handover is not None and self.handed is None
+        return self._client.protocol is not None and self.handed is None
 
     def _begin(self) -> None:
         self.connection: HttpConnection | None = None
@@ -173,18 +174,18 @@ class Client:
         silence_s: float,
         retry_s: float,
         contexts: Sequence[Endpoint] = (),
-        handover: Handover | None = None,
+        protocol: DisaggProtocol | None = None,
     ) -> None:
         """`text_of`: of a prompt, for servers that take text; `stream`: all answers come token by token.
 
         `silence_s`: longest time for which a server that owes answers may say nothing; `retry_s`: longest
         time from a request's first failure to its last attempt.
 
-        `contexts`: servers that compute contexts and hand them over to `endpoints`, as `handover` says.
+        `contexts`: servers that compute contexts for `endpoints`; `protocol`: between the two.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
-        self.handover = handover
+        self.protocol = protocol
         self.listener = listener
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
@@ -293,10 +294,10 @@ class Client:
 
     def _handed(self, call: Call) -> dict[str, Any] | None:
         """Return what the context server has answered for the other one; None: it is the whole answer."""
-        assert self.handover is not None
-        handed = self.handover.handed(call.answer.whole)
+        assert self.protocol is not None
+        handed = self.protocol.handed(json.loads(call.answer.whole))
         if handed is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
-            raise AnswerError(f"it hands no KV cache over: there are no {self.handover.name} in its answer")
+            raise AnswerError(f"it hands no KV cache over: there are no {self.protocol.name} in its answer")
         return handed
 
     def _answered(self, call: Call) -> None:
@@ -336,11 +337,14 @@ class Client:
     def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
-        if self.handover is None:
+        if self.protocol is None:
             return request
+        whole = json.loads(request)
         if call.handed is None:
-            return self.handover.for_context(request)
-        return self.handover.for_generation(request, call.handed)
+            whole = self.protocol.for_context(whole)
+        else:
+            whole = self.protocol.for_generation(whole, call.handed)
+        return json.dumps(whole, separators=(",", ":")).encode()
 
     def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
         """Send `call` again after `wait_s` (None: a growing pause), if it is not too late."""

@@ -27,9 +27,9 @@ from mpillm.cores.clients import (
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
+from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
-from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
     ServerStarts,
@@ -193,7 +193,7 @@ class EndpointCore(LLMCore):
             EARLIER * self._harness.stall_timeout,
             self._options.retry_s,
             self._contexts,
-            handover_of(self.config.handover, self.config.instance) if self._contexts else None,
+            protocol_of(self.config.handover, self.config.instance) if self._contexts else None,
         )
 
     def _endpoint(self, url: str) -> Endpoint:
@@ -344,7 +344,7 @@ class EndpointCore(LLMCore):
                 self._contexts,
                 self._reader,
                 owned=self.config.server is not None,
-                may_recompute=self._client.handover is not None and self._client.handover.may_recompute,
+                may_recompute=self._client.protocol is not None and self._client.protocol.may_recompute,
             ),
         }
 

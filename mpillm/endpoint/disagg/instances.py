@@ -1,4 +1,4 @@
-"""Instances that are one half of disaggregated serving, while the other half is another run.
+"""Instances of context and generation servers, which are runs of their own.
 
 A context server answers CONTEXT_ONLY requests with their first token and keeps the KV cache for whoever
 fetches it (`kv_socket`); a generation server's HTTP thread fetches it before it sends a GENERATION_ONLY
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from mpillm.comms.messages import (
 from mpillm.cores.base import Credits, LLMCore
 from mpillm.cores.capabilities import Cache, HandsOverToRuns, OwnMemory
 from mpillm.endpoint.disagg.kv_socket import KvStore
-from mpillm.endpoint.half import Arrival
 from mpillm.phases import Phase
 from mpillm.roles.handoff import First, Kv
 from mpillm.roles.instance import InstanceRole
@@ -48,7 +47,14 @@ _GRACE_S = 5.0  # for a cache to be fetched that others have no room for
 _PARTNER = 0  # the instance that stands for this rank's memory
 
 
-class _Half(InstanceRole):
+class Arrival(NamedTuple):
+    """The result of a context server for a request."""
+
+    first_token: int
+    cache: Cache
+
+
+class _Server(InstanceRole):
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         super().__init__(core, route, leader, instance)
         assert isinstance(core, HandsOverToRuns)
@@ -110,7 +116,7 @@ class _Context:
         return Kv.MOVED if self.left and self.cache is not None else Kv.MOVING
 
 
-class ContextServer(_Half):
+class ContextServer(_Server):
     """Computes prompts and first tokens."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int, store: KvStore) -> None:
@@ -261,7 +267,7 @@ class ContextServer(_Half):
             del self._contexts[id_]
 
 
-class GenerationServer(_Half):
+class GenerationServer(_Server):
     """Generates from the second token on."""
 
     def __init__(

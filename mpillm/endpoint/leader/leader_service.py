@@ -9,7 +9,6 @@ another server of the same kind only after a connection that was refused, and to
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import time
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 import aiohttp
 from aiohttp import web
 
+from mpillm.cores.openai_client.disagg_protocol import DisaggregatedParams
 from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE, mapping, parse
-from mpillm.endpoint.disagg.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.endpoint.http_errors import on_expect
 from mpillm.endpoint.leader.ask import Ask
 from mpillm.endpoint.leader.workers import Pool, Worker
@@ -85,7 +84,6 @@ class LeaderMetrics:
         return "\n".join(lines) + "\n"
 
 
-_GOES_ON = ("length", "not_finished")  # reasons of a context server's answer that is not the whole one
 _MOST_ERROR = 1 << 16  # bytes that are passed on of one
 _PASSED_ON = ("Authorization", "X-Request-Id")
 _GIVEN_BACK = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
@@ -113,7 +111,7 @@ class LeaderService:
         self._session = session
         self._silence_s = silence_s
         self._max_retries = max_retries
-        self._ids = itertools.count(1)
+        self._protocol = DisaggregatedParams(1)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self.guard.max_body_bytes, middlewares=[self._around])
@@ -170,22 +168,18 @@ class LeaderService:
     async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
         async with self.guard.body(request) as data:
             body = _read(data) if len(data) <= LARGE else await asyncio.to_thread(_read, data)
-        id_ = next(self._ids)
-        asked = {name: value for name, value in body.items() if name != "stream_options"}
-        asked |= {
-            "stream": False,
-            "disaggregated_params": {"request_type": CONTEXT_ONLY, "disagg_request_id": id_},
-        }
-        async with self._ask(self._contexts, request, asked) as answer:
+        whole = {name: value for name, value in body.items() if name != "stream_options"}
+        for_context = self._protocol.for_context(whole | {"stream": False})
+        async with self._ask(self._contexts, request, for_context) as answer:
             if answer.status != 200:
                 return await self._passed_on(answer)
             first = await answer.json()
-        choice = _choice(first, answer.worker)
-        params = choice.pop("disaggregated_params", None)
-        if params is not None and not isinstance(params, dict):
-            message = f"{answer.worker.name}: its disaggregated_params are no object"
-            raise ApiError(502, message, code="bad_answer")
-        if params is None or choice.get("finish_reason") not in _GOES_ON:
+        try:
+            params = self._protocol.handed(first)
+        except ValueError as error:
+            raise ApiError(502, f"{answer.worker.name}: {error}", code="bad_answer") from None
+        if params is None:
+            first["choices"][0].pop(self._protocol.name, None)
             first.pop("prompt_token_ids", None)
             if body.get("stream"):
                 self.metrics.first_token(time.perf_counter() - began)
@@ -193,9 +187,10 @@ class LeaderService:
             self._done(began)
             return response
         tokens = "prompt_token_ids" if "messages" in body else "prompt"
-        params = params | {"request_type": GENERATION_ONLY, "disagg_request_id": id_}
-        rest = body | {tokens: first.get("prompt_token_ids"), "disaggregated_params": params}
-        async with self._ask(self._generations, request, rest) as answer:
+        params["disagg_request_id"] = for_context[self._protocol.name]["disagg_request_id"]
+        rest = body | {tokens: first.get("prompt_token_ids")}
+        for_generation = self._protocol.for_generation(rest, params)
+        async with self._ask(self._generations, request, for_generation) as answer:
             if answer.status != 200:
                 return await self._passed_on(answer)
             if not body.get("stream"):
@@ -243,13 +238,6 @@ def _read(data: bytes) -> Json:
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
     stream_of(body)  # the request to a context server contains neither
     return body
-
-
-def _choice(body: Json, worker: Worker) -> Json:
-    choices = body.get("choices")
-    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
-        return choices[0]
-    raise ApiError(502, f"{worker.name}: its answer must have one choice", code="bad_answer")
 
 
 async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:

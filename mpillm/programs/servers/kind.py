@@ -149,7 +149,7 @@ class ServerKind(ProgramKind[ServerSpec]):
     metrics_port: str = ""  # the one of these with its metrics; "": that of HTTP
     names_model: bool = False  # its command line has the name by which clients request the model
     takes_gpus: bool = True  # CUDA_VISIBLE_DEVICES chooses its GPUs
-    # Between its context and generation servers, see `openai_client.handover`; "": mpillm starts none.
+    # Between its context and generation servers, see `openai_client.disagg_protocol`; "": mpillm starts none.
     disagg_protocol: str = ""
     no_disagg: str = "mpillm starts no context and generation servers of it"  # the reason
     disagg: Callable[[ServerSpec], Command] | None = None  # more arguments and environment for these

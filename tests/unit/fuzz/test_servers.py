@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import math
 import queue
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ from tritonclient.grpc import InferResult, service_pb2
 from launch.outside import one_line
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS
+from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError
-from mpillm.cores.openai_client.handover import handover_of
 from mpillm.cores.openai_client.http_connection import HttpError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
 from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, reading_of
@@ -123,7 +124,6 @@ HANDED = {
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1},
 }
-REQUEST = json_bytes({"model": "m", "prompt": [5, 6], "max_tokens": 4})
 
 
 @fuzz(
@@ -136,10 +136,10 @@ def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> No
     """As `Client.ended` reads it, and writes it to the other server."""
     (answer := Answer(False, 4)).feed(data, 0.0)
     answer.finish(0.0)
-    handover = handover_of(name, 0)
-    handed = handover.handed(answer.whole)
+    protocol = protocol_of(name, 0)
+    handed = protocol.handed(json.loads(answer.whole))
     if handed is not None:
-        assert isinstance(handover.for_generation(REQUEST, handed), bytes)
+        assert protocol.for_generation({}, handed) == {name: handed}
 
 
 METRICS = (

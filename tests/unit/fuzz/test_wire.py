@@ -26,15 +26,15 @@ from mpillm.comms import messages
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, refusal_of
 from mpillm.cores.openai_client.client import seconds_of
+from mpillm.cores.openai_client.disagg_protocol import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
 from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.disagg.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY, KvFormat
-from mpillm.endpoint.disagg.disaggregated_params import DisaggregatedParams as Half
 from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, checksum, fetch
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
+from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
 from mpillm.endpoint.leader.ask import Ask
 from mpillm.endpoint.leader.workers import Pool, Worker
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
@@ -168,7 +168,7 @@ def test_a_server_of_caches(_: Path, data: bytes) -> None:
 # --- clients of our endpoint ---
 
 SERVED = Served(
-    ("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200), gives_logprobs=True, is_half=True
+    ("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200), gives_logprobs=True, is_disagg=True
 )
 DISAGGREGATED = {
     "request_type": GENERATION_ONLY,
@@ -272,14 +272,16 @@ def test_disaggregated_params(_: Path, params: Any, context: bool) -> None:
     body = json_bytes({"prompt": [5, 6, 7], "disaggregated_params": params})
     kept = store()[0] if context else None
     seal = Seal("ours")  # which has signed none: no connection is made
-    half = Half("context" if context else "generation", "it", KvFormat("any", 1), HOST, kept, {}, 1.0, seal)
+    routes = DisaggRoutes(
+        "context" if context else "generation", "it", KvFormat("any", 1), HOST, kept, {}, 1.0, seal
+    )
     try:
-        asked = half.check(read(body, False, SERVED), SERVED)
+        asked = routes.check(read(body, False, SERVED), SERVED)
         if not context:
-            asyncio.run(half.fetch(asked, PROMPT, SERVED))
+            asyncio.run(routes.fetch(asked, PROMPT, SERVED))
     finally:
-        if half._fetchers is not None:
-            half._fetchers.shutdown()
+        if routes._fetchers is not None:
+            routes._fetchers.shutdown()
 
 
 TENSORS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The HTTP thread's part of one half of disaggregated serving."""
+"""The routes of a context and of a generation server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import pytest
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.disagg.disaggregated_params import DisaggregatedParams as Half
-from mpillm.endpoint.disagg.disaggregated_params import KvFormat
+from mpillm.endpoint.disagg.instances import Arrival
 from mpillm.endpoint.disagg.kv_socket import KvStore
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
-from mpillm.endpoint.half import Arrival
+from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
 from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Served
 
@@ -29,14 +28,16 @@ from mpillm.endpoint.protocol import Served
 def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() -> None:
     """An id is free with a request's last row; the request's handler runs a turn of the loop later."""
     arrivals: dict[int, Arrival] = {}
-    half = Half("generation", "it", KvFormat("any", 1), "localhost", None, arrivals, 1.0, Seal(None))
+    routes = DisaggRoutes(
+        "generation", "it", KvFormat("any", 1), "localhost", None, arrivals, 1.0, Seal(None)
+    )
     first, second = (Arrival(token, np.zeros(1, np.uint8)) for token in (1, 2))
-    half.opened(Answer(0, 1), first)
+    routes.opened(Answer(0, 1), first)
     del arrivals[0]  # its instance takes it, and answers
-    half.opened(Answer(0, 1), second)
-    half.ended(Answer(0, 1), first)
+    routes.opened(Answer(0, 1), second)
+    routes.ended(Answer(0, 1), first)
     assert arrivals == {0: second}
-    half.ended(Answer(0, 1), second)
+    routes.ended(Answer(0, 1), second)
     assert not arrivals
 
 
@@ -45,14 +46,14 @@ PROMPT, FIRST = np.array([5, 6, 7], np.int32), 9
 STATE = KvState("context server 0", "127.0.0.1", 1, "00" * 16, "any", request_digest(PROMPT, FIRST))
 
 
-def generation_server(seal: Seal) -> Half:
-    return Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 5.0, seal)
+def generation_server(seal: Seal) -> DisaggRoutes:
+    return DisaggRoutes("generation", "it", KvFormat("any", 1), "localhost", None, {}, 5.0, seal)
 
 
-def fetched(half: Half, state: object, prompt: Any = PROMPT, first: int = FIRST) -> Arrival:
+def fetched(routes: DisaggRoutes, state: object, prompt: Any = PROMPT, first: int = FIRST) -> Arrival:
     params = {"encoded_opaque_state": state, "first_gen_tokens": [first]}
     asked: Any = SimpleNamespace(disaggregated=params)
-    return asyncio.run(half.fetch(asked, prompt, SERVED))
+    return asyncio.run(routes.fetch(asked, prompt, SERVED))
 
 
 def test_a_forged_state_sends_nothing_anywhere() -> None:
@@ -113,11 +114,11 @@ def test_a_cache_is_bound_to_its_request() -> None:
         store.open(1)
         store.put(1, cache)
         state = seal.write(dataclasses.replace(STATE, port=store.port, key=(store.key(1) or b"").hex()))
-        half = generation_server(seal)
+        routes = generation_server(seal)
         for prompt, first in (([5, 6, 8], FIRST), ([5, 6], FIRST), (PROMPT, 8)):
             with pytest.raises(ApiError, match="another prompt or first token"):
-                fetched(half, state, np.array(prompt, np.int32), first)
-        arrival = fetched(half, state)
+                fetched(routes, state, np.array(prompt, np.int32), first)
+        arrival = fetched(routes, state)
         assert arrival.first_token == FIRST and np.array_equal(arrival.cache, cache)
 
 
@@ -126,9 +127,11 @@ def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) ->
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(5.0)
         for port in (listening.getsockname()[1], 1):
-            half = Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 0.2, Seal(None))
+            routes = DisaggRoutes(
+                "generation", "it", KvFormat("any", 1), "localhost", None, {}, 0.2, Seal(None)
+            )
             with pytest.raises(ApiError) as error:
-                fetched(half, Seal(None).write(dataclasses.replace(STATE, port=port)))
+                fetched(routes, Seal(None).write(dataclasses.replace(STATE, port=port)))
             messages.append((error.value.status, str(error.value)))
         listening.accept()[0].close()
     assert (
@@ -141,14 +144,14 @@ def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
     """Also when those who asked for its caches have gone."""
     cache = np.arange(len(PROMPT), dtype=np.uint8)
     seal = Seal("ours")
-    half = Half("generation", "it", KvFormat("any", 1), "localhost", None, {}, 10.0, seal)
+    routes = DisaggRoutes("generation", "it", KvFormat("any", 1), "localhost", None, {}, 10.0, seal)
 
     async def fetch(port: int, key: str = STATE.key) -> Arrival:
         state = seal.write(dataclasses.replace(STATE, port=port, key=key))
         asked: Any = SimpleNamespace(
             disaggregated={"encoded_opaque_state": state, "first_gen_tokens": [FIRST]}
         )
-        return await half.fetch(asked, PROMPT, SERVED)
+        return await routes.fetch(asked, PROMPT, SERVED)
 
     async def test(silent: int, store: KvStore) -> None:
         for _ in range(2):
@@ -173,13 +176,13 @@ def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
 def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while others wait does not take the room that becomes free."""
     store = KvStore("127.0.0.1", 5.0)
-    half = Half("context", "it", KvFormat("any", 1), "localhost", store, {}, 5.0, Seal(None))
+    routes = DisaggRoutes("context", "it", KvFormat("any", 1), "localhost", store, {}, 5.0, Seal(None))
     served: list[int] = []
     answers = [Answer(i, 1) for i in range(9)]
 
     async def ask(i: int) -> None:
-        await half.wait_for_room()
-        half.began(answers[i])
+        await routes.wait_for_room()
+        routes.began(answers[i])
         served.append(i)
 
     async def all_of_them() -> None:
@@ -205,11 +208,11 @@ def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_who_waits_too_long_for_room_is_told_so() -> None:
     store = KvStore("127.0.0.1", 5.0)
-    half = Half("context", "it", KvFormat("any", 1), "localhost", store, {}, 0.05, Seal(None))
-    half.began(Answer(0, 1))
+    routes = DisaggRoutes("context", "it", KvFormat("any", 1), "localhost", store, {}, 0.05, Seal(None))
+    routes.began(Answer(0, 1))
 
     async def two() -> list[Any]:
-        asks = half.wait_for_room(), half.wait_for_room()
+        asks = routes.wait_for_room(), routes.wait_for_room()
         return list(await asyncio.gather(*asks, return_exceptions=True))
 
     try:

@@ -1,6 +1,6 @@
-"""One half of disaggregated serving over HTTP: TensorRT-LLM's `disaggregated_params`, as a server has them.
+"""Routes of a context or a generation server: TensorRT-LLM's `disaggregated_params`.
 
-The leader (`nvidia.leader`, or `trtllm-serve disaggregated`) sends a request to a context
+The leader (`endpoint.leader`, or `trtllm-serve disaggregated`) sends a request to a context
 server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
 generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
 (`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.capabilities import Cache
+from mpillm.cores.openai_client.disagg_protocol import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import token_ids
 from mpillm.endpoint.choices import Choice, Piece
+from mpillm.endpoint.disagg.instances import Arrival
 from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, fetch, plain_memory
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
-from mpillm.endpoint.half import Arrival
 from mpillm.endpoint.open_requests import Answer
 from mpillm.endpoint.protocol import Asked, Served
 from mpillm.endpoint.shapes import Shapes
 from mpillm.files import excerpt
 
 _log = logging.getLogger(__name__)
-CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _FETCHES = 64  # at once
 _LOOK_S = 0.02  # whether there is room
 
@@ -50,8 +50,8 @@ class KvFormat:
     bytes_per_token: int
 
 
-class DisaggregatedParams:
-    """Implements `endpoint.half.Half`."""
+class DisaggRoutes:
+    """The part of the HTTP thread, which alone calls it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DisaggregatedParams:
         be fetched.
         """
         self.is_context = role == "context"
-        self.transfers = self.failed_transfers = 0
+        self.transfers = self.failed_transfers = 0  # KV caches that a generation server has fetched, or not
         self._role = role
         self._name = name
         self._kv = kv

@@ -1,4 +1,4 @@
-"""One half of disaggregated serving on rank 0: what the routes need, and the role."""
+"""A context or a generation server on rank 0: the routes, and the role of the instance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import HandsOverToRuns
 from mpillm.cores.registry import BackendRegistry
 from mpillm.endpoint.admission import is_loopback
-from mpillm.endpoint.disagg.disaggregated_params import DisaggregatedParams, KvFormat
-from mpillm.endpoint.disagg.instances import ContextServer, GenerationServer
+from mpillm.endpoint.disagg.instances import Arrival, ContextServer, GenerationServer
 from mpillm.endpoint.disagg.kv_socket import KvStore
 from mpillm.endpoint.disagg.opaque_state import Seal
-from mpillm.endpoint.half import Arrival
+from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
 from mpillm.options.disagg_yaml import HALVES
 from mpillm.options.run_config import RunConfig
 from mpillm.roles.instance import InstanceRole
@@ -25,7 +24,7 @@ from mpillm.roles.instance import InstanceRole
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
-class HalfServer:
+class DisaggServer:
     """A context or a generation server."""
 
     def __init__(self, config: RunConfig, model: Any, url: str) -> None:
@@ -64,7 +63,7 @@ class HalfServer:
             model.config.kv_bytes_per_token(model.kv_dtype),
         )
         seal = Seal(secret)
-        self.routes = DisaggregatedParams(role, name, kv, host, self._store, self._arrivals, timeout_s, seal)
+        self.routes = DisaggRoutes(role, name, kv, host, self._store, self._arrivals, timeout_s, seal)
 
     def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
         """Return the role of the instance's first rank."""

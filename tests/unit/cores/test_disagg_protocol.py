@@ -1,0 +1,45 @@
+"""What a context and a generation server are asked, and what is made of the first one's answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpillm.cores.openai_client.disagg_protocol import DisaggregatedParams, KvTransferParams, protocol_of
+
+REQUEST = {"prompt": [1, 2], "max_tokens": 8, "min_tokens": 4, "seed": 7}
+
+
+def answer(reason: str = "length", params: Any = None, of_choice: Any = None) -> dict[str, Any]:
+    choice = {"finish_reason": reason, "disaggregated_params": of_choice}
+    return {"choices": [choice], "kv_transfer_params": params}
+
+
+def test_kv_transfer_params() -> None:
+    protocol = protocol_of("kv_transfer_params", 0)
+    assert isinstance(protocol, KvTransferParams)
+    asked = protocol.for_context(REQUEST)
+    assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (1, 1, 7)
+    assert asked["kv_transfer_params"]["do_remote_decode"] is True
+    assert asked["kv_transfer_params"]["remote_block_ids"] is None
+    handed = {"do_remote_prefill": True, "remote_block_ids": [[3]]}
+    assert protocol.handed(answer(params=handed)) == handed and protocol.handed(answer("stop")) is None
+    assert protocol.for_generation(REQUEST, handed) == REQUEST | {"kv_transfer_params": handed}
+    with pytest.raises(ValueError, match="its kv_transfer_params are no object"):
+        protocol.handed(answer(params=[1]))
+
+
+def test_disaggregated_params() -> None:
+    protocols = [protocol_of("disaggregated_params", client) for client in (0, 1)]
+    asked = [protocol.for_context(REQUEST) for protocol in (*protocols, *protocols)]
+    ids = [one["disaggregated_params"]["disagg_request_id"] for one in asked]
+    assert len(set(ids)) == 4 and min(ids) >= 1 << 42
+    assert asked[0]["max_tokens"] == 8 and asked[0]["disaggregated_params"]["request_type"] == "context_only"
+    (protocol, _) = protocols
+    assert isinstance(protocol, DisaggregatedParams)
+    said = {"request_type": "context_only", "first_gen_tokens": [5]}
+    handed = protocol.handed(answer("not_finished", of_choice=said))
+    assert handed == said | {"request_type": "generation_only"}
+    assert protocol.handed(answer("stop", of_choice=said)) is None, "the first token was the last"
+    assert protocol.for_generation(REQUEST, handed)["disaggregated_params"] == handed
