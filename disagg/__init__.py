@@ -1,4 +1,4 @@
-"""What runs where: the disaggregation YAML, its generator, the world plan. Pure data: no MPI, no process."""
+"""The disaggregation YAML, its generator, and the world plan. Pure data: no MPI, no process."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used when it is: every command imports this package for its errors."""
+    """Import a name's module at its first use, because every command imports this package for its errors."""
     for file, names in _FILES.items():
         if name in names:
             return getattr(importlib.import_module(f"disagg.{file}"), name)

@@ -1,18 +1,18 @@
 """The disaggregation YAML as typed data.
 
-It is what TensorRT-LLM reads (`trtllm-serve disaggregated -c`), with a section of our own, `executors`.
+TensorRT-LLM defines the format (`trtllm-serve disaggregated -c`). mpillm adds the section `executors`.
 
-Sections. A disaggregated file has `context_servers` and `generation_servers`, an aggregated one only
-`executors`. With `disagg_cluster`, by which servers register with TensorRT-LLM's leader, sections may be
-missing. All three take the keys of `ServerConfig`; in our own runs each may also be a list of such mappings,
-for instances that differ (`executors[0]`, `executors[1]`). Any other key in a section is an LLM argument and
-is kept in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`),
-it is refused as misspelt, and so is a key inside `kv_cache_config` and the other mappings of which something
-is read.
+Sections. A disaggregated file has `context_servers` and `generation_servers`. An aggregated file has only
+`executors`. With `disagg_cluster`, servers register with TensorRT-LLM's leader, and sections may be missing.
+All three sections accept the keys of `ServerConfig`. In mpillm's own runs, a section may also be a list of
+such mappings, for instances that differ (`executors[0]`, `executors[1]`). Any other key in a section is an
+LLM argument and is kept in `extra`. An unknown LLM argument that resembles a known key (`num_instance`) is
+refused as misspelled. The same applies to keys inside mappings that are partly read here, such as
+`kv_cache_config`.
 
 Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options for the leader (`options`). As
-in TensorRT-LLM, any other key at the top level applies to every section, and the same key with two values is
-an error. We are stricter with names: a key that resembles a known one is refused, and so is a mapping that
+in TensorRT-LLM, any other key at the top level applies to every section. The same key with two values is an
+error. mpillm is stricter with names: it refuses a key that resembles a known key, and a mapping that
 looks like a section but has another name.
 
 All instances of a run serve one model: sections may repeat `model` and `backend`, but all values must agree.
@@ -46,21 +46,21 @@ from .schema import (
 from .text_file import read_text
 from .yaml_text import plain, read, write
 
-# How closely a key must resemble a known one to count as misspelt: a key that is read here, and an LLM
-# argument. The second is stricter, because each release adds arguments with names like the old ones.
+# Similarity from which a key counts as misspelled: to a key that is read here, and to an LLM argument. The
+# second is stricter, because each release adds arguments with names that resemble older ones.
 _CLOSE, _SLIP = 0.85, 0.93
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The instances of one section, or of one of a list; all are alike. Parallel sizes are in ranks."""
+    """The equal instances of one section, or of one item of a list. Parallel sizes are in ranks."""
 
     num_instances: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     moe_expert_parallel_size: int = 1  # divides tensor_parallel_size: expert parallelism splits a TP group
-    max_batch_size: int | None = None  # requests; None leaves it to the backend, here and below
+    max_batch_size: int | None = None  # requests. None: the backend's default, here and below
     max_num_tokens: int | None = None  # tokens in one step
     max_seq_len: int | None = None  # tokens of prompt plus answer
     kv_cache_config: Mapping[str, Any] = field(default_factory=dict)
@@ -81,16 +81,16 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DisaggConfig:
-    """A whole file. `parse`, `load`, `from_mapping` and `generate` validate; the constructor does not."""
+    """A whole file. `parse`, `load`, `from_mapping` and `generate` validate it; the constructor does not."""
 
-    hostname: str = "localhost"  # where the leader listens, if it is TensorRT-LLM's
+    hostname: str = "localhost"  # address of TensorRT-LLM's leader
     port: int = 8000
     model: str | None = None
     backend: str | None = None
     context_servers: ServerConfig | None = None
     generation_servers: ServerConfig | None = None
     executors: ServerConfig | None = None
-    # In the place of these, by name: sections that are lists in the file.
+    # Sections that are lists in the file, by name. They replace the three fields above.
     lists: Mapping[str, tuple[ServerConfig, ...]] = field(default_factory=dict)
     # TensorRT-LLM's options for the leader, unchanged.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class DisaggConfig:
 
     @property
     def is_half(self) -> bool:
-        """Whether it has one context or generation instance, and the other half is another run's."""
+        """Whether it has one context or generation instance, and another run has the other phase."""
         return (
             self.mode == "disaggregated"
             and DISCOVERY not in self.options
@@ -113,9 +113,9 @@ class DisaggConfig:
 
     @property
     def sections(self) -> tuple[tuple[str, ServerConfig], ...]:
-        """Name and content of the sections present, in the order in which their instances take ranks.
+        """Name and content of the existing sections, in the order in which their instances use ranks.
 
-        Those of a list have their index in their names: `executors[1]`.
+        The name of a list's item contains its index: `executors[1]`.
         """
         made: list[tuple[str, ServerConfig]] = []
         for name in SECTIONS:
@@ -125,7 +125,7 @@ class DisaggConfig:
         return tuple(made)
 
     def with_sections(self, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
-        """Return it with what `change` makes of each section, given its name and content."""
+        """Return a copy in which `change(name, content)` replaces each section."""
         return replace(self, **_as_fields({name: change(name, server) for name, server in self.sections}))
 
     @property
@@ -152,7 +152,7 @@ def dump(config: DisaggConfig) -> str:
     defaults = vars(ServerConfig())
     sections: dict[str, Any] = {}
     for name, server in config.sections:
-        # Written even if 1: people look for them.
+        # Written even if 1, because readers look for them.
         sizes = ("num_instances", "tensor_parallel_size", "pipeline_parallel_size")
         section = {
             key: getattr(server, key)
@@ -339,7 +339,7 @@ def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) 
 def _check_addresses(source: str, leader: str, servers: Mapping[str, ServerConfig]) -> None:
     """Refuse an address that is used twice.
 
-    (TensorRT-LLM takes a URL in both sections as one mixed server; here an instance has one role.)
+    (TensorRT-LLM treats a URL in both sections as one mixed server. Here, an instance has one role.)
     """
     taken = {leader: "hostname and port"}
     for name, server in servers.items():

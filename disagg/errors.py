@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_HEAD, _TAIL = 2000, 1000  # characters of a message: a path may have 4,096, and the reason stands after it
+_HEAD, _TAIL = 2000, 1000  # characters of a message. A path may have 4,096, and the reason follows it
 
 
 class ConfigError(ValueError):
-    """Bad input, found before anything was loaded.
+    """Wrong input that is detected before loading.
 
-    The message names the field, the value and what is allowed; it is printed without a traceback. It is a
-    ValueError, as nv-mitten's errors are: our code that catches ValueError lets a ConfigError pass first.
-    A message may quote text from outside, of any length; a long message is shortened in its middle.
-    `about`: the names of the options that are wrong, for whoever knows where each was set.
+    The message contains the field, the value and the allowed values. It is printed without a traceback. The
+    class is a ValueError, like nv-mitten's errors. So code that catches ValueError must re-raise ConfigError
+    first. A message may quote external text of any length. A long message is shortened in its middle.
+    `about`: names of the wrong options, for callers that know the source of each.
     """
 
     def __init__(self, message: str = "", about: Iterable[str] = ()) -> None:
@@ -32,7 +32,7 @@ def _shortened(message: str) -> str:
 
 @contextmanager
 def about(*options: str) -> Iterator[None]:
-    """A ConfigError in this block, or in the function that this decorates, is about these options, too."""
+    """Add these options to `about` of a ConfigError in this block, or in the decorated function."""
     try:
         yield
     except ConfigError as error:
@@ -43,7 +43,7 @@ def about(*options: str) -> Iterator[None]:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `` (did you mean 'x'?)`` for the known name closest to `name`.
 
-    Empty if no name's similarity reaches `cutoff` (0 to 1).
+    The text is empty if no name's similarity reaches `cutoff` (0 to 1).
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean '{matches[0]}'?)" if matches else ""

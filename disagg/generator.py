@@ -1,4 +1,4 @@
-"""A configuration from options and a world size, for runs without a YAML and `generate-disagg-config`."""
+"""Generates a configuration from options and a world size: runs without a YAML, `generate-disagg-config`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .schema import Rule, checked
 
 MODES = ("aggregated", "disaggregated")
 CONTROL_RANKS = (1, 2)
-"""How many ranks harness and leader may have, the better first."""
-_MOST = 1 << 20  # a larger count is a typing error, and would only fill the memory
+"""Numbers of ranks for harness and leader, the preferred number first."""
+_MOST = 1 << 20  # a larger count is a typing error, and would fill the memory
 _CONTROL: Rule = ("1 or 2", lambda x: type(x) is int and (x == 0 or x in CONTROL_RANKS))
 _SHARES = {None: "1 or 2 ranks are control", 0: "all ranks are workers"}
 _FLAG: Rule = (f"an integer from 1 to {_MOST}", lambda x: type(x) is int and 1 <= x <= _MOST)
 
 
 def ranks_for(n_workers: int, control_ranks: int | None = None) -> int:
-    """Return the world size for `n_workers` workers and as many control ranks; None: the usual one."""
+    """Return the world size for `n_workers` workers and `control_ranks` control ranks; None: one."""
     return n_workers + (control_ranks or CONTROL_RANKS[0])
 
 
@@ -46,21 +46,21 @@ def generate(
 ) -> DisaggConfig:
     """Return a configuration whose plan fits `world_size` ranks.
 
-    With `world_size` None the counts of instances are those given, by default 1.
+    If `world_size` is None, the default of the counts of instances is 1.
 
-    Counts that are not given follow from the world size: all worker ranks are used, and at most a third of
-    them (but at least one instance) are context ranks. All ranks but `control_ranks` are workers; with None
-    one rank is control or, if no counts fit the others, two, and a world of one rank has none. 0 is for the
-    workers of a leader outside.
+    Otherwise, counts that are None follow from the world size. All worker ranks are used. At most a third of
+    them, but at least one instance, are context ranks. All ranks except `control_ranks` are workers. If
+    `control_ranks` is None, there is one control rank, or two if no counts fit one. A world of one rank has
+    no control rank. 0 is for the workers of an external leader.
 
-    The ctx and gen options and `first_worker_port` apply to disaggregated mode; `num_executors`,
-    `tensor_parallelism` and `pipeline_parallelism` to aggregated mode; those of the other mode are ignored.
-    `moe_expert_parallelism` goes into every section.
+    The ctx and gen options and `first_worker_port` apply to disaggregated mode. `num_executors`,
+    `tensor_parallelism` and `pipeline_parallelism` apply to aggregated mode. Options of the other mode are
+    ignored. `moe_expert_parallelism` applies to every section.
 
-    `urls`, which TensorRT-LLM needs in a disaggregated file, are ports of this host from `first_worker_port`
-    on; `with_hosts` sets other hosts.
+    TensorRT-LLM needs `urls` in a disaggregated file. They are ports of this host from `first_worker_port`
+    on. `with_hosts` sets other hosts.
 
-    Raises ConfigError, which names the option or the section's field that it became.
+    Raises ConfigError, which names the option, or the section's field that contains its value.
     """
     if mode not in MODES:
         raise ConfigError(f"--mode: {mode!r}; must be {' or '.join(MODES)}{nearest(mode, MODES)}")
@@ -102,7 +102,7 @@ def generate(
         }
         section["moe_expert_parallel_size"] = moe_expert_parallelism
         if mode == "disaggregated":
-            # Without it TensorRT-LLM hands no KV cache over.
+            # Required by TensorRT-LLM for the handoff of KV caches.
             section["cache_transceiver_config"] = {"backend": "DEFAULT"}
             section["urls"] = [f"localhost:{first_worker_port + i}" for i in range(index, index + count)]
         if name == "context_servers":
@@ -131,7 +131,7 @@ def _counts(
     mode: str,
     control_ranks: int | None,
 ) -> list[int]:
-    """Return each section's number of instances: those given, the others so that every worker rank is used.
+    """Return each section's number of instances; replace None so that every worker rank is used.
 
     `sizes`: ranks of an instance of each section.
     """
@@ -168,7 +168,7 @@ def _fit(
             firsts = _first_counts(given[0], sizes[0], workers)
             candidates = ([first, given[1] or (workers - first * sizes[0]) // sizes[1]] for first in firsts)
         else:
-            candidates = ()  # a rank that is alone can only be an executor
+            candidates = ()  # a single rank can only be an executor
         for counts in candidates:
             if min(counts) >= 1 and sum(n * size for n, size in zip(counts, sizes, strict=True)) == workers:
                 return counts
@@ -186,7 +186,7 @@ def _first_counts(given: int | None, size: int, workers: int) -> Sequence[int]:
 def _sizes_that_work(
     given: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
 ) -> list[int]:
-    """Return the nearest world sizes below and above that fit; if all counts are given, all that fit."""
+    """Return the nearest fitting world sizes below and above; if all counts are set, all fitting sizes."""
     fewest = sum((count or 1) * size for count, size in zip(given, sizes, strict=True))
     if None not in given:
         tried = sorted({1, fewest, fewest + 1, fewest + 2})

@@ -13,7 +13,7 @@ _KINDS = dict(zip(SECTIONS, ("context", "generation", "executor"), strict=True))
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance; TensorRT-LLM's worker command gives ranks to instances in the same order."""
+    """One instance. TensorRT-LLM's worker command assigns ranks to instances in the same order."""
 
     index: int  # in the file, over all sections
     kind: str  # context, generation or executor
@@ -30,7 +30,7 @@ class Instance:
 def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
     """Return the instances in the file's order.
 
-    Raises ConfigError if one has no URL, or there are none; `path` is the file's name.
+    Raises ConfigError if an instance has no URL, or there are no instances. `path` is the file's name.
     """
     if not config.n_workers:
         raise ConfigError(f"{path} has no instances")

@@ -1,9 +1,9 @@
-"""The names of TensorRT-LLM's LLM arguments and of what is in them, to tell a misspelt one from a new one."""
+"""Names of TensorRT-LLM's LLM arguments and of their keys, to distinguish misspelled names from new ones."""
 
 from __future__ import annotations
 
 # From tensorrt_llm/llmapi/llm_args.py (1.0 to August 2026) and the arguments that `trtllm-serve` adds in
-# get_llm_args. A name that is missing here passes too, unless it resembles one of these.
+# get_llm_args. A name that is missing here is accepted, unless it resembles one of these.
 LLM_ARGUMENTS = frozenset(
     """
     allreduce_strategy attention_dp_config attn_backend backend batch_wait_max_tokens_ratio

@@ -1,15 +1,15 @@
 """Choose the worker ranks of each instance so that TP groups are split over as few nodes as possible.
 
-All slots are used, so the sums must be exact. Call a set of nodes *closed* if whole groups fill it exactly.
-Groups laid one after the other over a closed set of n nodes are split at most at its n - 1 inner borders.
-Conversely, split groups tie nodes together into closed sets: n nodes need at least n - 1 splits. So the
-fewest splits (nodes of a group less one, summed over groups) are the number of nodes less the largest number
-of closed sets into which they can be divided. This file searches for that division.
+All slots are used, so the sums must be exact. A set of nodes is *closed* if whole groups fill it exactly.
+Consecutive groups on a closed set of n nodes are split at most at its n - 1 inner borders. Conversely, split
+groups connect nodes to closed sets, and n connected nodes need at least n - 1 splits. The number of splits is
+the number of nodes of a group minus one, summed over groups. So the minimum is the number of nodes minus the
+maximum number of closed sets into which they can be divided. This module searches for that division.
 
-A run has at most two sizes of TP group: `a` (context) and `b` (generation). A closed set of s slots holds x
-and y of them, a x + b y = s, where x can grow in steps of b / gcd(a, b). So a division works if the least x
-of all its sets add up to at most the number of a-groups, and the same for y; growing some x then makes the
-sums exact.
+A run has at most two sizes of TP groups: `a` (context) and `b` (generation). A closed set of s slots contains
+x and y of them, with a x + b y = s. x can increase in steps of b / gcd(a, b). So a division is possible if
+the minimum values of x of all its sets add up to at most the number of a-groups, and likewise for y. An
+increase of some x then makes the sums exact.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from itertools import combinations_with_replacement, islice, product
 
 Pair = tuple[int, int]  # (context, generation)
 
-# The exact search visits pairs of (nodes left, closed set among them). With more pairs than this, closed sets
-# are taken greedily first.
+# The exact search visits pairs of (remaining nodes, closed set among them). With more pairs than this, closed
+# sets are first chosen greedily.
 _MAX_PAIRS = 20_000
 _MAX_CANDIDATES = 10_000  # sets of one size that the greedy part tries
 
@@ -35,8 +35,8 @@ def place(
     """Return the ranks of each context and each generation instance, with the fewest splits of TP groups.
 
     `nodes`: the worker ranks of each node, ascending. `sizes`: ranks of a TP group. `counts`: TP groups.
-    `stages`: TP groups per instance. Instances are ordered by their first rank; the TP groups of one are on
-    one node where that costs no split. Exact within the limits that `closed_sets` names.
+    `stages`: TP groups per instance. Instances are ordered by their first rank. The TP groups of an instance
+    are on one node if that costs no split. The result is exact within the limits of `closed_sets`.
     """
     slots = [len(ranks) for ranks in nodes]
     sets = closed_sets(slots, sizes, counts)
@@ -63,13 +63,13 @@ def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[in
     of each node, at least 1, in all ``sizes[0] * counts[0] + sizes[1] * counts[1]``. An aggregated run has
     groups of one kind: its second count is 0.
 
-    Exact if nodes are of few kinds, as in a cluster. The problem is NP-hard: with very many kinds (slot
-    counts that differ even modulo the TP sizes) small sets are taken greedily first, and a better division
-    may exist.
+    The result is exact if there are few kinds of nodes, as in a cluster. The problem is NP-hard. With many
+    kinds (slot counts that differ even modulo the TP sizes), small sets are first chosen greedily, and a
+    better division may exist.
     """
     a, b = sizes
     gcd = math.gcd(a, b)
-    # If one size divides the other, whole large groups change nothing: only a node's remainder counts.
+    # If one size divides the other, whole large groups have no effect. Only a node's remainder counts.
     divisible = max(sizes) % min(sizes) == 0
     kinds = [s % max(sizes) if divisible else s for s in slots]
 
@@ -82,7 +82,7 @@ def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[in
 
     taken, left, budget = _greedy(Counter(kinds), counts, least)
     giving_back = 1
-    # None: the greedy part took what the rest needs.
+    # None: the greedy part used sets that the remaining nodes need.
     while (rest := _exact(left, budget, least, (b // gcd - 1, a // gcd - 1))) is None:
         for _ in range(min(giving_back, len(taken))):
             members = taken.pop()
@@ -102,9 +102,9 @@ _Least = Callable[[int], "Pair | None"]
 def _greedy(
     left: Counter[int], budget: Pair, least: _Least
 ) -> tuple[list[tuple[int, ...]], Counter[int], Pair]:
-    """Take closed sets, smallest and cheapest first, until the rest is small enough for `_exact`.
+    """Choose closed sets, smallest and cheapest first, until the rest is small enough for `_exact`.
 
-    Returns the sets, and the kinds and the budget that are left.
+    Returns the sets, and the remaining kinds and budget.
     """
     taken: list[tuple[int, ...]] = []
     left = Counter(left)
@@ -134,8 +134,7 @@ def _pairs(left: Counter[int]) -> int:
 def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> list[tuple[int, ...]] | None:
     """Divide `left` into the most closed sets, as kinds of nodes; None if the budget allows no division.
 
-    If `left` is too large for the search, returns one set of everything. `dearest`: the most that a set can
-    cost.
+    If `left` is too large for the search, return one set of all nodes. `dearest`: maximum cost of a set.
     """
     kinds = sorted(left)
     if _pairs(left) > _MAX_PAIRS:
@@ -155,7 +154,7 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
             if cost is None or cost[0] > x or cost[1] > y:
                 continue
             rest = tuple(map(operator.sub, state, part))
-            n = sum(rest)  # cap the budget at what the rest could spend, so that the cache hits
+            n = sum(rest)  # limit the budget to the maximum cost of the rest, so that the cache hits
             tail = best(rest, min(x - cost[0], n * dearest[0]), min(y - cost[1], n * dearest[1]))
             if tail is not None and (found is None or tail[0] + 1 > found[0]):
                 found = tail[0] + 1, part
@@ -180,7 +179,7 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
 def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> list[Pair]:
     """Return how many context and generation groups each closed set of `slots` slots holds.
 
-    Context groups come as early as possible; where there is a choice, sets hold whole instances.
+    Context groups come as early as possible. If there is a choice, sets contain whole instances.
     """
     a, b = sizes
     step = b // math.gcd(a, b)
@@ -203,7 +202,7 @@ def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> li
 
 
 def _instances(groups: Sequence[list[int]], stages: int, node_of: Mapping[int, int]) -> list[list[int]]:
-    """Join TP groups to instances of `stages` groups: on one node where possible, else of neighbours.
+    """Join TP groups to instances of `stages` groups: on one node if possible, else of neighbors.
 
     Ordered by their first rank.
     """

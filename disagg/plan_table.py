@@ -1,4 +1,4 @@
-"""A world plan as text for a terminal: what to check before taking a cluster."""
+"""A world plan as text for a terminal, to check before using a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # every command imports this file, for `rank_list`
+if TYPE_CHECKING:  # every command imports this module for `rank_list`
     from .world_plan import InstancePlan, RankPlan, WorldPlan
 
 _MAX_ROWS = 64  # of a table; longer ones are condensed
@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 def table(plan: WorldPlan) -> str:
     """Return the plan in aligned columns.
 
-    One row per rank; above 64 ranks, rows of instances and of nodes, with equal neighbours in one row.
+    The table has one row per rank. Above 64 ranks, it has rows of instances and of nodes, with equal
+    neighbors in one row.
     """
     nodes = {rank.node for rank in plan.ranks}
     roles = Counter(instance.role for instance in plan.instances)
@@ -130,7 +131,7 @@ def _span(first: int, last: int) -> str:
 
 
 def ranges(numbers: Iterable[int], separator: str = ",", most: int | None = None) -> str:
-    """Return numbers in any order as `2-9,12`; of more than `most` ranges the first, then an ellipsis."""
+    """Return numbers in any order as `2-9,12`. After `most` ranges, an ellipsis follows."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -143,10 +144,10 @@ def ranges(numbers: Iterable[int], separator: str = ",", most: int | None = None
 
 
 def rank_list(ranks: Iterable[int], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return `rank 3`, `ranks 1-4, 7`; where they are, too, if `hosts`, by rank, are several.
+    """Return `rank 3`, `ranks 1-4, 7`. If `hosts` (by rank) contains several hosts, add the ranks' hosts.
 
-    `host h3 (ranks 4-5)` is all of a host, `rank 2 on h2` one of its ranks. A rank that has not joined has no
-    host, or "".
+    `host h3 (ranks 4-5)` means all ranks of a host, and `rank 2 on h2` one of its ranks. A rank that has not
+    joined has no host, or "".
     """
     names = [host for host in hosts.values() if host]
     if len(set(names)) < 2:

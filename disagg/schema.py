@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from .errors import ConfigError
 from .yaml_text import is_text, value_text
 
-# In the order in which their instances take ranks.
+# In the order in which their instances use ranks.
 SECTIONS = ("context_servers", "generation_servers", "executors")
 # From create_router in tensorrt_llm/serve/router.py, which compares in lower case.
 ROUTERS = (
@@ -23,11 +23,11 @@ ROUTERS = (
 
 
 def section_kind(section: str) -> str:
-    """Return which of `SECTIONS` one is, also if it is one of a list: ``executors[1]``."""
+    """Return the name in `SECTIONS` of a section or of a list's item, such as ``executors[1]``."""
     return section.partition("[")[0]
 
 
-# A rule is what an error says is allowed, and the test for it. `type(x) is int`, because True is an int too.
+# A rule: a text of the allowed values, for errors, and a test. `type(x) is int`, because True is an int.
 Rule = tuple[str, Callable[[Any], bool]]
 COUNT: Rule = ("an integer, at least 1", lambda x: type(x) is int and x >= 1)
 _LIMIT: Rule = ("an integer, at least 1, or null", lambda x: x is None or (type(x) is int and x >= 1))
@@ -61,7 +61,7 @@ def _in_any_case(*values: str) -> Rule:
     return "one of " + ", ".join(values), lambda x: isinstance(x, str) and x.lower() in map(str.lower, values)
 
 
-# One value for the whole run, given at the top level or in sections.
+# One value for the whole run, at the top level or in sections.
 RUN_WIDE: dict[str, Rule] = {"model": _TEXT, "backend": _TEXT}
 
 # TensorRT-LLM's options for the leader: the named parameters of extract_disagg_cfg in
@@ -88,7 +88,7 @@ TOP_LEVEL: dict[str, Rule] = {
     "internal_request_auth_key": _TEXT,
 }
 
-# By it servers register with TensorRT-LLM's leader, and need no sections.
+# With this key, servers register with TensorRT-LLM's leader and need no sections.
 DISCOVERY = "disagg_cluster"
 
 # The fields of ServerConfig except `extra`.
@@ -107,14 +107,14 @@ SERVER: dict[str, Rule] = {
     "urls": _URLS,
 }
 
-# LLM arguments that are read here too; they stay in `extra` with the others.
+# LLM arguments that are also read here. They stay in `extra` with the others.
 READ: dict[str, Rule] = {
     "scheduler_config": MAPPING,
     "enable_chunked_prefill": _BOOLEAN,
     "max_beam_width": COUNT,
 }
 
-# The keys whose values are checked inside a section's mappings; of others only the names are.
+# Keys inside a section's mappings whose values are checked. For other keys, only the names are checked.
 INNER: dict[str, dict[str, Rule]] = {
     "kv_cache_config": {
         "free_gpu_memory_fraction": _FRACTION,
@@ -132,7 +132,7 @@ INNER: dict[str, dict[str, Rule]] = {
         # in lower case before release 1.0
         "backend": _in_any_case("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"),
         "transceiver_runtime": _in_any_case("CPP", "PYTHON", "auto"),
-        "max_tokens_in_buffer": _NATURAL,  # 0: as many as it likes
+        "max_tokens_in_buffer": _NATURAL,  # 0: no limit
         "kv_transfer_timeout_ms": COUNT,
         "kv_transfer_sender_future_timeout_ms": COUNT,
     },
@@ -146,7 +146,7 @@ INNER: dict[str, dict[str, Rule]] = {
 # Keys whose null means TensorRT-LLM's default.
 NULLABLE = ("moe_expert_parallel_size", "kv_cache_config", "cache_transceiver_config", "router", "urls")
 
-# LLM arguments that the expert-parallel size follows from.
+# LLM arguments that determine the expert-parallel size.
 MOE_ARGUMENTS = ("moe_cluster_parallel_size", "moe_tensor_parallel_size")
 
 
@@ -159,5 +159,5 @@ def checked(where: str, value: Any, rule: Rule) -> Any:
 
 
 def refuse(where: str, value: object, allowed: str) -> NoReturn:
-    """Raise the error for a wrong value: where it is, what it is, what it must be."""
+    """Raise the error for a wrong value, with its place, the value, and the allowed values."""
     raise ConfigError(f"{where}: {value_text(value)}; must be {allowed}")

@@ -1,4 +1,4 @@
-"""Text files that somebody hands over: configurations, settings."""
+"""Text files from users: configurations, settings."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import stat
 
 from .errors import ConfigError
 
-_MOST = 1 << 20  # bytes; those of large clusters have a tenth of it, and PyYAML takes 20 s for so much
+_MOST = 1 << 20  # bytes. Files of large clusters have a tenth of it. PyYAML needs 20 s for this size
 
 
 def check_file(path: str | os.PathLike[str], where: str = "") -> None:
-    """Raise ConfigError if a path is a pipe or a device, or a link to one: reading may never end.
+    """Raise ConfigError if a path is a pipe or a device, or a link to one, because reading may never end.
 
-    `where`: stands for the path in the error.
+    `where`: replaces the path in the error.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 (see below)
-    except (OSError, ValueError):  # whoever opens it says why
+    except (OSError, ValueError):  # the caller's open() reports the reason
         return
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise ConfigError(f"{where or os.fspath(path)}: neither a file nor a folder")
 
 
 def read_text(path: str, option: str = "") -> str:
-    """Return the text of a file, without a byte order mark. `option`: stands before its name in errors.
+    """Return the text of a file, without a byte order mark. `option`: precedes its name in errors.
 
-    Raises ConfigError if it can't be read, is not UTF-8, or has more than a MiB.
+    Raises ConfigError if the file cannot be read, is not UTF-8, or has more than 1 MiB.
     """
     where = f"{option}{path}"
     check_file(path, where)

@@ -1,14 +1,15 @@
-"""The world plan: each rank's role, instance, TP/PP/EP coordinates, node and device.
+"""The world plan: role, instance, TP/PP/EP coordinates, node and device of each rank.
 
-Rank 0 is always control. With workers + 1 ranks, rank 0 is the harness and the leader; with workers + 2, rank
-0 is the harness and rank 1 the leader. A world of one rank has every role on it (one executor, for
-debugging), and so has the first rank of an instance that is a run by itself (`DisaggConfig.is_half`).
+Rank 0 is always a control rank. With workers + 1 ranks, rank 0 is the harness and the leader. With
+workers + 2 ranks, rank 0 is the harness and rank 1 the leader. In two cases, one rank has every role: in a
+world of one rank (one executor, for debugging), and on the root rank of an instance that is a separate run
+(`DisaggConfig.is_half`).
 
-Instances are numbered in the file's order (context, generation, executors) and take the worker ranks in that
-order, contiguously, as in TensorRT-LLM. Only if that would split TP groups over more nodes than necessary
-does `placement` choose the ranks. Inside an instance the order is that of TensorRT-LLM's Mapping: tp_rank
-varies fastest, then the context-parallel rank, then pp_rank; the first rank is the instance leader; ep_rank =
-tp_rank % ep_size.
+Instances are numbered in the file's order (context, generation, executors). They use the worker ranks in
+that order, contiguously, as in TensorRT-LLM. If this would split TP groups over more nodes than necessary,
+`placement` chooses the ranks. Inside an instance, the order follows TensorRT-LLM's Mapping: tp_rank varies
+fastest, then the context-parallel rank, then pp_rank. The first rank is the root rank.
+ep_rank = tp_rank % ep_size.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ CONTROL = frozenset(("harness", "leader"))
 """The roles of control ranks."""
 ROLES = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
 _MAX_RANKS = 1 << 20  # a larger slot count is a typing error
-_CONTEXT_OWNER = ("server", "ctx")  # the roles of a rank that owns a server of contexts
+_CONTEXT_OWNER = ("server", "ctx")  # the roles of a rank that owns a context server
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank. A control rank, and one that only owns a server, have no instance and no device: those fields
-    are None."""
+    """One rank.
+
+    The fields of instance and device are None for a control rank, and for a rank that only owns a server.
+    """
 
     rank: int
     roles: tuple[str, ...]  # of harness, leader, server, ctx, gen, executor
@@ -45,7 +48,7 @@ class RankPlan:
     ep_rank: int | None
     node: str
     device: int | None  # index among the workers of its node; in a run, of its GPU
-    # Of a client, the index of its server: the first one owns it. The owner of a context server is none.
+    # A client's server, by index. Its first client owns it. The owner of a context server is not a client.
     server: int | None = None
     server_devices: tuple[int, ...] = ()  # in a run, the GPUs of the server that it owns
 
@@ -58,7 +61,7 @@ class InstancePlan:
     role: str  # ctx, gen or executor
     ranks: tuple[int, ...]  # in instance order
     server: ServerConfig
-    section: str = ""  # where the file has `server`
+    section: str = ""  # section of `server` in the file
 
     @property
     def leader(self) -> int:
@@ -84,35 +87,35 @@ class InstancePlan:
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that a rank starts and owns; executors are its clients."""
+    """A server that a rank starts and owns. Executors are its clients."""
 
     index: int
     owner: int  # a rank
-    clients: tuple[int, ...]  # ranks; the owner is the first, unless it computes contexts for all clients
-    parts: tuple[int, ...]  # ranks, one on each of its nodes, that own what runs there: the owner first
+    clients: tuple[int, ...]  # ranks; the owner is the first, except of a context server
+    parts: tuple[int, ...]  # ranks, one per node, that own the server's part on that node; the owner is first
     place: int  # among the servers of its node
-    role: str = ""  # context or generation; "": it does both
+    role: str = ""  # context or generation; "": both
 
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """What runs where."""
+    """The ranks and instances of a run."""
 
     ranks: tuple[RankPlan, ...]
     instances: tuple[InstancePlan, ...]
     config: DisaggConfig
-    clients_per_server: int = 0  # of servers that ranks own; 0: none does
-    n_context_servers: int = 0  # of these, that compute contexts for the others, which then generate
+    clients_per_server: int = 0  # of servers that ranks own; 0: no rank owns a server
+    n_context_servers: int = 0  # servers that compute contexts for the other, generating servers
     nodes_per_server: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
+        """Pickle the arguments of `plan`. For thousands of ranks, they have a thirtieth of the size."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
         servers = (self.clients_per_server, self.n_context_servers, self.nodes_per_server)
         return _made_again, (self.config, nodes, *servers)
 
     def on_devices(self, own: Mapping[int, int], of_servers: Mapping[int, tuple[int, ...]]) -> WorldPlan:
-        """Return it with the GPUs that the ranks, and servers by owner, really have; others have none."""
+        """Return a copy with the actual GPUs of ranks, and of servers by owner. Other ranks have no GPU."""
         ranks = (
             replace(one, device=own.get(one.rank), server_devices=of_servers.get(one.rank, ()))
             for one in self.ranks
@@ -164,7 +167,7 @@ class WorldPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data: `{"world_size", "ranks": [{"rank", "roles", "instance", ...}]}`.
 
-        None where a field does not apply.
+        Fields that do not apply are None.
         """
         ranks = [{**asdict(rank), "roles": list(rank.roles)} for rank in self.ranks]
         return {"world_size": self.world_size, "ranks": ranks}
@@ -180,10 +183,10 @@ def plan(
 ) -> WorldPlan:
     """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
 
-    `clients_per_server`: so many executors in a row are clients of one server, which the first of them owns.
-    `n_context_servers`: so many ranks before them own a server that computes contexts for the others'.
-    `nodes_per_server`: of a server that goes over several, the first client on each owns what runs there.
-    Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
+    `clients_per_server`: number of consecutive executors that are clients of one server. The first owns it.
+    `n_context_servers`: number of ranks before the executors that own a context server.
+    `nodes_per_server`: nodes of one server. The first client on each node owns the part there.
+    Raises ConfigError if the configuration's workers do not fit `world_size`. The error names fitting sizes.
     """
     check_pairs(config)
     n_workers = config.n_workers
@@ -237,7 +240,7 @@ def plan(
 
 
 def check_pairs(config: DisaggConfig) -> None:
-    """Raise ConfigError if context or generation instances are missing, which only TensorRT-LLM takes."""
+    """Raise ConfigError if context or generation instances are missing. Only TensorRT-LLM supports this."""
     if config.mode != "disaggregated" or config.is_half:
         return
     there = {section_kind(name) for name, server in config.sections if server.num_instances}
@@ -249,7 +252,7 @@ def check_pairs(config: DisaggConfig) -> None:
 
 
 def _check_parts(made: WorldPlan) -> None:
-    """Raise ConfigError if the ranks of a server are not on as many nodes as it goes over."""
+    """Raise ConfigError if the ranks of a server are not on `nodes_per_server` nodes."""
     n = made.nodes_per_server
     for server in made.servers if n > 1 else ():
         if len(server.parts) != n:
@@ -266,7 +269,7 @@ def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *servers
 
 
 def parse_nodes(text: str) -> list[str]:
-    """Return each rank's host from `a:4,b:8`: four ranks on a, then eight on b; `a` is one rank."""
+    """Return each rank's host from `a:4,b:8`: four ranks on a, then eight on b. `a` means one rank."""
     hosts: list[str] = []
     for item in text.split(","):
         host, colon, slots = item.strip().partition(":")
@@ -288,7 +291,7 @@ def _wrong_size(config: DisaggConfig, world_size: int) -> str:
 
 
 def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple[InstancePlan, ...]:
-    """Give the instances their ranks: contiguous, unless that splits TP groups that need not be split."""
+    """Assign ranks to instances: contiguous, unless this splits TP groups unnecessarily."""
     servers = [(name, server) for name, server in config.sections for _ in range(server.num_instances)]
 
     def numbered(ranks: Sequence[Sequence[int]]) -> tuple[InstancePlan, ...]:
@@ -303,14 +306,14 @@ def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple
         start += server.ranks_per_instance
     in_order = numbered(contiguous)
     n_splits = _splits(in_order, nodes)
-    if n_splits == 0 or len(config.sections) > 2:  # `place` knows two sizes
+    if n_splits == 0 or len(config.sections) > 2:  # `place` supports two sizes
         return in_order
 
     on_node: dict[str, list[int]] = {}
     for rank in workers:
         on_node.setdefault(nodes[rank], []).append(rank)
     sections = [server for _, server in config.sections]
-    # If there is only one, all groups count as the first's.
+    # If there is only one section, all groups belong to the first.
     first, last = sections[0], sections[-1]
     n_groups = [s.num_instances * s.ranks_per_instance // s.tensor_parallel_size for s in sections]
     chosen = place(

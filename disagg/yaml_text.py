@@ -1,4 +1,4 @@
-"""YAML text to plain data and back: stricter than PyYAML; every failure is a ConfigError."""
+"""Conversion of YAML text to plain data and back. Stricter than PyYAML. Every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-# What PyYAML lets through for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
+# Errors that PyYAML does not convert, for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
 CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 _MOST_VALUES = 1_000_000
 _MOST_SAID = 300
@@ -19,8 +19,8 @@ _MAX_DEPTH = 100  # brackets within brackets
 def read(text: str, source: str) -> Mapping[Any, Any]:
     """Read the one mapping in `text`.
 
-    Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column),
-    a duplicate key, an empty text, several documents, a top level that is not a mapping.
+    Raises ConfigError, which begins with `source`, for a syntax error (with line and column), a duplicate
+    key, an empty text, several documents, or a top level that is not a mapping.
     """
     data = value_of(text, source)
     if not isinstance(data, dict):
@@ -50,7 +50,7 @@ def value_of(text: str, source: str) -> Any:
 
 
 def cut(error: object) -> str:
-    """Return an error's text as a line of no more than so many characters: it may quote all of a file."""
+    """Return an error's text as one line of limited length, because it may quote a whole file."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} …"
 
@@ -61,7 +61,7 @@ def strict_loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-            if self.flow_level >= _MAX_DEPTH:  # PyYAML looks at every open bracket for each token
+            if self.flow_level >= _MAX_DEPTH:  # PyYAML checks every open bracket for each token
                 raise RecursionError
             super().fetch_flow_collection_start(token)
 
@@ -82,9 +82,9 @@ def strict_loader() -> Any:
 
 
 def write(data: Mapping[str, Any]) -> str:
-    """Write `data` as YAML text, keys in the order given.
+    """Write `data` as YAML text, without changing the order of keys.
 
-    Without anchors: TensorRT-LLM edits sections in place, so they must share nothing.
+    The text has no anchors, because TensorRT-LLM edits sections in place, so they must share nothing.
     """
     import yaml
 
@@ -102,7 +102,7 @@ def write(data: Mapping[str, Any]) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether a string can be a file's name, and stand in a file: no half of a character, no null."""
+    """Return whether a string can be a file's name and content: no incomplete character and no null."""
     try:
         return b"\0" not in value.encode()
     except UnicodeEncodeError:
@@ -112,7 +112,7 @@ def is_text(value: str) -> bool:
 def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """Return a deep copy of `data` as plain JSON-like data: mappings have string keys, numbers are finite.
 
-    So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument holds.
+    So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument contains.
     Raises ConfigError, which begins with `source`, for any other value.
     """
     left = itertools.count(_MOST_VALUES, -1)
@@ -123,8 +123,8 @@ def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, left: Iterator[int]) -> Any:
-    """`left`: counts how many more values there may be."""
-    if next(left) <= 0:  # a few aliases of aliases can stand for any number
+    """Convert one value. `left`: counts down the number of values that are still allowed."""
+    if next(left) <= 0:  # a few aliases of aliases can expand to any number
         raise ConfigError(f"{where}: more than {_MOST_VALUES} values; do its aliases repeat each other?")
     if (
         value is None

@@ -1,1 +1,1 @@
-"""Starting things: mpirun lines, environments of ranks, child processes, servers. Imports only `disagg`."""
+"""Launchers: mpirun command lines, environments of ranks, child processes, servers. Imports only `disagg`."""
