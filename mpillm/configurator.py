@@ -13,7 +13,9 @@ from mpillm.options.mitten import HelpInfo as HelpInfo
 from mpillm.options.mitten import autoconfigure as autoconfigure
 from mpillm.options.mitten import bind as bind
 from mpillm.options.mitten import bound_fields as bound_fields
+from mpillm.options.mitten import configured as configured
 from mpillm.options.mitten import current as current
 from mpillm.options.mitten import environment as environment
+from mpillm.options.mitten import in_force as in_force
 from mpillm.options.mitten import option_texts as option_texts
 from mpillm.options.mitten import parse_fields as parse_fields

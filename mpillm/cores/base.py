@@ -22,6 +22,7 @@ __all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits", "Stated
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.options.run_config import RunConfig
 
 
 class Credits(NamedTuple):
@@ -114,6 +115,14 @@ class LLMCore(ABC):
         `statistics` waits for others: raises what ends the run. The run sets it before `load`."""
         self.server_log: Callable[[int], Path | None] = lambda index: None
         """Returns the log of a server of the run, by its index. The run sets it before `load`."""
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> Any:
+        """Return what this core reads of a run's options besides `CoreConfig`: its `settings`.
+
+        Called on the ranks that check or make a core. ConfigError: an option is wrong.
+        """
+        return None
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelLimits | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.data.preprocessed.converted import load_npy
 from mpillm.options.fields import AllFields
-from mpillm.options.mitten import autoconfigure, bind
+from mpillm.options.mitten import autoconfigure, bind, configured
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mpillm.options.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class LLMDataLoader:
             if not isinstance(array, np.ndarray):
                 raise ConfigError(f"data set {self.dataset_path / name}: an archive of arrays")
             self.tensors[Path(name).stem] = array
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the data set for a run: its parameters that are bound to options get the run's values."""
+        return configured(cls, config)
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         try:

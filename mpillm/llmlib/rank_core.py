@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,10 +14,12 @@ from mpillm.llmlib.cores.base import LLMRequest
 from mpillm.llmlib.factory import LLMServerFactory, n_cores
 from mpillm.llmlib.server import LLMServer
 from mpillm.options.core_config import CoreConfig
+from mpillm.options.mitten import Configuration, in_force
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.llmlib.cores.base import LLMCore as Backend
+    from mpillm.options.run_config import RunConfig
 
 # These cores have queues of their own.
 _CREDITS = Credits(requests=1 << 20, tokens=1 << 40)
@@ -32,17 +33,21 @@ class RankCore(LLMCore):
     backend_kwargs: ClassVar[dict[str, Any]]  # of a harness operation; --core_options lie over them
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Call this within `Configuration.autoapply()`: it gives the cores' configurations their values."""
         super().__init__(config, comms)
-        self._context = contextvars.copy_context()
         self._server: LLMServer | None = None
         self._answers = Answers()
         self._begun: set[int] = set()  # requests whose first token was told
 
     @classmethod
+    def settings(cls, config: RunConfig) -> Configuration:
+        """Return the run's values, which are in force while the backend's cores are made."""
+        return in_force(config)
+
+    @classmethod
     def check(cls, config: CoreConfig) -> None:
         """Raise ConfigError if there are fewer cores than instances."""
-        n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
+        with config.settings.autoapply():
+            n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
         if n < config.n_instances:
             raise ConfigError(
                 f"{cls.backend.__name__}.get_num_cores_for_workload() gave {n}, but this run has"
@@ -53,7 +58,8 @@ class RankCore(LLMCore):
 
     def load(self) -> None:
         if self.config.tp_rank == self.config.pp_rank == 0:
-            self._server = self._context.run(self._make_server)
+            with self.config.settings.autoapply():
+                self._server = self._make_server()
 
     def _make_server(self) -> LLMServer:
         options = {**self.backend_kwargs, **self.config.options}

@@ -1,6 +1,6 @@
 """The configurations of backends: classes that the configurator fills from fields and TensorRT-LLM's files.
 
-`RunConfig.build(cls)` makes one from a command's values; within `Configuration.autoapply()`, `cls()` does.
+`mitten.configured(cls, config)` makes one from a command's values, `cls()` from the configuration in force.
 Each checks what must agree before anything is started, and raises ConfigError.
 """
 

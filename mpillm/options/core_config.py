@@ -73,3 +73,4 @@ class CoreConfig:
     context_servers: tuple[int, ...] = ()  # of the run, that compute contexts for it; see `handover`
     handover: str = ""  # how they hand KV caches over: see `cores.openai_client.disagg_protocol`
     options: dict[str, Any] = field(default_factory=dict)  # --core_options
+    settings: Any = None  # what `LLMCore.settings` returned

@@ -24,7 +24,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from disagg.errors import ConfigError, nearest
 from mpillm.options.command_line import Parser, add_fields
@@ -33,6 +33,7 @@ from mpillm.options.field import Field as Field
 from mpillm.options.field import Options as Options
 from mpillm.options.field import Reason as Reason
 from mpillm.options.field import option as option
+from mpillm.options.fields import BY_NAME
 from mpillm.options.flags import OVERLAYS
 from mpillm.options.sources import (
     OptionValue,
@@ -43,7 +44,11 @@ from mpillm.options.sources import (
     from_environment,
 )
 
+if TYPE_CHECKING:
+    from mpillm.options.run_config import RunConfig
+
 T = TypeVar("T", bound=type)
+V = TypeVar("V")
 _BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users read, too
 
 
@@ -131,6 +136,27 @@ _current: ContextVar[Configuration | None] = ContextVar("configuration", default
 def current() -> Configuration | None:
     """Return the configuration in force in this thread."""
     return _current.get()
+
+
+def in_force(config: RunConfig) -> Configuration:
+    """Return the values of a run as a configuration, which no other source overrides."""
+    values = {
+        BY_NAME[name]: value for name, value in config.values.items() if value is not None and name in BY_NAME
+    }
+    return Configuration(values, options={}, environ={})
+
+
+@contextlib.contextmanager
+def applied(config: RunConfig) -> Iterator[None]:
+    """In the block, the values of a run are in force. A ConfigError there gets their places."""
+    with config.explained(), in_force(config).autoapply():
+        yield
+
+
+def configured(cls: Callable[[], V], config: RunConfig) -> V:
+    """Return an instance of an `@autoconfigure`d class from the values of a run."""
+    with applied(config):
+        return cls()
 
 
 def environment() -> Mapping[str, str]:

@@ -6,14 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.layers import Layers
-from mpillm.options.mitten import Configuration
 from mpillm.options.parsers import Secret
 from mpillm.options.part import Part
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
@@ -23,8 +22,6 @@ from mpillm.programs.load_clients.client_files import check_no_client_file
 if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
     from disagg import DisaggConfig
     from mpillm.options.disagg_values import YamlValue
-
-T = TypeVar("T")
 
 
 class RunConfig(Values, AllFields):
@@ -39,7 +36,6 @@ class RunConfig(Values, AllFields):
         self.half = ""  # of disaggregated serving, if the run is one: context or generation
         self.part: Part | None = None
         self.launch_secret = ""  # of the servers that one mpirun has started
-        self._built: dict[type, Any] = {}
 
     @property
     def scenario(self) -> str:
@@ -165,31 +161,13 @@ class RunConfig(Values, AllFields):
         """Return the message, and where the options that it is about were set."""
         return str(error) + self.set_by(*error.about)
 
-    def configuration(self) -> Configuration:
-        """Return the values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
-        values = {
-            BY_NAME[name]: one.value
-            for name, one in self.option_values.items()
-            if one.value is not None and name in BY_NAME
-        }
-        return Configuration(values, options={}, environ={})
-
     @contextlib.contextmanager
-    def autoapply(self) -> Iterator[None]:
-        """In the block, `configuration` is in force; a ConfigError there says where its options were set."""
+    def explained(self) -> Iterator[None]:
+        """In the block, a ConfigError gets the places where its options were set."""
         try:
-            with self.configuration().autoapply():
-                yield
+            yield
         except ConfigError as error:
             raise type(error)(self.explain(error)) from error
-
-    def build(self, cls: type[T]) -> T:
-        """Return the instance of an `@autoconfigure`d class from these values; the same one each time."""
-        if cls in self._built:
-            return cast(T, self._built[cls])
-        with self.autoapply():
-            built = self._built[cls] = cls()
-        return built
 
     def digest(self) -> str:
         """Return a hash of all values and of their YAML, equal on ranks that were started alike."""

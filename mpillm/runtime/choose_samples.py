@@ -120,8 +120,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
             config.seed,
         )
     if ":" in config.dataset:
-        with config.autoapply():
-            return _loader_class(config.dataset)()
+        return _loader_class(config.dataset).of(config)
     workload = config.workload
     if workload is not None and workload.scaled and not config.given("dataset_path"):
         made = run_directory() / DATASET

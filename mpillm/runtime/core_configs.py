@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
+from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.disagg_values import CORE, ROUTER, written
@@ -28,11 +29,21 @@ def core_configs(
     return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
 
+def with_settings(config: RunConfig, plan: WorldPlan, cores: Sequence[CoreConfig]) -> list[CoreConfig]:
+    """Add the settings that the cores' class reads of the options. ConfigError: see `LLMCore.settings`."""
+    core_class = BackendRegistry.get(config.core_type)
+    sections = [plan.instances[core.instance].section for core in cores]
+    settings = {
+        section: core_class.settings(config.in_section(section)) for section in dict.fromkeys(sections)
+    }
+    return [replace(core, settings=settings[section]) for core, section in zip(cores, sections, strict=True)]
+
+
 def check_flags(config: RunConfig, plan: WorldPlan) -> None:
     """Raise ConfigError if flags ask for more than the engine was built for."""
     for section in dict.fromkeys(instance.section for instance in plan.instances):
         of = config.in_section(section)
-        with of.autoapply():
+        with of.explained():
             check_limits(of.trtllm_runtime_flags, of.trtllm_build_flags, "trtllm_build_flags")
 
 

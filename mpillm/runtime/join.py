@@ -29,7 +29,13 @@ from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.idle import check_idle
 from mpillm.options.run_config import RunConfig
 from mpillm.runtime.choose_samples import load_samples
-from mpillm.runtime.core_configs import check_flags, check_handoff, core_configs, what_runs
+from mpillm.runtime.core_configs import (
+    check_flags,
+    check_handoff,
+    core_configs,
+    what_runs,
+    with_settings,
+)
 from mpillm.runtime.plan_memory import idle_gpus, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 from mpillm.workloads.rounds import why_not
@@ -143,7 +149,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes += idle_gpus(plan, seen, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
-    with config.autoapply():
+    with config.explained():
+        cores = with_settings(config, plan, cores)
         models = [core_class.check(core) for core in cores]
     _check_hands_over(config, core_class, plan)
     check_handoff(cores, models)

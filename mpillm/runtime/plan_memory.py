@@ -67,7 +67,7 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
         refused = str(error)
     for instance, core in zip(plan.instances, core_configs(config, plan, leaders, gpus), strict=True):
         try:
-            with config.autoapply():
+            with config.explained():
                 info = model_info(core)
                 said.setdefault(_needs(info, core), []).append(instance.index)
                 if here and not refused:

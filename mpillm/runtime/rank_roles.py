@@ -24,7 +24,7 @@ from mpillm.programs.servers.kind import server_log
 from mpillm.roles.follower import Follower
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Importer, Role
-from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.core_configs import core_configs, with_settings
 
 if TYPE_CHECKING:
     from mpillm.comms.loop import EventLoop
@@ -76,8 +76,8 @@ def make_roles(
         server = ServerRole(spec, folder, deadline_s, loop.wake, announce, setup.server_secret)
         roles.append(server)
     if me.instance is not None:
-        (core_config,) = core_configs(config, plan, [rank], setup.gpus)
-        with config.in_section(plan.instances[me.instance].section).autoapply():
+        with config.in_section(plan.instances[me.instance].section).explained():
+            (core_config,) = with_settings(config, plan, core_configs(config, plan, [rank], setup.gpus))
             core = core_class(
                 replace(core_config, serves=serves, sends_text=setup.sends_text), comms.instance
             )

@@ -15,6 +15,7 @@ from mpillm.data.model_files import BuildConfig
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import ENGINE_MODEL, TritonHarnessConfig, model_name
 from mpillm.nvidia.flags import TRITON_OTHERS, TRITON_PARAMETERS
+from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.operation import Operation, identity, log_of, read_stamp
 from mpillm.triton.embedded import PYTHON, embedded_parameters, model_program
@@ -319,7 +320,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         raise ConfigError(
             "generate-triton-config makes the repositories of one test: name one workload and one scenario"
         )
-    harness = config.build(TritonHarnessConfig)
+    harness = configured(TritonHarnessConfig, config)
     with_text, embedded = config.triton_text_models, None
     if harness.runtime_flags.get("triton_backend") == PYTHON:
         engine_dir, build, gpus_per_model, embedded = embedded_parameters(config)
@@ -370,15 +371,13 @@ def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str
                 "generate-triton-config needs --engine_dir, or the --model_path that generate-engines"
                 " was given"
             )
-        with config.autoapply():
-            engine_dir = str(TRTLLMBuilderOp().output)
+        engine_dir = str(configured(TRTLLMBuilderOp, config).output)
     try:
         build, cut = read_engine(Path(engine_dir))
     except NotHere:
         if not config.dry_run:
             raise
-        with config.configuration().autoapply():
-            cut = TRTLLMLibraryLoader().layout
+        cut = configured(TRTLLMLibraryLoader, config).layout
         build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
         print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
     return engine_dir, build, cut.ranks

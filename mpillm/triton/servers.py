@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
 from mpillm.nvidia.configs import TritonHarnessConfig
+from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.preconditions import lacking
 from mpillm.stages.servers import Server, ports_here
@@ -94,7 +95,7 @@ def _repositories(config: RunConfig) -> list[Repository]:
 @about("triton_grpc_ports", "triton_server_urls")
 def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     """Return the gRPC port of each server of this host: as given, or the default ones."""
-    urls = config.build(TritonHarnessConfig).server_urls
+    urls = configured(TritonHarnessConfig, config).server_urls
     if not urls:
         return default_grpc_ports(n)
     source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"

@@ -11,10 +11,12 @@ from mpillm.cores.clients import EARLIER
 from mpillm.cores.openai_client.endpoint_core import EndpointCore
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
 from mpillm.options.core_config import CoreConfig
+from mpillm.options.mitten import configured
 from mpillm.stages.start_records import RecordedStarts
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.options.run_config import RunConfig
 
 
 class TrtllmEndpointCore(EndpointCore):
@@ -22,7 +24,10 @@ class TrtllmEndpointCore(EndpointCore):
 
     engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
     servers = "mpillm.trtllm.servers:endpoint_servers"
-    config_class = TrtllmEndpointConfig
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> TrtllmEndpointConfig:
+        return configured(TrtllmEndpointConfig, config)
 
 
 class TrtllmDisaggCore(EndpointCore):
@@ -31,18 +36,21 @@ class TrtllmDisaggCore(EndpointCore):
     engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
     servers = "mpillm.trtllm.servers:disaggregated_servers"
     disagg_yaml = "mpillm.trtllm.served:disagg_yaml"
-    config_class = TrtllmDisaggEndpointConfig
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> TrtllmDisaggEndpointConfig:
+        return configured(TrtllmDisaggEndpointConfig, config)
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
-        path = TrtllmDisaggEndpointConfig().disagg_config_path
+        path = config.settings.disagg_config_path
         if path is not None and config.server is None:
             self.starts = RecordedStarts(Path(path), EARLIER * self._harness.load_deadline)
 
     @classmethod
     @about("core_type", "disagg_config")
     def check(cls, config: CoreConfig) -> StatedLimits | None:
-        if TrtllmDisaggEndpointConfig().disagg_config_path is None:
+        if config.settings.disagg_config_path is None:
             raise ConfigError(
                 "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
             )

@@ -13,7 +13,7 @@ from mpillm.data.model_files import BuildConfig, EngineConfig
 from mpillm.files import read_object
 from mpillm.nvidia.configs import TrtllmHlApiConfig
 from mpillm.options.fields import AllFields
-from mpillm.options.mitten import HelpInfo, autoconfigure, bind, overlaid
+from mpillm.options.mitten import HelpInfo, autoconfigure, bind, configured, overlaid
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.checkpoint import (
     BUILD_SOURCE,
@@ -269,7 +269,7 @@ def engine_stages(config: RunConfig) -> Operation:
 
 def checkpoint_stages(config: RunConfig) -> Operation:
     """Return the stages for cores that read a Hugging Face folder or, with trtllm_backend:cpp, an engine."""
-    if config.build(TrtllmHlApiConfig).backend_type != "pytorch":
+    if configured(TrtllmHlApiConfig, config).backend_type != "pytorch":
         return engine_stages(config)
     _check_ours(config)
     return TRTLLMQuantizerOp(export_hf=True, deadline_s=config.build_deadline)

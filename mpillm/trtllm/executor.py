@@ -19,10 +19,12 @@ from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.options.mitten import configured
 from mpillm.trtllm import library
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.options.run_config import RunConfig
 
 _NOW = timedelta(0)
 
@@ -65,7 +67,7 @@ class TrtllmExecutorCore(LLMCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self.options = ExecutorOptions.from_options(config.options)
-        self._harness = TrtllmExecutorConfig()
+        self._harness: TrtllmExecutorConfig = config.settings
         self._executor: Any = None
         self._ids: dict[int, int] = {}  # ours by the library's
         self._answers = library.Answers(config.rank)
@@ -73,10 +75,14 @@ class TrtllmExecutorCore(LLMCore):
         self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
 
     @classmethod
+    def settings(cls, config: RunConfig) -> TrtllmExecutorConfig:
+        return configured(TrtllmExecutorConfig, config)
+
+    @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
         ExecutorOptions.from_options(config.options)
-        harness = TrtllmExecutorConfig()
+        harness: TrtllmExecutorConfig = config.settings
         if not harness.runtime_flags["exclude_input_from_output"]:
             raise ConfigError(
                 "trtllm_runtime_flags exclude_input_from_output false: LoadGen wants answers without prompts"

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
@@ -23,14 +23,23 @@ from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig, TrtllmHlApiConfig
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.options.mitten import configured
 from mpillm.trtllm import library
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.options.run_config import RunConfig
 
 _LLM = {"pytorch": "tensorrt_llm", "cpp": "tensorrt_llm._tensorrt_engine"}
 _STATISTICS_S = 0.5
 _STOP_S = 60.0
+
+
+class HlApiSettings(NamedTuple):
+    """What such a core reads of the options."""
+
+    harness: TrtllmHlApiConfig
+    engine: TrtllmExecutorConfig | None  # of the C++ backend
 
 
 class TrtllmHlApiCore(LLMCore):
@@ -44,9 +53,10 @@ class TrtllmHlApiCore(LLMCore):
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
-        self._harness = TrtllmHlApiConfig()
+        settings: HlApiSettings = config.settings
+        self._harness = settings.harness
         # Of an engine: what it is built for, or less if flags say so.
-        flags = {} if self._harness.backend_type == "pytorch" else TrtllmExecutorConfig().runtime_flags
+        flags = settings.engine.runtime_flags if settings.engine else {}
         self._max_batch_size = flags.get("max_batch_size", config.max_batch_size)
         self._max_num_tokens = flags.get("max_num_tokens", config.max_num_tokens)
         self._llm: Any = None
@@ -64,6 +74,12 @@ class TrtllmHlApiCore(LLMCore):
         self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
 
     @classmethod
+    def settings(cls, config: RunConfig) -> HlApiSettings:
+        harness = configured(TrtllmHlApiConfig, config)
+        engine = None if harness.backend_type == "pytorch" else configured(TrtllmExecutorConfig, config)
+        return HlApiSettings(harness, engine)
+
+    @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
         if words := [word for word in config.stop_words if len(word) > 1]:
@@ -72,13 +88,12 @@ class TrtllmHlApiCore(LLMCore):
                 " reads no text; use --core_type trtllm_executor",
                 about=["stop_words"],
             )
-        harness = TrtllmHlApiConfig()
+        settings: HlApiSettings = config.settings
         library.end_ids(config)
-        if harness.backend_type == "pytorch":
+        if settings.engine is None:
             return library.folder_limits(config)
-        engine = TrtllmExecutorConfig().engine_config
-        assert engine is not None
-        return library.engine_limits(config, engine)
+        assert settings.engine.engine_config is not None
+        return library.engine_limits(config, settings.engine.engine_config)
 
     # --- life ---
 

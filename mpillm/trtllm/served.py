@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.nvidia.configs import TrtllmEndpointConfig
 from mpillm.options.disagg_values import CORE, ROUTER, same
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.options.mitten import applied, configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.checkpoint import QuantizerConfig
 from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMQuantizerOp
@@ -35,7 +36,7 @@ def served(config: RunConfig) -> Served:
     """
     backend = backend_of(config)
     path = config.model_path
-    with config.autoapply():
+    with applied(config):
         if backend == "tensorrt":
             if config.engine_dir:
                 return Served(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
@@ -70,7 +71,7 @@ def served(config: RunConfig) -> Served:
 
 
 def backend_of(config: RunConfig) -> str:
-    return {"cpp": "tensorrt", "pytorch": "pytorch"}[config.build(TrtllmEndpointConfig).backend_type]
+    return {"cpp": "tensorrt", "pytorch": "pytorch"}[configured(TrtllmEndpointConfig, config).backend_type]
 
 
 def llm_api_options(config: RunConfig) -> dict[str, Any]:

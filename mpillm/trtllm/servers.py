@@ -15,6 +15,7 @@ from launch.launcher import one_of_several
 from launch.places import SERVERS
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
+from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.disagg_servers import disaggregated_servers as launched
 from mpillm.stages.disagg_workers import yaml_of_servers
@@ -30,7 +31,7 @@ _EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"
 
 def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """Return a `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
-    harness = config.build(TrtllmEndpointConfig)
+    harness = configured(TrtllmEndpointConfig, config)
     what = served(config)
     if what.is_made and not Path(what.model).is_dir():
         lacking(config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it"))

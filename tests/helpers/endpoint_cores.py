@@ -45,13 +45,17 @@ def core_of(
 ) -> Iterator[LLMCore]:
     """Yield a core with the values of a run's command line, and stop it in the end."""
     run = parse_run(["--core_type=trtllm_endpoint", f"--trtllm_server_urls={urls}", *map(str, options)])
-    core_config = CoreConfig(
-        core_type=run.core_type, rank=2, options=core_options or {}, model_path=run.model_path, **config
-    )
     core_class = BackendRegistry.get(run.core_type)
-    with run.autoapply():
-        core_class.check(core_config)
-        core = core_class(core_config)
+    core_config = CoreConfig(
+        core_type=run.core_type,
+        rank=2,
+        options=core_options or {},
+        model_path=run.model_path,
+        settings=core_class.settings(run),
+        **config,
+    )
+    core_class.check(core_config)
+    core = core_class(core_config)
     try:
         yield core
     finally:

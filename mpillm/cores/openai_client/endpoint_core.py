@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
@@ -61,7 +61,7 @@ _AGAIN_S = 0.5  # between attempts to warm a server up that was started again
 
 
 class HarnessValues(Protocol):
-    """What such a core reads of the configuration in force."""
+    """The settings of such a core: see `LLMCore.settings`."""
 
     @property
     def streaming(self) -> bool: ...
@@ -91,13 +91,12 @@ class EndpointCore(LLMCore):
     is_client = True
     takes_text = True
 
-    config_class: ClassVar[Callable[[], HarnessValues]]
     starts: ServerStarts = UNKNOWN_STARTS  # of the servers, if they are not the run's own
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._options = EndpointOptions.from_options(config.options)
-        self._harness = type(self).config_class()
+        self._harness: HarnessValues = config.settings
         self.streams = self._harness.streaming or config.serves
         at_once = self._harness.max_concurrency or MOST_AT_ONCE
         self._urls, self._at_once = (
@@ -128,7 +127,7 @@ class EndpointCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits | None:
         EndpointOptions.from_options(config.options)
-        harness = cls.config_class()
+        harness: HarnessValues = config.settings
         for url in harness.endpoint_urls:
             with about("trtllm_server_urls"):
                 try:

@@ -27,9 +27,10 @@ from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.llmlib.words import command_line
 from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import AllFields
+from mpillm.options.mitten import applied
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
-from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.core_configs import core_configs, with_settings
 
 
 class BuiltInCore(LLMCore):
@@ -134,7 +135,7 @@ class BuiltInCore(LLMCore):
     ) -> dict[str, Any]:
         """Return the arguments of `__init__`. `kwargs`: values of fields, by name."""
         config = parse_run(command_line({**kwargs, "core_type": cls.core_type}))
-        with config.autoapply():
+        with applied(config):
             return {
                 "core": _core(config),
                 "seed": config.seed,
@@ -159,7 +160,7 @@ def _core(config: RunConfig) -> ranks.LLMCore:
     plan = disagg.plan(disagg_config(config, n_ranks, kind.is_client), n_ranks, None, 0)
     (instance,) = plan.instances
     gpus = assign(config.device, plan, [kind.gpus()] * n_ranks) if kind.uses_gpus else {}
-    (own,) = core_configs(config, plan, [instance.leader], gpus)
+    (own,) = with_settings(config, plan, core_configs(config, plan, [instance.leader], gpus))
     if kind.world_import:
         importlib.import_module(kind.world_import)
     kind.check(own)

@@ -10,6 +10,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import MODEL_AND_LIMITS, SIZES, command_fields
+from mpillm.options.mitten import applied
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.operation import Operation, execute
 from mpillm.stages.stage_options import parse_each, tell_idle
@@ -29,7 +30,7 @@ _SHOWN = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 def engine_stages(config: RunConfig) -> Operation:
     """Return the last stage of `generate-engines` for a test; the stages before it are its dependencies."""
-    with config.autoapply():
+    with applied(config):
         path = BackendRegistry.declared(config.core_type).engine_stages
         if path is None:
             able = [name for name in BUILT_IN if BackendRegistry.declared(name).engine_stages]
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     configs = parse_each(argv, parser, _SHOWN)
     tell_idle(configs)
     stages = [engine_stages(config) for config in configs]
-    with configs[0].autoapply():
+    with applied(configs[0]):
         execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
         for stage in dict.fromkeys(str(stage.output) for stage in stages):

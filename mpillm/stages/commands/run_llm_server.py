@@ -26,6 +26,7 @@ from mpillm.errors import ExitCode
 from mpillm.files import as_writable
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import MODEL_AND_LIMITS, command_fields
+from mpillm.options.mitten import applied
 from mpillm.stages.ancestors import end_with_launcher
 from mpillm.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from mpillm.stages.stage_options import parse_stage
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )
     with recorded(config) as record:
-        with config.autoapply():
+        with applied(config):
             servers: list[Server] = found_at(kind)(config, [word for word in argv if word != "--dry_run"])
         os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
         if config.dry_run:

@@ -33,6 +33,7 @@ from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.options.core_config import CoreConfig
+from mpillm.options.mitten import configured
 from mpillm.triton.core.stream import Stream, Streams, open_channel
 from mpillm.triton.core.tensors import NO_END, Wanted, is_last, request_of, stop_of, tokens_of
 from mpillm.triton.core.triton_counts import metrics_url, read
@@ -40,6 +41,7 @@ from mpillm.triton.core.triton_ready import Model, TritonError, find_models, fra
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.options.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
 _WATCH_S = 1.0
@@ -82,7 +84,7 @@ class TritonGrpcCore(LLMCore):
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
-        self._harness = TritonHarnessConfig()
+        self._harness: TritonHarnessConfig = config.settings
         self.streams = self._harness.streaming or config.serves
         at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
         self._urls, self._at_once = (
@@ -111,6 +113,10 @@ class TritonGrpcCore(LLMCore):
 
     def _began(self) -> None:
         self._errors = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> TritonHarnessConfig:
+        return configured(TritonHarnessConfig, config)
 
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:

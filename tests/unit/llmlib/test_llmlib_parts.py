@@ -270,10 +270,10 @@ def test_a_registered_class_and_what_it_declares(monkeypatch: pytest.MonkeyPatch
     core = BackendRegistry.get(f"{__name__}:Core")
     assert core is BackendRegistry.get(f"{__name__}:Core") and core.needs_model and core.__name__ == "Core"
     with pytest.raises(ConfigError, match=r"gave 2, but this run has 3 instances, which need a core each"):
-        core.check(CoreConfig("x", n_instances=3))
-    core.check(CoreConfig("x", n_instances=3, options={"n": 3}))
+        core.check(CoreConfig("x", settings=Configuration(), n_instances=3))
+    core.check(CoreConfig("x", settings=Configuration(), n_instances=3, options={"n": 3}))
     with pytest.raises(ConfigError, match=r"get_num_cores_for_workload\(\) gave 0; must be at least 1"):
-        core.check(CoreConfig("x", options={"n": 0}))
+        core.check(CoreConfig("x", settings=Configuration(), options={"n": 0}))
 
 
 class Lacking(LLMCore):

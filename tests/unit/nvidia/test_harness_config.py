@@ -16,7 +16,7 @@ from mpillm.nvidia.configs import (
     TrtllmHlApiConfig,
 )
 from mpillm.options.fields import AllFields
-from mpillm.options.mitten import Configuration, HelpInfo
+from mpillm.options.mitten import Configuration, HelpInfo, configured
 from mpillm.options.options import parse_run
 from tests.helpers.configured import built, from_fields
 
@@ -43,9 +43,8 @@ def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_run(
         ["--core_type", "triton_grpc", "--tensor_parallelism", "2", "--triton_num_servers", "3"]
     )
-    triton = config.build(TritonHarnessConfig)
+    triton = configured(TritonHarnessConfig, config)
     assert (triton.tensor_parallelism, triton.num_servers, triton.core_type) == (2, 3, "triton_grpc")
-    assert config.build(TritonHarnessConfig) is triton
 
 
 def test_the_environment_is_laid_over_runtime_flags_whatever_way_they_came(
@@ -77,10 +76,10 @@ def test_the_environment_is_laid_over_runtime_flags_whatever_way_they_came(
     command = parse_run(
         ["--core_type", "trtllm_executor", "--max_num_tokens", "3", "--trtllm_runtime_flags", "old:1"]
     )
-    assert command.build(TrtllmHarnessConfig).runtime_flags["max_num_tokens"] == 3, (
+    assert configured(TrtllmHarnessConfig, command).runtime_flags["max_num_tokens"] == 3, (
         "an option goes before the environment"
     )
-    assert command.build(TrtllmHarnessConfig).runtime_flags["new"] is True
+    assert configured(TrtllmHarnessConfig, command).runtime_flags["new"] is True
 
 
 # --- flags ---
@@ -224,13 +223,13 @@ def test_wrong_endpoints(cls: Any, values: dict[str, Any], words: list[str]) -> 
 def test_names_of_llmlibs_attributes() -> None:
     """Its README has them."""
     servers = ["--triton_server_urls=a:1,b:2", "--benchmarks=llama3.1-405b", "--core_type=triton_grpc"]
-    triton = parse_run(servers).build(TritonHarnessConfig)
+    triton = configured(TritonHarnessConfig, parse_run(servers))
     assert (triton.server_url, triton.model_name) == ("a:1", "llama3_1-405b-offline-0")
     endpoints = ["--trtllm_server_urls=a:1,b:2", "--model_path=llama", "--core_type=trtllm_endpoint"]
-    endpoint = parse_run(endpoints).build(TrtllmEndpointConfig)
+    endpoint = configured(TrtllmEndpointConfig, parse_run(endpoints))
     assert (endpoint.endpoint_url, endpoint.model_name) == ("a:1", "llama")
     trt = ["--core_type=trtllm_hlapi", "--trtllm_runtime_flags=trtllm_backend:trt", "--model_path=llama"]
-    library = parse_run(trt).build(TrtllmHlApiConfig)
+    library = configured(TrtllmHlApiConfig, parse_run(trt))
     assert library.backend_type == "cpp", "trt is NVIDIA's word for it"
     alone = TrtllmHlApiConfig(runtime_flags={"trtllm_backend": "trt"})
     assert alone.backend_type == "cpp"

@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from mpillm import user_config, workloads
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.options.fields import general
+from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run
 from tests.helpers.config_files import REGISTERED, SEVERAL, config_of, written
 from tests.helpers.skeleton import SKELETON
@@ -61,7 +62,7 @@ def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     )
     assert (config.tensor_parallelism, config.pipeline_parallelism, config.max_num_tokens) == (1, 2, 1024)
     assert config.core_type == "triton_grpc"
-    triton = config.build(TritonHarnessConfig)
+    triton = configured(TritonHarnessConfig, config)
     assert triton.build_flags["max_num_tokens"] == triton.runtime_flags["max_num_tokens"] == 1024
     assert (triton.num_servers, triton.streaming) == (1, False)
 

@@ -19,6 +19,7 @@ from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.idle import check_idle
+from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.runtime.core_configs import check_handoff, core_configs, what_runs
@@ -280,7 +281,7 @@ def test_what_only_trtllms_servers_take_is_read_and_not_run(
     ):
         client = given(file, core=["--core_type", "trtllm_disagg"], hostname="far", port=81, **content)
         assert check_yaml(client) == []
-        assert client.build(TrtllmDisaggEndpointConfig).endpoint_urls == ("far:81",)
+        assert configured(TrtllmDisaggEndpointConfig, client).endpoint_urls == ("far:81",)
         assert main(["plan", "--disagg_config", str(file)]) == 2
         assert "a request needs a context instance and a generation" in capsys.readouterr().err
 

@@ -16,6 +16,7 @@ from mpillm.nvidia.backends import TrtllmHarnessConfig
 from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import FIELDS, AllFields
 from mpillm.options.layers import Layers
+from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import OptionValue, Source, default_values
@@ -46,7 +47,7 @@ def no_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("argv", [DUMMY, TORCH, ["--core_type", "trtllm_executor"]])
 def test_the_listed_defaults_hold_for_every_core(argv: list[str]) -> None:
     config = parse_run(argv)
-    assert config.trtllm_runtime_flags == LISTED == config.build(TrtllmHarnessConfig).runtime_flags
+    assert config.trtllm_runtime_flags == LISTED == configured(TrtllmHarnessConfig, config).runtime_flags
     assert TrtllmHarnessConfig().runtime_flags == LISTED
     assert (
         config.enable_chunked_context,

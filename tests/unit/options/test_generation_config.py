@@ -11,6 +11,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.nvidia.backends import HarnessConfig
 from mpillm.options.generation_config import GenerationConfig
+from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run
 
 
@@ -118,7 +119,7 @@ def test_a_run_generates_as_its_generation_config_says(tmp_path: Path) -> None:
     config = parse_run(argv)
     assert (config.max_output_len, config.min_output_len, config.top_k) == (99, 3, 6)
     assert (config.where("max_output_len"), config.where("top_k")) == (str(path), "command line")
-    assert config.build(HarnessConfig).gen_config == GenerationConfig.from_file(path)
+    assert configured(HarnessConfig, config).gen_config == GenerationConfig.from_file(path)
 
 
 @pytest.mark.parametrize(

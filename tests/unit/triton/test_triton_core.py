@@ -57,9 +57,8 @@ def test_answers_wait_for_others_where_nobody_measures_them(
 ) -> None:
     """Offline they go when they are a part of what may be open, or have waited; else at once."""
     config = TritonHarnessConfig(scenarios=(scenario,), runtime_flags={"max_batch_size": AT_ONCE})
-    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
     now, rung = 1000.0, 0
-    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def ring() -> None:
@@ -94,10 +93,9 @@ def test_both_names_of_the_number_of_clients(
     config = TritonHarnessConfig(
         clients_per_frontend=per_frontend, clients_per_server=per_server, server_urls=("a:1", "b:2")
     )
-    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
     monkeypatch.setattr(module, "until_ready", lambda *_: None)
     monkeypatch.setattr(module, "find_models", lambda *_: [Model("llm", decoupled=True)])
-    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
     opened = {}
     monkeypatch.setattr(core._clients, "connect", lambda url, n, *_: opened.update({url: n}))
     try:
@@ -117,13 +115,10 @@ def part(number: int, *tokens: int, is_last: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_tokens_behind_the_first_are_told_to_those_who_want_them(
-    live: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_behind_the_first_are_told_to_those_who_want_them(live: bool) -> None:
     """Behind `serve` nothing waits for other answers, whatever the scenario."""
     config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
-    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
-    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True))
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True, settings=config))
     stream: Any = SimpleNamespace(open={1})
     core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, live, 4)
     told = []
@@ -138,10 +133,10 @@ def test_tokens_behind_the_first_are_told_to_those_who_want_them(
     assert told == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
 
 
-def test_a_server_that_sends_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_sends_more_than_was_asked_for() -> None:
     """Its answer would take memory without end; it is told to stop."""
-    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: TritonHarnessConfig())
-    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    config = TritonHarnessConfig()
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
     sent: list[int] = []
     stream: Any = SimpleNamespace(open={1}, url="h:1", send=lambda number, *_: sent.append(number))
     core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, False, 4)
@@ -156,12 +151,9 @@ def test_a_server_that_sends_more_than_was_asked_for(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("serves", [False, True])
-def test_who_asks_an_endpoint_is_told_why_the_server_refuses(
-    serves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_an_endpoint_is_told_why_the_server_refuses(serves: bool) -> None:
     config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
-    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
-    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=serves))
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=serves, settings=config))
     stream: Any = SimpleNamespace(open={1, 2}, url="h:1")
     try:
         for number, error in ((1, "UNAVAILABLE: Exceeds maximum queue size"), (2, "too\nlong")):

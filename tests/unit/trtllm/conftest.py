@@ -67,8 +67,10 @@ def make(folder: Path, stand_in: None) -> Iterator[Callable[..., Any]]:
             else []
         )
         config = parse_run([f"--core_type={name}", f"--model_path={folder}", *engine, *options])
+        core_class = BackendRegistry.get(name)
         core_config = CoreConfig(
             name,
+            settings=core_class.settings(config),
             engine_dir=str(folder),
             model_path=str(folder),
             options=config.core_options,
@@ -79,10 +81,9 @@ def make(folder: Path, stand_in: None) -> Iterator[Callable[..., Any]]:
                 **more,
             },
         )
-        with config.autoapply():
-            if check:
-                return BackendRegistry.get(name).check(core_config)
-            made.append(BackendRegistry.get(name)(core_config))
+        if check:
+            return core_class.check(core_config)
+        made.append(core_class(core_config))
         made[-1].load()
         made[-1].run_health_check()
         return made[-1]

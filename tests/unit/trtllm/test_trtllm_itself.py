@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
+from mpillm.cores.base import LLMCore
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.options import parse_run
 from mpillm.trtllm.executor import TrtllmExecutorCore
@@ -28,7 +29,7 @@ def bindings() -> ModuleType:
     return pytest.importorskip("tensorrt_llm.bindings.executor", exc_type=ImportError)  # type: ignore[no-any-return]
 
 
-def made(core: type, folder: Path, *options: str) -> Any:
+def made(core: type[LLMCore], folder: Path, *options: str) -> Any:
     config = parse_run([f"--engine_dir={folder}", f"--model_path={folder}", *options])
     given = CoreConfig(
         config.core_type,
@@ -36,9 +37,9 @@ def made(core: type, folder: Path, *options: str) -> Any:
         model_path=str(folder),
         end_ids=(7, 8),
         enable_chunked_context=True,
+        settings=core.settings(config),
     )
-    with config.autoapply():
-        return core(given)
+    return core(given)
 
 
 def test_the_record_is_its_interface(bindings: ModuleType) -> None:
