@@ -227,10 +227,12 @@ def main(
     program: Sequence[str] | None = None,
     stop_grace_s: float = STOP_GRACE_S,
     amend: Amend = lambda directory, cause, code: (cause.text if cause else "", code),
+    mpi: Mpi | None = None,
 ) -> int:
     """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
 
     `program` is what each rank runs before the command's words: this Python with ``-m mpillm`` unless given.
+    `mpi` is by default the one of this Python's mpi4py.
     """
     head = argv[: next((i for i, word in enumerate(argv) if word in commands or word == "--"), len(argv))]
     if "-h" in head or "--help" in head:
@@ -239,7 +241,7 @@ def main(
     arguments = parse_arguments(argv, commands)
     command, secrets = without_secrets(arguments.command)
     environment = os.environ | secrets
-    mpi = detect()
+    mpi = mpi or detect()
     several_hosts = spans_hosts(arguments.options, os.environ)
     n_here = min(arguments.ranks, slots()) if several_hosts else arguments.ranks
     survive = arguments.command[0] not in _END_WITH_MPIRUN

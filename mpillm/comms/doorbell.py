@@ -20,16 +20,17 @@ from launch.exits import Exits
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it too late.
-_SHORT_SLEEP_S = 0.1
-_LONG_SLEEP_S = 0.25  # of a rank that may rest, hears the ends of processes, and was not rung for _AWAKE_S
-_AWAKE_S = 1.0
 _RING, _BEAT = b"!", b"-"
 _MOST_RINGS = 1024  # taken at a time; the kernel holds some ten (net.unix.max_dgram_qlen)
 
 
 class Doorbell:
     """This rank's bell, and the way to the others'. It does nothing until `hang`. Any thread may ring."""
+
+    # What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it too late.
+    short_sleep_s = 0.1
+    long_sleep_s = 0.25  # of a rank that may rest, hears the ends of processes, and was not rung for awake_s
+    awake_s = 1.0
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -114,20 +115,20 @@ class Doorbell:
         Then look for messages: one that is sent from now on rings again.
         """
         if self._socket is None:
-            time.sleep(min(seconds, _SHORT_SLEEP_S))
+            time.sleep(min(seconds, self.short_sleep_s))
             return False
         bells: list[socket.socket | Exits[int]] = [self._socket]
-        longest_s = _SHORT_SLEEP_S
+        longest_s = self.short_sleep_s
         if self._exits is not None:
             bells.append(self._exits)
             if self.may_rest and time.monotonic() > self._awake_until:
-                longest_s = _LONG_SLEEP_S
+                longest_s = self.long_sleep_s
         rung = select.select(bells, [], [], min(seconds, longest_s))[0]
         if self._socket in rung:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_MOST_RINGS):  # any process of the node may ring, as fast as this is read
                     if self._socket.recv(1) == _RING:
-                        self._awake_until = time.monotonic() + _AWAKE_S
+                        self._awake_until = time.monotonic() + self.awake_s
         if self._exits is not None and self._exits in rung:
             self._exits.look()
             self._on_end()

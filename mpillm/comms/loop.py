@@ -9,14 +9,15 @@ from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.watch import Watch
 from mpillm.comms.yielding import never_waiting
 
-_FIRST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 600e-6  # where this rank must poll: bounds the latency that it adds between two messages
 _IDLE_SLEEP_S = 1200e-6  # after _IDLE_LOOKS without work; `bench routing` measures a look's CPU time
 _IDLE_LOOKS = 256
 
 
 class EventLoop:
     """Calls every poller in turn; a poller never waits, and returns whether it found work."""
+
+    first_sleep_s = 20e-6
+    longest_sleep_s = 600e-6  # where this rank must poll: bounds the latency that it adds between two messages
 
     def __init__(self, watch: Watch, doorbell: Doorbell) -> None:
         self._watch = watch
@@ -63,7 +64,7 @@ class EventLoop:
             self._run_until(done)
 
     def _run_until(self, done: Callable[[], bool]) -> None:
-        pause, idle = _FIRST_SLEEP_S, 0
+        pause, idle = self.first_sleep_s, 0
         watch, doorbell = self._watch, self._doorbell
         while not done():
             worked = False
@@ -77,9 +78,9 @@ class EventLoop:
             idle += 1
             quiet_s = self._quiet_s() if doorbell.heard else 0.0
             if self._sleep(quiet_s if quiet_s > 0 else pause) or quiet_s > 0:
-                pause, idle = _FIRST_SLEEP_S, 0
+                pause, idle = self.first_sleep_s, 0
             else:
-                pause = min(pause * 1.5, _LONGEST_SLEEP_S) if idle < _IDLE_LOOKS else _IDLE_SLEEP_S
+                pause = min(pause * 1.5, self.longest_sleep_s) if idle < _IDLE_LOOKS else _IDLE_SLEEP_S
 
     def _quiet_s(self) -> float:
         return min(quiet_s() for quiet_s in self.quiet_s)

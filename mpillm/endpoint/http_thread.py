@@ -57,10 +57,12 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, asyncio.Server]:
+async def listen(
+    app: web.Application, bound: socket.socket, max_connections: int | None = None
+) -> tuple[web.AppRunner, asyncio.Server]:
     """Accept connections on a bound socket, until the server that is returned is closed.
 
-    Handlers are cancelled when their client has gone: that is how its request ends.
+    `max_connections` is by default what the limit of open files allows. Handlers are cancelled when their client has gone: that is how its request ends.
     """
     logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
@@ -69,7 +71,7 @@ async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRun
     loop = asyncio.get_running_loop()
     connection = partial(
         Connection,
-        Connections(raise_limit()),
+        Connections(max_connections or raise_limit()),
         runner.server,
         loop=loop,
         access_log=None,

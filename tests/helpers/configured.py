@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
@@ -29,7 +32,8 @@ def built(cls: Any, **values: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave no command line and no flags in the environment but a test's own."""
-    monkeypatch.setattr("sys.argv", ["mpillm"])
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Yield this process's command line: no words but a test's own, and no flags in the environment."""
     monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS", raising=False)
+    with mock.patch("sys.argv", ["mpillm"]):
+        yield sys.argv

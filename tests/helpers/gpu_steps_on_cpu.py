@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.engine_limits import EngineLimits
+from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
@@ -32,14 +31,34 @@ class Late(Sampled):
         return self._looks > 3
 
 
-def compute_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all cores that a test makes compute so."""
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    monkeypatch.setattr(worker_module, "Sampled", Late)
+class LateWorker(Worker):
+    """Has the tokens of each step late."""
+
+    def run(self, step: Step) -> Sampled | None:
+        sampled = super().run(step)
+        return sampled and Late(sampled._tokens)
+
+
+class GpuCore(TorchCore):
+    """Computes the steps of a GPU on a CPU."""
+
+    worker_type: type[Worker] = Worker
+
+    def _make_worker(self) -> Worker:
+        return gpu_worker(self, self.worker_type)
+
+
+class LateGpuCore(GpuCore):
+    """Has the tokens of each step late, too."""
+
+    worker_type = LateWorker
+
+
+KINDS: dict[str, type[TorchCore]] = {"of a CPU": TorchCore, "of a GPU": LateGpuCore}
 
 
 def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
-    """Take the place of `TorchCore._make_worker`."""
+    """Return a worker that computes on a CPU as on a GPU, with plain kernels."""
     config = core.config
     return kind.on_gpu(
         core.info,
@@ -53,12 +72,15 @@ def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
     )
 
 
-def make_engine(model: Path, kind: type[Worker] = Worker, on_gpu: bool = True, **options: Any) -> Engine:
+def make_engine(model: Path, kind: type[Worker] = LateWorker, on_gpu: bool = True, **options: Any) -> Engine:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
     core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
     config = core.config
-    worker = gpu_worker(core, kind) if on_gpu else core._make_worker()
+    if on_gpu:
+        worker = gpu_worker(core, kind)
+    else:
+        worker = kind.on_cpu(core.info, config.tokens_per_block, Groups(), dummy=False)
     return Engine(
         core.info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
     )

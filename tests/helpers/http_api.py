@@ -82,12 +82,13 @@ async def api(
     api_key: str | None = None,
     max_body_bytes: int = 1 << 24,
     host: str = "0.0.0.0",
+    max_connections: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})
     service = Service(served, world.open, guard=Guard(api_key, max_body_bytes, host), **options)
     bound = bind("127.0.0.1", 0)
-    runner, _ = await listen(service.app(), bound)
+    runner, _ = await listen(service.app(), bound, max_connections)
 
     async def turn() -> None:
         while True:

@@ -1,6 +1,7 @@
 """Checks of what few requests ask for, against transformers: logits, penalties, forbidden words, beams.
 
-`core_options` of each say how the engine computes, with `ON_GPU` on the first GPU.
+`core_options` of each say how the engine computes, with `ON_GPU` on the first GPU, with
+`AS_ON_A_GPU` by its steps on a CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.extras.special import Special
 from tests.helpers.families import make_family
+from tests.helpers.gpu_steps_on_cpu import LateGpuCore
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core
 
 ON_GPU: dict[str, Any] = {"gpu_bytes": 8 << 30, "device": 0}
+AS_ON_A_GPU: dict[str, Any] = {"kind": LateGpuCore}
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]  # one is longer than windows
 N_OUTPUT = 9
 # In blocks of 8: less than one, several and a part, exactly two, one token.

@@ -18,7 +18,7 @@ from tests.helpers.oracle import Tokens
 N_OUTPUT = 24
 
 
-def make_core(model: Path | str, connect: Any = None, **options: Any) -> TorchCore:
+def make_core(model: Path | str, connect: Any = None, kind: Any = TorchCore, **options: Any) -> TorchCore:
     defaults: dict[str, Any] = {
         "tokens_per_block": 8,
         "n_threads": 1,
@@ -26,7 +26,7 @@ def make_core(model: Path | str, connect: Any = None, **options: Any) -> TorchCo
         "max_seq_len": 256,
         "enable_chunked_context": True,
     }
-    core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
+    core: TorchCore = kind(CoreConfig("torch", model_path=str(model), **(defaults | options)))
     if connect is not None:
         core.connect(*connect)
     core.load()

@@ -190,12 +190,11 @@ def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
     assert not transport.dispatch()
 
 
-def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm) -> None:
     """Each rank sleeps until the one before it has sent something, small or large."""
     n_rounds = 20
-    for name in ("_SHORT_SLEEP_S", "_LONG_SLEEP_S"):
-        monkeypatch.setattr(doorbell, name, 20.0)
     bell = doorbell.Doorbell()
+    bell.short_sleep_s = bell.long_sleep_s = 20.0
     bell.hang(comm.bcast(secrets.token_hex(8)), comm.rank, range(comm.size))
     comm.Barrier()
     bell.try_all(range(comm.size))

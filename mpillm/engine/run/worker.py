@@ -57,6 +57,8 @@ class Steps(Protocol):
 class Worker:
     """This rank's part of each step."""
 
+    chosen_at_once = CHOSEN_AT_ONCE  # rows
+
     def __init__(self, part: ModelPart, steps: Steps) -> None:
         self.part = part
         self.steps = steps
@@ -141,7 +143,7 @@ class Worker:
         if keeps_all:  # then these are all rows
             x = x.index_select(0, to_device(step.wanted, x.device))
         logits = self.part.model.logits(x)
-        pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(CHOSEN_AT_ONCE)]
+        pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(self.chosen_at_once)]
         chosen = [piece for piece in pieces if piece is not None]
         if not chosen:
             return None
@@ -163,8 +165,8 @@ class Worker:
     def _keep_logits(self, x: Tensor, wanted: list[tuple[Special | None, slice]]) -> None:
         """Keep the logits of some rows, on the leader, whose host waits for them. Collective."""
         for special, rows in wanted:
-            for start in range(rows.start, rows.stop, CHOSEN_AT_ONCE):
-                some = x[start : min(start + CHOSEN_AT_ONCE, rows.stop)]
+            for start in range(rows.start, rows.stop, self.chosen_at_once):
+                some = x[start : min(start + self.chosen_at_once, rows.stop)]
                 whole = self._whole(self.part.model.logits(some))
                 if special is not None and whole is not None:
                     special.context_logits.append(whole.cpu().numpy())

@@ -12,26 +12,20 @@ from typing import Any
 
 import pytest
 
-from mpillm.comms import doorbell
-from mpillm.comms import loop as loop_module
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
 
 SEVERAL = 10_000  # more than a socket keeps
 
 
-@pytest.fixture(autouse=True)
-def _no_other_way_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 120.0)
-    monkeypatch.setattr(doorbell, "_LONG_SLEEP_S", 120.0)
-
-
 @pytest.fixture
 def hung() -> Callable[..., Doorbell]:
+    """Return a function that hangs a rank's bell; nothing else wakes the rank."""
     run = secrets.token_hex(8)
 
     def hang(rank: int, *node: int) -> Doorbell:
         bell = Doorbell()
+        bell.short_sleep_s = bell.long_sleep_s = 120.0
         bell.hang(run, rank, node or (0, 1, 2))
         return bell
 
@@ -51,13 +45,11 @@ def test_its_own_threads_wake_it(hung: Callable[..., Doorbell]) -> None:
     assert mine.sleep(math.inf)
 
 
-def test_a_bell_that_never_stops_keeps_nobody(
-    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bell_that_never_stops_keeps_nobody(hung: Callable[..., Doorbell]) -> None:
     """Any process of the node may ring, again and again."""
     mine = hung(0)
-    assert mine._socket is not None
-    number = mine._socket.fileno()
+    bell = mine._socket  # which stays open
+    assert bell is not None
     mine.ring_own()
 
     class Rung:
@@ -65,14 +57,15 @@ def test_a_bell_that_never_stops_keeps_nobody(
             self.taken = 0
 
         def fileno(self) -> int:
-            return number
+            return bell.fileno()
 
         def recv(self, _: int) -> bytes:
             self.taken += 1
             assert self.taken < SEVERAL, "it never ends"
             return b"!"
 
-    monkeypatch.setattr(mine, "_socket", Rung())
+    rung: Any = Rung()
+    mine._socket = rung
     assert mine.sleep(0.0)
 
 
@@ -123,26 +116,20 @@ def test_the_end_of_a_process_wakes_it_once(hung: Callable[..., Doorbell]) -> No
         assert ended == [1, 1]
 
 
-def test_a_rank_that_can_not_hear_an_end_sleeps_shortly(
-    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_can_not_hear_an_end_sleeps_shortly(hung: Callable[..., Doorbell]) -> None:
     """So that its control looks often; one that hears it is woken by nothing else here."""
-    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
     mine = hung(0)
-    mine.may_rest = True
+    mine.short_sleep_s, mine.may_rest = 0.001, True
     with subprocess.Popen(["true"]) as ended:
         pass
     mine.hear_ends([os.getpid(), ended.pid], lambda: None)
     assert not mine.sleep(math.inf)
 
 
-def test_a_rank_that_is_asked_things_sleeps_shortly(
-    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_asked_things_sleeps_shortly(hung: Callable[..., Doorbell]) -> None:
     """A bell may be rung too early for its message to be seen. A rank at rest has only its heartbeat."""
-    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
-    monkeypatch.setattr(doorbell, "_AWAKE_S", 120.0)
     mine = hung(0)
+    mine.short_sleep_s, mine.awake_s = 0.001, 120.0
     mine.may_rest = True
     mine.hear_ends([os.getpid()], lambda: None)
     for _ in range(2):
@@ -151,7 +138,7 @@ def test_a_rank_that_is_asked_things_sleeps_shortly(
     mine.ring_own()
     assert mine.sleep(math.inf)
     assert not mine.sleep(math.inf)
-    monkeypatch.setattr(doorbell, "_AWAKE_S", 0.0)
+    mine.awake_s = 0.0
     mine.ring_own()
     assert mine.sleep(math.inf)
     mine.may_rest = False
@@ -205,16 +192,13 @@ def test_a_quiet_rank_looks_when_its_bell_rings(quiet_s: float, hung: Callable[.
     assert (looker.looks < 100) == (quiet_s > 0)
 
 
-def test_a_rank_whose_message_still_moves_hears_its_bell(
-    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_message_still_moves_hears_its_bell(hung: Callable[..., Doorbell]) -> None:
     """It looks again after a moment by itself, but whoever rings meanwhile is not kept waiting for it."""
-    for name in ("_FIRST_SLEEP_S", "_LONGEST_SLEEP_S"):
-        monkeypatch.setattr(loop_module, name, 120.0)
     mine, looker = hung(0), Looker()
     mine.try_all(set())
     watch: Any = QuietWatch()
     loop = EventLoop(watch, mine)
+    loop.first_sleep_s = loop.longest_sleep_s = 120.0
     loop.pollers.append(looker.poll)
     loop.quiet_s.append(lambda: 0.0)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mpillm.comms import doorbell
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
 
@@ -27,6 +26,7 @@ class Turns:
 
     def __init__(self) -> None:
         bell = Doorbell()
+        bell.short_sleep_s = bell.long_sleep_s = LONG_S
         bell.hang(f"test-{id(self)}", 0, {0})
         bell.try_all(set())
         assert bell.heard
@@ -62,9 +62,7 @@ class Turns:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    for name in ("_SHORT_SLEEP_S", "_LONG_SLEEP_S"):
-        monkeypatch.setattr(doorbell, name, LONG_S)
+def turns() -> Turns:
     return Turns()
 
 

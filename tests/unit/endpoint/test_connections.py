@@ -12,7 +12,7 @@ import resource
 import pytest
 
 from launch.logs import log_to
-from mpillm.endpoint import connections, http_thread
+from mpillm.endpoint import connections
 from tests.helpers.http_api import HOUR_MS, api, run
 
 BODY = b'{"prompt": "hi", "max_tokens": 2}'
@@ -27,14 +27,11 @@ async def gone(reader: asyncio.StreamReader) -> bool:
 
 
 @pytest.mark.parametrize("says", [b"", HEAD, HEAD + b"\r\n" + BODY[:-1]])
-def test_who_has_waited_longest_for_a_whole_request_makes_room(
-    says: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_waited_longest_for_a_whole_request_makes_room(says: bytes) -> None:
     """Whether it has said nothing, half of the headers or half of the body."""
-    monkeypatch.setattr(http_thread, "raise_limit", lambda: MOST)
 
     async def test() -> None:
-        async with api() as a:
+        async with api(max_connections=MOST) as a:
             host, port = a.base.removeprefix("http://").split(":")
             strangers = []
             for _ in range(2 * MOST):
@@ -50,12 +47,11 @@ def test_who_has_waited_longest_for_a_whole_request_makes_room(
     run(test)
 
 
-def test_one_address_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_address_makes_room_for_the_others() -> None:
     """Whoever came first: the crowd is of one address."""
-    monkeypatch.setattr(http_thread, "raise_limit", lambda: MOST)
 
     async def test() -> None:
-        async with api() as a:
+        async with api(max_connections=MOST) as a:
             host, port = a.base.removeprefix("http://").split(":")
             other = ("127.0.0.2", 0)  # all of 127.0.0.0/8 is this machine's, on Linux
             reader, writer = await asyncio.open_connection(host, int(port), local_addr=other)
@@ -119,11 +115,10 @@ def test_a_first_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None
     run(test)
 
 
-def test_who_is_answered_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "raise_limit", lambda: MOST)
+def test_who_is_answered_is_left_in_peace() -> None:
 
     async def test() -> None:
-        async with api(core={"tpot_ms": 50.0}) as a:
+        async with api(max_connections=MOST, core={"tpot_ms": 50.0}) as a:
             host, port = a.base.removeprefix("http://").split(":")
             reading = asyncio.ensure_future(a.events("/v1/completions", prompt="hi", max_tokens=20))
             await a.until(lambda: a.service.guard.active == 1 and len(a.world.open) == 1)

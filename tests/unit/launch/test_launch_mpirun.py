@@ -276,18 +276,14 @@ def test_without_survival_mpirun_tells_the_code(status: int, interrupted: int | 
 
 
 @pytest.mark.parametrize("command", ["generate-disagg-config", "generate_disagg_config", "run-llm-server"])
-def test_ranks_that_tell_no_code_end_together(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mpirun, "detect", lambda: OPEN_MPI_5)
-    assert mpirun.main(["-n", "4", "--dry_run", command, "--dry_run"]) == 0
+def test_ranks_that_tell_no_code_end_together(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mpirun.main(["-n", "4", "--dry_run", command, "--dry_run"], mpi=OPEN_MPI_5) == 0
     line = capsys.readouterr().out
     assert line.endswith(f" {command.replace('_', '-')} --dry_run\n") and "ulfm" not in line
 
 
-def test_dry_run_only_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(mpirun, "detect", lambda: MPICH)
-    assert mpirun.main(["-n", "2", "--dry_run", "run", "--log_dir", "a b"]) == 0
+def test_dry_run_only_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mpirun.main(["-n", "2", "--dry_run", "run", "--log_dir", "a b"], mpi=MPICH) == 0
     assert capsys.readouterr().out.endswith("guard.py " + f"{sys.executable} -m mpillm run --log_dir 'a b'\n")
 
 
@@ -300,11 +296,15 @@ def test_a_key_is_in_no_command_line(
         tmp_path / "mpirun", f'echo "$MPILLM_API_KEY $*" > {tmp_path}/said; echo 0 > $MPILLM_EXIT_FILE'
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(says)))
-    assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "serve", "--port", "1", *key]) == 0
+    assert (
+        mpirun.main(
+            ["-n", "2", "-H", "a:1,b:1", "serve", "--port", "1", *key], mpi=Mpi("openmpi", (5,), str(says))
+        )
+        == 0
+    )
     said = (tmp_path / "said").read_text()
     assert said.startswith("sesame ") and "sesame" not in said[6:] and "-x MPILLM_API_KEY" in said
-    assert mpirun.main(["-n", "2", "--dry_run", "serve", *key]) == 0
+    assert mpirun.main(["-n", "2", "--dry_run", "serve", *key], mpi=Mpi("openmpi", (5,), str(says))) == 0
     printed = capsys.readouterr()
     assert (
         "sesame" not in printed.out + printed.err and "set MPILLM_API_KEY in its environment" in printed.err
@@ -316,12 +316,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: python -m mpillm mpirun -n N" in capsys.readouterr().out
 
 
-def test_an_mpirun_that_starts_nothing_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_mpirun_that_starts_nothing_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hangs = script(tmp_path / "mpirun", "exec sleep 600")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(hangs)))
-    assert mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"]) == 3
+    assert (
+        mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"], mpi=Mpi("openmpi", (5,), str(hangs))) == 3
+    )
     assert (
         "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?"
         in capsys.readouterr().err
@@ -330,8 +329,7 @@ def test_an_mpirun_that_starts_nothing_is_ended(
         tmp_path / "begins",
         "touch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE",
     )
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
-    assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
+    assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
 
 
 def test_without_a_port_for_the_roll_call_it_goes_on(
@@ -346,9 +344,8 @@ def test_without_a_port_for_the_roll_call_it_goes_on(
         tmp_path / "mpirun", 'case "$*" in *ROLL_CALL*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE'
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
     monkeypatch.setattr("socket.create_server", no_port)
-    assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "run"]) == 0
+    assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
     said = capsys.readouterr().err
     assert said.count("no port can be opened (Too many open files)") == 1 and "Traceback" not in said
 
@@ -455,13 +452,10 @@ def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [process.returncode for process in started[1:]] == [-signal.SIGKILL] * 4
 
 
-def test_an_mpirun_that_fails_before_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_mpirun_that_fails_before_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No rank was lost: none was there."""
     fails = script(tmp_path / "mpirun", "echo no such host >&2; exit 255")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
-    assert mpirun.main(["-n", "2", "run"]) == 3
+    assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == 3
     said = capsys.readouterr().err
     assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said
 
@@ -486,41 +480,34 @@ def test_an_mpirun_that_prints_nothing_is_explained_by_the_limit_of_open_files(
 ) -> None:
     """Open MPI's prints "Unknown error" where it can open no more pipes."""
     fails = script(tmp_path / "mpirun", "exit 186")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    assert mpirun.main(["-n", "8", "run"]) == 3
+    assert mpirun.main(["-n", "8", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == 3
     message = " ".join(capsys.readouterr().err.split())
     assert f"mpirun ended with 186 before rank 0 had started: {cause}" in message
 
 
 @pytest.mark.parametrize(("joined", "code"), [(False, 3), (True, 14)])
 def test_mpis_own_exit_code_is_none_of_ours(
-    joined: bool,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    joined: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As where MPI_Init finds no room in /dev/shm."""
     leave = 'touch "$(dirname "$MPILLM_EXIT_FILE")/started"'
     if joined:
         leave += '; printf /none > "$(dirname "$MPILLM_EXIT_FILE")/directory"'
     fails = script(tmp_path / "mpirun", f"{leave}; exit 14")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(fails)))
-    assert mpirun.main(["-n", "2", "run"]) == code
+    assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == code
     said = "mpirun ended with 14 before the ranks had joined: what it printed says why"
     assert (said in capsys.readouterr().err) != joined
 
 
 def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The summary may be lost with it."""
     beside = '"$(dirname "$MPILLM_EXIT_FILE")'
     words = f'touch {beside}/started"; printf /none > {beside}/directory"; echo 0 > $MPILLM_EXIT_FILE'
     fake = script(tmp_path / "mpirun", f"{words}; kill -9 $$")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
-    assert mpirun.main(["-n", "2", "run"]) == 0
+    assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5, 0, 11), str(fake))) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "mpirun" in said and "was ended by signal 9 (SIGKILL), and so were all ranks" in said
     assert "; the run had ended by then: see /none/result.json" in said
@@ -528,17 +515,12 @@ def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
 
 @pytest.mark.parametrize(("number", "blamed"), [(signal.SIGKILL, True), (signal.SIGPIPE, False)])
 def test_an_mpirun_that_ends_because_others_have_is_not_the_cause(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: signal.Signals,
-    blamed: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, blamed: bool
 ) -> None:
     """MPICH's may write to a daemon that has ended, just after rank 0 has told of a lost rank."""
     words = 'touch "$(dirname "$MPILLM_EXIT_FILE")/started"; echo 5 > $MPILLM_EXIT_FILE'
     fake = script(tmp_path / "mpirun", f"{words}; kill -{number:d} $$")
-    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5, 0, 11), str(fake)))
-    assert mpirun.main(["-n", "2", "run"]) == INSTANCE_LOST
+    assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5, 0, 11), str(fake))) == INSTANCE_LOST
     assert (f"was ended by signal {number:d} ({number.name})" in capsys.readouterr().err) == blamed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14], [2, 3]]
-
-
-@pytest.fixture(autouse=True)
-def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["script"])
 
 
 def answers(

@@ -213,7 +213,8 @@ def test_a_thread_that_does_not_end_is_reported(
 
     server = make(told, n=1)
     (core,) = server.cores
-    monkeypatch.setattr(core, "_poll_responses_impl", poll)
+    polled: Any = core
+    polled._poll_responses_impl = poll
     monkeypatch.setattr("mpillm.llmlib.cores.base._END_S", 0.1)
     server.issue_queries(requests(1))
     assert polling.wait(20)
@@ -265,10 +266,14 @@ def test_an_unhealthy_core(told: Told) -> None:
         WarmupManager(readiness_timeout=0.3).warmup(cores, requests(1))
 
 
-def test_a_registered_class_and_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Core, "needs_model", True, raising=False)
-    core = BackendRegistry.get(f"{__name__}:Core")
-    assert core is BackendRegistry.get(f"{__name__}:Core") and core.needs_model and core.__name__ == "Core"
+class NeedsModel(Core):
+    needs_model = True
+
+
+def test_a_registered_class_and_what_it_declares() -> None:
+    name = f"{__name__}:NeedsModel"
+    core = BackendRegistry.get(name)
+    assert core is BackendRegistry.get(name) and core.needs_model and core.__name__ == "NeedsModel"
     with pytest.raises(ConfigError, match=r"gave 2, but this run has 3 instances, which need a core each"):
         core.check(CoreConfig("x", settings=Configuration(), n_instances=3))
     core.check(CoreConfig("x", settings=Configuration(), n_instances=3, options={"n": 3}))
@@ -325,7 +330,7 @@ class Loader(LLMDataLoader):
         return [self.stops[i] for i in sample_indices]
 
 
-def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.eye(3))
     with Configuration({AllFields.dataset_path: str(tmp_path)}, options={}).autoapply():
         loader = Loader(["ids.npy"])
@@ -339,20 +344,23 @@ def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = loader.load()
     assert samples.tokens.tolist() == [1, 2, 3, 4] and samples.lengths.tolist() == [3, 1]
     assert samples.stop_words is not None and samples.stop_words.tolist() == [[7, 8], [-1, -1]]
-    monkeypatch.setattr(Loader, "stops", (None, None))
-    assert Loader().load().stop_words is None
+
+    class Other(Loader):
+        stops = (None, None)
+
+    assert Other().load().stop_words is None
     for prompts, message in (
         (((1,), ()), "sample 1 has no tokens"),
         (((1,),), "get_input_tokens gave 1 samples, asked for 2"),
     ):
-        monkeypatch.setattr(Loader, "prompts", prompts)
+        Other.prompts = prompts
         with pytest.raises(ConfigError, match=message):
-            Loader().load()
+            Other().load()
 
 
-def test_what_an_operation_says_to_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_operation_says_to_a_run(command_line: list[str]) -> None:
     """The call goes before the command line, and that before the configuration in force."""
-    monkeypatch.setattr("sys.argv", ["harness.py", "--max_output_len=5", "--seed=3"])
+    command_line += ["--max_output_len=5", "--seed=3"]
 
     class Op(LLMHarnessOp):
         data_loader = Loader
@@ -371,9 +379,12 @@ def test_what_an_operation_says_to_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     with pytest.raises(ConfigError, match=r"no option max_output_length.*did you mean"):
         Op(max_output_length=3).words()
-    monkeypatch.setattr(Op, "issue_queries", lambda self, samples: None, raising=False)
-    with pytest.raises(ConfigError, match=r"Op.issue_queries would not be called"):
-        Op()
+
+    class Issuing(Op):
+        def issue_queries(self, samples: object) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Issuing.issue_queries would not be called"):
+        Issuing()
 
 
 def test_the_display_draws(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.helpers.configured import no_command_line as no_command_line
+from tests.helpers.configured import command_line as command_line

@@ -38,8 +38,8 @@ def test_every_class_is_made_from_fields_only(cls: Any) -> None:
     assert {AllFields.tensor_parallelism, AllFields.llm_gen_config_path} <= set(HelpInfo.fields([cls]))
 
 
-def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["pytest", "--tensor_parallelism", "7"])
+def test_built_from_a_command_line(command_line: list[str]) -> None:
+    command_line += ["--tensor_parallelism", "7"]
     config = parse_run(
         ["--core_type", "triton_grpc", "--tensor_parallelism", "2", "--triton_num_servers", "3"]
     )
@@ -54,7 +54,6 @@ def test_the_environment_is_laid_over_runtime_flags_whatever_way_they_came(
 
     A command does it once, for what it hands on is in force already.
     """
-    monkeypatch.setattr("sys.argv", ["mpillm"])
     for stage in ("CHECKPOINT", "BUILD", "RUNTIME"):
         monkeypatch.setenv(f"TRTLLM_{stage}_FLAGS", "max_num_tokens:7,new:true")
     mine = {"max_num_tokens": 5, "old": 1}

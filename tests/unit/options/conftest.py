@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.configured import no_command_line as no_command_line
+from tests.helpers.configured import command_line as command_line
 
 
 @pytest.fixture

@@ -41,8 +41,7 @@ def test_the_yaml_file(tmp_path: Path) -> None:
         )
 
 
-def test_the_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["mpillm"])
+def test_the_class(capsys: pytest.CaptureFixture[str]) -> None:
     exec(block("python", "class LLMThing"), {})
     assert capsys.readouterr().out == "{'n_tokens': 42}\n{'foo': 'bar'}\n"
 

@@ -39,8 +39,10 @@ class LLMThing:
 CONFIG = {trtllm_runtime_flags: {"n_tokens": 42, "other_key": "value"}}
 
 
-def test_reference_1_the_call_goes_before_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["mpillm", f"--trtllm_runtime_flags={FLAGS}"])
+def test_reference_1_the_call_goes_before_everything(
+    monkeypatch: pytest.MonkeyPatch, command_line: list[str]
+) -> None:
+    command_line += [f"--trtllm_runtime_flags={FLAGS}"]
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "n_tokens:1")
     with Configuration(CONFIG).autoapply():
         assert LLMThing(flags={"foo": "bar"}).flags == {"foo": "bar"}
@@ -50,10 +52,8 @@ def test_reference_1_the_call_goes_before_everything(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "words", [[f"--trtllm_runtime_flags={FLAGS}"], ["--other", "x", "--trtllm-runtime-flags", FLAGS]]
 )
-def test_reference_2_the_command_line_replaces_the_context(
-    monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["mpillm", *words])
+def test_reference_2_the_command_line_replaces_the_context(command_line: list[str], words: list[str]) -> None:
+    command_line += words
     with Configuration(CONFIG).autoapply():
         assert LLMThing().flags == {"n_tokens": 1337, "my_cool_field": "foobar"}
 
@@ -339,14 +339,16 @@ def test_configure_gives_arguments() -> None:
     assert Configuration({field: "a"}, options={"other": "5"}).configure(Thing) == {"x": "a", "other": 5}
 
 
-def test_from_environ_removes_the_option_unless_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_environ_removes_the_option_unless_kept(
+    monkeypatch: pytest.MonkeyPatch, command_line: list[str]
+) -> None:
     alone = Field("data_dir", from_environ="DATA_DIR")
     both = Field("both_dir", from_environ="BOTH_DIR", disallow_argparse=False)
     hidden = Field("hidden_dir", disallow_argparse=True)
     assert [field.is_option for field in (alone, both, hidden)] == [False, True, False]
     monkeypatch.setenv("DATA_DIR", "from/environ")
     monkeypatch.setenv("BOTH_DIR", "from/environ")
-    monkeypatch.setattr("sys.argv", ["mpillm", "--data_dir", "x", "--both_dir", "y", "--hidden_dir", "z"])
+    command_line += ["--data_dir", "x", "--both_dir", "y", "--hidden_dir", "z"]
     found = Configuration({alone: "context"}).resolve([alone, both, hidden])
     assert {field.name: item.value for field, item in found.items()} == {
         "data_dir": "from/environ",
@@ -368,7 +370,7 @@ def test_a_wrong_value_names_the_environment_variable() -> None:
         Configuration(environ={"SIZE": "0"}).resolve([field])
 
 
-def test_parse_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_fields(monkeypatch: pytest.MonkeyPatch, command_line: list[str]) -> None:
     """Values come from the command line, and from the environment for fields that have a variable."""
     number, flag = Field("number", from_string=int), Field("flag", from_string=bool)
     here = Field("here", from_string=len, from_environ="HERE")
@@ -377,7 +379,7 @@ def test_parse_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_fields(fields, ["--number", "13", "--flag", "--other", "x"]) == {"number": 13, "flag": True}
     monkeypatch.setenv("HERE", "four")
     assert parse_fields(fields, ["--here", "ignored"]) == {"here": 4}
-    monkeypatch.setattr("sys.argv", ["program", "--number=7"])
+    command_line += ["--number=7"]
     assert parse_fields(fields) == {"number": 7, "here": 4}
     with pytest.raises(ConfigError, match="--number x: expected what int reads"):
         parse_fields([number], ["--number=x"])

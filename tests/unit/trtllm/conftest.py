@@ -14,6 +14,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.options.core_config import CoreConfig
 from mpillm.options.options import parse_run
+from tests.helpers.configured import command_line as command_line
 from tests.helpers.trtllm_cores import SINGLE
 
 STAND_INS = Path(__file__).parents[2] / "helpers/stand_ins"

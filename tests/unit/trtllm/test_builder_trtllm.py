@@ -416,10 +416,9 @@ def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_environment_is_laid_over_flags_whatever_way_they_came(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, command_line: list[str]
 ) -> None:
     """Only the two classes that own the flags in llmlib's text do so."""
-    monkeypatch.setattr("sys.argv", ["mpillm"])
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", "calib_size:16,tp_size:2")
     monkeypatch.setenv("TRTLLM_BUILD_FLAGS", "max_beam_width:3,pp_size:2")
     given = {"calib_size": 8, "qformat": "fp8"}
@@ -435,7 +434,7 @@ def test_the_environment_is_laid_over_flags_whatever_way_they_came(
         assert built.build_flags == {"max_beam_width": 3, "max_num_tokens": 5, "workers": 4}
         assert str(built.layout) == "tp2-pp2"
         assert str(TRTLLMLibraryLoader().layout) == "tp1-pp1", "another class"
-    monkeypatch.setattr("sys.argv", ["mpillm", "--trtllm_checkpoint_flags=calib_size:4"])
+    command_line += ["--trtllm_checkpoint_flags=calib_size:4"]
     assert QuantizerConfig.from_fields("llama").flags == {"calib_size": 16}  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.build_engine import build
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded, widened
 from mpillm.engine.calibrate import kv_scales
@@ -28,7 +27,7 @@ from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from mpillm.runtime.core_configs import check_handoff
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
-from tests.helpers.gpu_steps_on_cpu import gpu_worker
+from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import N_OUTPUT, answer, hand_over, make_batch, make_core, make_pair
 
@@ -174,15 +173,10 @@ def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
 
-def test_the_steps_of_a_gpu(
-    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_steps_of_a_gpu(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     """The GPU's steps give their kernels the right inputs; plain kernels take the place of Triton's."""
-
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    assert (
-        same(answer(make_core(folder, max_num_tokens=24), make_batch(prompts)), expected) >= len(prompts) - 1
-    )
+    core = make_core(folder, kind=GpuCore, max_num_tokens=24)
+    assert same(answer(core, make_batch(prompts)), expected) >= len(prompts) - 1
 
 
 def test_a_cache_is_handed_over_as_it_is(folder: Path, prompts: Tokens, expected: Tokens) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mpillm.engine.extras.special import Special
-from tests.helpers.gpu_steps_on_cpu import compute_as_on_a_gpu
 from tests.helpers.oracle import Oracle
 from tests.helpers.special_checks import (
+    AS_ON_A_GPU,
     BEAM_PROMPTS,
     N_BEAM_OUTPUT,
     beam_answers,
@@ -18,11 +18,6 @@ from tests.helpers.special_checks import (
     check_beams_that_end,
 )
 from tests.helpers.torch_cores import make_batch, make_core
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_as_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.long
@@ -50,12 +45,11 @@ def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("n_tokens", [None, 280])
 def test_as_on_a_gpu(n_tokens: int | None, folder: Path, oracle: Oracle) -> None:
     """There tables of blocks have the width of a longest sequence, and tokens come late."""
     scarce: dict[str, Any] = {"max_seq_len": 80, "kv_cache_tokens": n_tokens, "max_batch_size": 12}
-    check_beams_beside_others(folder, oracle, **(scarce if n_tokens else {}))
+    check_beams_beside_others(folder, oracle, AS_ON_A_GPU, **(scarce if n_tokens else {}))
 
 
 def test_forks_share_full_blocks(folder: Path) -> None:

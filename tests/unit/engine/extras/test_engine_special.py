@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mpillm.engine.extras.special import Special
-from mpillm.engine.run import worker as worker_module
-from tests.helpers.gpu_steps_on_cpu import compute_as_on_a_gpu
 from tests.helpers.oracle import Oracle
 from tests.helpers.special_checks import (
+    AS_ON_A_GPU,
     N_OUTPUT,
     PROMPTS,
     answers,
@@ -24,10 +23,10 @@ from tests.helpers.special_checks import (
 from tests.helpers.torch_cores import make_core
 
 
-@pytest.fixture(params=["cpu", "as on a gpu"], autouse=True)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "cpu":
-        compute_as_on_a_gpu(monkeypatch)
+@pytest.fixture(params=[{}, AS_ON_A_GPU], ids=["cpu", "as on a gpu"])
+def on(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return options that say where a core computes."""
+    return dict(request.param)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +39,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=["plain", "chunked", "reuse", "evicted"],
 )
-def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
-    check_logits(folder, oracle, **core_options)
+def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
+    check_logits(folder, oracle, **on, **core_options)
 
 
 @pytest.mark.long
-def test_bad_words_and_repetition(folder: Path, oracle: Oracle) -> None:
-    check_bad_words_and_repetition(folder, oracle)
+def test_bad_words_and_repetition(folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
+    check_bad_words_and_repetition(folder, oracle, **on)
 
 
 @pytest.mark.long
-def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Oracle) -> None:
-    check_presence_frequency_bias_and_minimum(folder, oracle)
+def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(
+    folder: Path, oracle: Oracle, on: dict[str, Any]
+) -> None:
+    check_presence_frequency_bias_and_minimum(folder, oracle, **on)
 
 
 @pytest.mark.parametrize(
@@ -61,22 +62,23 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, 
         (Special(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
     ],
 )
-def test_what_the_vocabulary_does_not_have(special: Special, message: str, folder: Path) -> None:
-    answers(core := make_core(folder), {0: special})
+def test_what_the_vocabulary_does_not_have(
+    special: Special, message: str, folder: Path, on: dict[str, Any]
+) -> None:
+    answers(core := make_core(folder, **on), {0: special})
     assert message in special.error and not core.has_work()
 
 
-def test_more_rows_than_are_chosen_at_once(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
     """A step's choice goes in pieces: each adjusts its own rows, a search takes its beams out of several."""
-    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", 2)
+    core = make_core(folder, **on)
+    core.engine.worker.chosen_at_once = 2
     specials = {
         0: Special(repetition_penalty=1.7),
         1: Special(beam_width=4, ends=(), keeps_context_logits=True),
         3: Special(bad_words=((8,),), keeps_generation_logits=True),
     }
-    found = answers(make_core(folder), specials, min_output=[0, 0, 4, 0])
+    found = answers(core, specials, min_output=[0, 0, 4, 0])
     assert found[0] == oracle.tokens(PROMPTS[0], N_OUTPUT, repetition_penalty=1.7)
     assert specials[1].beams is not None
     beams = [beam.tokens for beam in specials[1].beams.answers()]

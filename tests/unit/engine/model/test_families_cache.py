@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
@@ -14,7 +13,7 @@ from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.families import make_family
-from tests.helpers.gpu_steps_on_cpu import gpu_worker
+from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
 pytest.importorskip("transformers")
@@ -46,14 +45,11 @@ def test_bfloat16(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 7, "max_batch_size": 3}], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_steps_of_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, int]
-) -> None:
+def test_steps_of_gpus(tmp_path: Path, name: str, options: dict[str, int]) -> None:
     """With plain kernels they give the answers of a CPU's steps."""
     make_family(name, tmp_path)
     wanted = answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS))
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    core = make_core(tmp_path, dtype="float32", gpu_bytes=8 << 30, **options)
+    core = make_core(tmp_path, kind=GpuCore, dtype="float32", gpu_bytes=8 << 30, **options)
     assert answer(core, make_batch(PROMPTS)) == wanted
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.shape.families import FAMILIES
-from tests.helpers.gpu_steps_on_cpu import compute_as_on_a_gpu
-from tests.helpers.special_checks import check_family_logits
+from tests.helpers.special_checks import AS_ON_A_GPU, check_family_logits
 
 pytest.importorskip("transformers")
 
@@ -24,9 +23,8 @@ def test_logits(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_as_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
-) -> None:
+def test_as_on_a_gpu(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Layers with a window may have a KV cache of their own there."""
-    compute_as_on_a_gpu(monkeypatch)
-    check_family_logits(name, tmp_path, **options, gpu_bytes=8 << 30, kv_cache_tokens=2048, max_batch_size=3)
+    check_family_logits(
+        name, tmp_path, **AS_ON_A_GPU, **options, gpu_bytes=8 << 30, kv_cache_tokens=2048, max_batch_size=3
+    )

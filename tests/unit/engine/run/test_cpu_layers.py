@@ -26,7 +26,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_compiled", cpu_products)
 
 
-def steps_of(core: TorchCore) -> CpuSteps:
+def steps_of(core: TorchCore) -> Any:
     assert core.worker is not None and isinstance(core.worker.steps, CpuSteps)
     return core.worker.steps
 
@@ -43,13 +43,13 @@ def step(*spans: Span, wanted: list[int] | None = None) -> Step:
     [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quantization": "int8"}],
     ids=str,
 )
-def test_equal_one_by_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_one_by_one(options: dict[str, Any]) -> None:
     steps = steps_of(make_core("tiny-llama", **options))
     layers = steps._layers
     assert layers is not None
     calls = []
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(*args: Any) -> Any:
         calls.append(args)
         return layers(*args)
 
@@ -59,23 +59,21 @@ def test_equal_one_by_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
             step(Span(0, 9, 1), Span(1, 30, 1), Span(2, 0, 2, 0, [6]), wanted=[0, 1, 3]),
             step(Span(0, 10, 1)),
         ):
-            monkeypatch.setattr(steps, "_layers", counted)
+            steps._layers = counted
             found = steps.forward(now)
-            monkeypatch.setattr(steps, "_layers", None)
+            steps._layers = None
             assert found.equal(steps.forward(now))
     assert len(calls) == 3
 
 
-def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for_layers() -> None:
     steps = steps_of(make_core("tiny-llama", max_seq_len=_MOST_BY_ROW + 8))
     stored: list[int] = []
 
     def never(*args: Any) -> torch.Tensor:
         raise AssertionError("all layers in one call")
 
-    monkeypatch.setattr(steps, "_layers", never)
+    steps._layers = never
     with torch.inference_mode():
         steps.forward(step(Span(0, 0, _MOST_BY_ROW + 1, 0, [*range(65)])))
         steps.forward(step(Span(1, 0, 2, 0, [65])), stored.append)
@@ -87,7 +85,7 @@ def test_made_for_dense_models_of_one_rank_with_compiled_products(monkeypatch: p
     steps = steps_of(make_core("tiny-llama"))
     assert steps._layers is not None and steps._kernels is not None
     part = steps._part
-    monkeypatch.setattr(part.groups, "layout", Layout(tp_size=2))
+    part.groups.layout = Layout(tp_size=2)
     assert CpuLayers.of(part, steps._kernels) is None
     monkeypatch.setattr(linear, "_compiled", lambda dtype, weight_dtype: None)
     assert steps_of(make_core("tiny-llama"))._layers is None

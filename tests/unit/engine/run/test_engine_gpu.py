@@ -15,9 +15,7 @@ import torch
 from mpillm.comms.messages import ResponseFlag
 from mpillm.comms.transport import Buffer
 from mpillm.cores.base import CoreConfig
-from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.engine import Engine
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.sampling_params import SamplingParams
@@ -27,12 +25,12 @@ from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.graphs import ladder, too_slow
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
-from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker, make_engine
+from tests.helpers.gpu_steps_on_cpu import GpuCore, LateWorker, make_engine
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
 
 
-class Repacked(Worker):
+class Repacked(LateWorker):
     """Takes each step out of a message, as the other ranks of an instance do."""
 
     message: Buffer
@@ -41,11 +39,6 @@ class Repacked(Worker):
         told = PLAN.read(self.message)
         assert told == step
         return super().run(told)
-
-
-@pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "Sampled", Late)
 
 
 def answer(
@@ -152,9 +145,7 @@ def test_a_context_of_which_all_rows_are_wanted(folder: Path) -> None:
     assert torch.allclose(found, wanted, atol=1e-4)
 
 
-def test_first_tokens_when_two_steps_end_between_two_looks(
-    folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts: Tokens) -> None:
     """A FIRST row has one token even if the second one has come with it, as steps may be shorter than a turn
     of the rank's loop."""
     ready = False
@@ -163,9 +154,15 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
         def ready(self) -> bool:
             return ready
 
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    core = make_core(folder)
-    monkeypatch.setattr(worker_module, "Sampled", Together)
+    class TogetherWorker(Worker):
+        def run(self, step: Step) -> Sampled | None:
+            sampled = super().run(step)
+            return sampled and Together(sampled._tokens)
+
+    class Core(GpuCore):
+        worker_type = TogetherWorker
+
+    core = make_core(folder, kind=Core)
     core.enqueue(make_batch(prompts[:4], max_output=[1, 2, 3, 4]))
     for _ in range(3):
         assert core.poll_responses() is None
@@ -178,9 +175,7 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
     assert len(batch.tokens) == 6
 
 
-def test_decode_is_padded_to_the_ladder(
-    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     """Padding rows touch no sequence; a stand-in takes the place of graphs."""
     engine = make_engine(folder, max_num_tokens=100)
     steps: Any = engine.worker.steps

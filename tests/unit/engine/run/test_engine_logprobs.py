@@ -10,10 +10,9 @@ import torch
 
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
-from tests.helpers.gpu_steps_on_cpu import Late, make_engine
+from tests.helpers.gpu_steps_on_cpu import make_engine
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import make_batch, make_core
 
@@ -82,12 +81,12 @@ def test_greedy_answers_side_by_side_with_one_that_wants_none(
 
 @pytest.mark.parametrize("at_once", [1, 3, 64])
 def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at_once: int
+    folder: Path, oracle: Oracle, at_once: int
 ) -> None:
     """Temperature, top-k and forbidden tokens change the choice, not the log probabilities that are
     reported."""
-    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", at_once)
     core = make_core(folder, end_ids=tuple(range(0, 512, 2)))
+    core.engine.worker.chosen_at_once = at_once
     tokens, numbers = answers(core, temperature=2.0, top_k=50, seed=[1, 2, 3, 4], min_output=N_OUTPUT)
     assert all(token % 2 for answer in tokens.values() for token in answer[:-1])
     check(oracle, tokens, numbers)
@@ -100,12 +99,9 @@ def test_answers_that_were_evicted_in_the_middle(folder: Path, oracle: Oracle) -
     check(oracle, tokens, numbers)
 
 
-def test_steps_that_run_ahead_of_the_host(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_run_ahead_of_the_host(folder: Path, oracle: Oracle) -> None:
     """A step's log probabilities are read after the next step has started, as on a GPU; plain kernels
     compute."""
-    monkeypatch.setattr(worker_module, "Sampled", Late)
     engine = make_engine(folder, max_batch_size=3)
     sequences = [
         Sequence(i, prompt, N_OUTPUT, 0, SamplingParams(), wants_logprobs=wants)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.families import make_family
-from tests.helpers.gpu_steps_on_cpu import gpu_worker
+from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.hashing_engine import (
     CHUNKINGS,
     POLICIES,
@@ -80,15 +79,12 @@ PROMPTS = [[3 + (7 * i + 5 * j * j) % 300 for j in range(3 + 7 * i)] for i in ra
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 7}, {"enable_kv_cache_reuse": True}], ids=str)
-def test_families(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, int]
-) -> None:
+def test_families(tmp_path: Path, name: str, options: dict[str, int]) -> None:
     pytest.importorskip("transformers")
     make_family(name, tmp_path)
     wanted = answers(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS, max_output=20))
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
     of = {"max_batch_size": 3, "max_num_tokens": 64, "tokens_per_block": 4, "kv_cache_tokens": 512}
-    core = make_core(tmp_path, dtype="float32", gpu_bytes=8 << 30, **of | options)
+    core = make_core(tmp_path, kind=GpuCore, dtype="float32", gpu_bytes=8 << 30, **of | options)
     assert 0 < core.info.near_tokens < core.info.kv_cache_tokens
     assert answers(core, make_batch(PROMPTS, max_output=20)) == wanted
     assert core.engine.near is not None and core.engine.near.blocks.n_free == core.engine.near.blocks.n_blocks

@@ -16,13 +16,12 @@ from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.kernels import linear
 from mpillm.engine.kernels.cpu_products import cpu_products
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.cpu_steps import CpuSteps
 from mpillm.engine.shape.eagle_config import read_eagle
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers.eagle_heads import NaiveHead, Seen, answer_with_guesses, check_guesses, eagle, save_head
 from tests.helpers.gpu_cores import random_prompts
-from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.gpu_steps_on_cpu import KINDS, GpuCore
 from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.oracle import Oracle, Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
@@ -50,7 +49,7 @@ def head_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
+@pytest.mark.parametrize("way", KINDS)
 def test_guesses_are_those_of_a_naive_head(
     folder: Path,
     head_folder: Path,
@@ -60,14 +59,9 @@ def test_guesses_are_those_of_a_naive_head(
     way: str,
     options: dict[str, Any],
     replaced: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also after guesses that were right, which a head of random numbers has none of by itself."""
-    if way == "of a GPU":
-        monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    core = make_core(folder, speculative_config=eagle(head_folder), **options)
-    if way == "of a GPU":
-        monkeypatch.setattr(worker_module, "Sampled", Late)
+    core = make_core(folder, kind=KINDS[way], speculative_config=eagle(head_folder), **options)
     seen = answer_with_guesses(core, repetitive, plain, replaced=replaced, n_output=N_OUTPUT)
     drafter: Any = core.engine.speculation and core.engine.speculation._drafter
     drafter.draft([])
@@ -169,15 +163,18 @@ def test_guesses_begin_when_few_requests_run(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
+@pytest.mark.parametrize("kind", [TorchCore, GpuCore])
 def test_a_preempted_sequence_is_longer_than_a_step(
-    folder: Path, head_folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, head_folder: Path, kind: type[TorchCore]
 ) -> None:
     """What a step makes for the head has room for `max_num_tokens` rows, in whole contexts, too."""
-    if way == "of a GPU":
-        monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
     prompts = random_prompts([20] * 4)
-    options = {"enable_chunked_context": False, "max_num_tokens": 24, "max_batch_size": 4}
+    options: dict[str, Any] = {
+        "kind": kind,
+        "enable_chunked_context": False,
+        "max_num_tokens": 24,
+        "max_batch_size": 4,
+    }
     plain = answer(make_core(folder, **options), make_batch(prompts, max_output=60))
     core = make_core(
         folder, speculative_config=eagle(head_folder), kv_cache_tokens=160, max_seq_len=None, **options

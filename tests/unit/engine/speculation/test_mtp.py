@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers.eagle_heads import answer_with_guesses, check_guesses
 from tests.helpers.gpu_cores import random_prompts
-from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.gpu_steps_on_cpu import KINDS
 from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.mtp_heads import NaiveMtp, mtp, save_model
 from tests.helpers.oracle import Tokens
@@ -55,7 +54,7 @@ def plain(made: tuple[Path, NaiveMtp], asked: Tokens) -> Tokens:
     ids=str,
 )
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
+@pytest.mark.parametrize("way", KINDS)
 def test_guesses_are_those_of_a_naive_layer(
     made: tuple[Path, NaiveMtp],
     asked: Tokens,
@@ -63,15 +62,10 @@ def test_guesses_are_those_of_a_naive_layer(
     way: str,
     options: dict[str, Any],
     replaced: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also after guesses that were right, which random numbers have none of by themselves."""
     folder, naive = made
-    if way == "of a GPU":
-        monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    core = make_core(folder, speculative_config=mtp(), **options)
-    if way == "of a GPU":
-        monkeypatch.setattr(worker_module, "Sampled", Late)
+    core = make_core(folder, kind=KINDS[way], speculative_config=mtp(), **options)
     seen = answer_with_guesses(core, asked, plain, replaced=replaced, n_output=N_OUTPUT)
     if options.get("max_seq_len", 0) is None:
         assert core.statistics()["preemptions"] > 0

@@ -13,7 +13,6 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.run import worker as worker_module
 from mpillm.engine.run.gpu_steps import GpuSteps
 from mpillm.engine.run.worker import Follower, Worker
 from mpillm.engine.schedule.sequence import UNREAD
@@ -24,17 +23,10 @@ from mpillm.engine.speculation import start_speculation
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.options.core_config import CoreConfig
 from tests.helpers import plain_kernels
-from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.gpu_steps_on_cpu import LateGpuCore
 from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, make_batch, make_core
-
-
-def late_core(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> TorchCore:
-    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
-    core = make_core(folder, **options)
-    monkeypatch.setattr(worker_module, "Sampled", Late)
-    return core
 
 
 def feed_backwards(steps: GpuSteps, tokens: Tensor) -> None:
@@ -73,13 +65,9 @@ SCARCE = {"kv_cache_tokens": 256, "max_seq_len": None}
     ids=str,
 )
 def test_greedy_tokens_are_the_plain_ones(
-    folder: Path,
-    repetitive: Tokens,
-    plain: Tokens,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, repetitive: Tokens, plain: Tokens, options: dict[str, Any]
 ) -> None:
-    core = late_core(monkeypatch, folder, speculative_config=NGRAM, **options)
+    core = make_core(folder, kind=LateGpuCore, speculative_config=NGRAM, **options)
     found, steps = answers(core, repetitive)
     assert found == plain
     assert 0 < core.statistics()["accepted_tokens"] <= core.statistics()["drafted_tokens"]
@@ -130,13 +118,14 @@ def test_a_draft_model(
             steps.append(step)
             return run(step)
 
-        monkeypatch.setattr(worker, "run", noting)
+        noted: Any = worker
+        noted.run = noting
         return worker
 
     monkeypatch.setattr(start_speculation, "draft_worker", draft_worker)
     monkeypatch.setattr(GpuSteps, "feed", feed_backwards)
     speculative_config = draft_target({"the model itself": folder, "half of it": draft_folder}[kind], 4)
-    core = late_core(monkeypatch, folder, speculative_config=speculative_config, **options)
+    core = make_core(folder, kind=LateGpuCore, speculative_config=speculative_config, **options)
     found, _ = answers(core, repetitive)
     assert found == plain
     counts = core.statistics()
@@ -153,25 +142,21 @@ def test_a_draft_model(
 
 
 @pytest.mark.long
-def test_sampled_tokens_are_the_plain_ones(
-    folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_tokens_are_the_plain_ones(folder: Path, repetitive: Tokens) -> None:
     fields: dict[str, Any] = {"temperature": [0, 0.7, 0] * 3, "seed": range(9), "top_k": 3, "min_output": 14}
     core = make_core(folder, end_ids=(3, 5))
     core.enqueue(make_batch(repetitive, max_output=N_OUTPUT, **fields))
     wanted = Answers().run(core).tokens()
-    core = late_core(monkeypatch, folder, end_ids=(3, 5), speculative_config=NGRAM)
+    core = make_core(folder, kind=LateGpuCore, end_ids=(3, 5), speculative_config=NGRAM)
     assert answers(core, repetitive, **fields)[0] == wanted
 
 
 @pytest.mark.long
-def test_steps_run_ahead_while_nobody_guesses(
-    folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_run_ahead_while_nobody_guesses(folder: Path, repetitive: Tokens, plain: Tokens) -> None:
     """With more requests than `max_concurrency`, a step starts before the last one's tokens are read, but
     none does beside a step with guesses."""
     config = NGRAM | {"max_concurrency": 4}
-    core = late_core(monkeypatch, folder, speculative_config=config)
+    core = make_core(folder, kind=LateGpuCore, speculative_config=config)
     found, steps = answers(core, repetitive, [12] * 5 + [N_OUTPUT] * 4)
     assert found == [tokens[: 12 if i < 5 else None] for i, tokens in enumerate(plain)]
     guesses = [any(span.is_few for span in step.spans) for step, _ in steps]
@@ -182,10 +167,8 @@ def test_steps_run_ahead_while_nobody_guesses(
 
 
 @pytest.mark.long
-def test_a_request_is_cancelled_beside_guesses(
-    folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = late_core(monkeypatch, folder, speculative_config=NGRAM)
+def test_a_request_is_cancelled_beside_guesses(folder: Path, repetitive: Tokens, plain: Tokens) -> None:
+    core = make_core(folder, kind=LateGpuCore, speculative_config=NGRAM)
     core.enqueue(make_batch(repetitive, max_output=N_OUTPUT))
     found = Answers()
     for _ in range(40):
@@ -242,10 +225,8 @@ def test_memory_is_kept_for_a_draft_model() -> None:
 
 
 @pytest.mark.long
-def test_a_follower_notes_guesses_as_decode(
-    folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = late_core(monkeypatch, folder, speculative_config=NGRAM)
+def test_a_follower_notes_guesses_as_decode(folder: Path, repetitive: Tokens) -> None:
+    core = make_core(folder, kind=LateGpuCore, speculative_config=NGRAM)
     _, steps = answers(core, repetitive[:3])
     step = next(step for step, _ in steps if any(span.is_few for span in step.spans))
     noted: list[tuple[int, ...]] = []

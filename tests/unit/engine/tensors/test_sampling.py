@@ -53,8 +53,9 @@ def test_tokens_are_chosen_for_a_few_rows_at_once(
         return sample(*arguments)
 
     monkeypatch.setattr(worker_module, "sample", noted)
-    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", 3)
-    assert answer(make_core(folder, **core_fields), make_batch(prompts, **fields)) == expected
+    core = make_core(folder, **core_fields)
+    core.engine.worker.chosen_at_once = 3
+    assert answer(core, make_batch(prompts, **fields)) == expected
     assert max(n_rows, default=0) == (3 if sampled else 0)
 
 

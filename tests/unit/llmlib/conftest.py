@@ -1,0 +1,5 @@
+"""Fixtures of the tests of llmlib."""
+
+from __future__ import annotations
+
+from tests.helpers.configured import command_line as command_line
