@@ -27,7 +27,7 @@ _MOST_RINGS = 1024  # taken at a time; the kernel holds some ten (net.unix.max_d
 class Doorbell:
     """This rank's bell, and the way to the others'. It does nothing until `hang`. Any thread may ring."""
 
-    # What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it too late.
+    # What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it late.
     short_sleep_s = 0.1
     long_sleep_s = 0.25  # of a rank that may rest, hears the ends of processes, and was not rung for awake_s
     awake_s = 1.0

@@ -17,7 +17,7 @@ class EventLoop:
     """Calls every poller in turn; a poller never waits, and returns whether it found work."""
 
     first_sleep_s = 20e-6
-    longest_sleep_s = 600e-6  # where this rank must poll: bounds the latency that it adds between two messages
+    longest_sleep_s = 600e-6  # where this rank must poll: bounds the latency that it adds to a message
 
     def __init__(self, watch: Watch, doorbell: Doorbell) -> None:
         self._watch = watch

@@ -62,7 +62,8 @@ async def listen(
 ) -> tuple[web.AppRunner, asyncio.Server]:
     """Accept connections on a bound socket, until the server that is returned is closed.
 
-    `max_connections` is by default what the limit of open files allows. Handlers are cancelled when their client has gone: that is how its request ends.
+    `max_connections` is by default what the limit of open files allows. Handlers are cancelled when their
+    client has gone: that is how its request ends.
     """
     logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)

@@ -48,23 +48,21 @@ def test_its_own_threads_wake_it(hung: Callable[..., Doorbell]) -> None:
 def test_a_bell_that_never_stops_keeps_nobody(hung: Callable[..., Doorbell]) -> None:
     """Any process of the node may ring, again and again."""
     mine = hung(0)
-    bell = mine._socket  # which stays open
-    assert bell is not None
     mine.ring_own()
 
     class Rung:
-        def __init__(self) -> None:
-            self.taken = 0
+        def __init__(self, bell: Any) -> None:
+            self.bell, self.taken = bell, 0  # the bell stays open
 
         def fileno(self) -> int:
-            return bell.fileno()
+            return int(self.bell.fileno())
 
         def recv(self, _: int) -> bytes:
             self.taken += 1
             assert self.taken < SEVERAL, "it never ends"
             return b"!"
 
-    rung: Any = Rung()
+    rung: Any = Rung(mine._socket)
     mine._socket = rung
     assert mine.sleep(0.0)
 
