@@ -1,7 +1,7 @@
-"""Blocking HTTP requests to servers of others, whose answers have bounds of bytes and of time.
+"""Blocking HTTP requests to external servers, with limits of bytes and time on their responses.
 
-`http.client` has none: it waits anew for each byte, and skips responses such as 100 (Continue) and reads
-trailers for as long as they come.
+`http.client` has no such limits: its timeout restarts with each byte, and it reads any number of responses
+such as 100 (Continue) and of trailers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OF_GRPC = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 
 
 class ReplyError(Exception):
-    """A server gave no answer, or none that can be taken.
+    """A server sent no response, or an invalid one.
 
-    The message says what it did, in a line, without its address.
+    The message describes the response in one line, without the server's address.
     """
 
 
@@ -103,7 +103,7 @@ def page(url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, by
 
 
 class _Bounds(io.RawIOBase):
-    """Reads of a socket, up to a number of bytes and a time."""
+    """Socket reads with a limit of bytes and a deadline."""
 
     def __init__(self, sock: socket.socket, plain: Any, end: float, timeout_s: float, most: int) -> None:
         self._sock = sock

@@ -1,8 +1,7 @@
-"""Processes that call this one, and hold the connection, so that their end is known.
+"""Server side of liveness connections, whose close reports the exit of the process at the other end.
 
-When a process ends, however it does, its kernel closes its connections. Nothing else is told here: a
-connection that fails otherwise (reset or timed out by the network), or that can't be made, says nothing of
-the process, and neither does a host that loses its power.
+When a process exits for any reason, its kernel closes its connections. Other events do not count as an exit:
+a connection that cannot be established, that the network resets or times out, or a host without power.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _CONNECT_S = 5.0
 
 
 class Callers:
-    """The end that is called. A thread waits in the kernel; it calls `called` and `ended`."""
+    """Server of liveness connections. Its thread waits in the kernel, and calls `called` and `ended`."""
 
     def __init__(
         self,

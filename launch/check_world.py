@@ -1,8 +1,8 @@
 """Check that the ranks which a launcher started are one MPI world.
 
-Everything that starts MPI, or a program that will, calls `check_world` first: under the launcher of another
-MPI each of the N processes is rank 0 of a world of one, and N runs of one rank would be taken for one run of
-N ranks.
+Everything that starts MPI, or a program that will start MPI, calls `check_world` first. Under the launcher of
+another MPI, each of the N processes is rank 0 of a world of one rank. N runs of one rank would then look like
+one run of N ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launch.launcher import PMI, EveryRankError, Launcher, Protocol, one_of_seve
 
 
 class WrongLauncher(EveryRankError):
-    """The launcher's ranks are not one MPI world. `problem`: the message without the command line to use."""
+    """The launcher's ranks are not one MPI world. `problem`: the message without the correct command line."""
 
     def __init__(self, problem: str, advice: str) -> None:
         super().__init__(problem + advice)

@@ -1,4 +1,4 @@
-"""Child processes that end with this one: a build tool, a server, an `mpirun`. Each may have a log file."""
+"""Child processes that exit with this one: a build tool, a server, an `mpirun`. Each may have a log file."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ class Child:
 
 
 class Children:
-    """A context: children started in it have ended when it is left, whatever ends it.
+    """Context that ends its child processes when it exits, whatever the reason.
 
-    Inside it, the first of `stop_signals` raises `Stopped` in the main thread, if the context was entered
-    there: no other thread may set handlers. On leaving, children that still run get
-    SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s` to end by themselves; a second signal
-    cuts that short. Then they are killed, with everything below them and every other process that has become
-    a child of this one meanwhile; with `adopts` False, in a program that starts processes of its own, only
-    those that `start` has started.
+    If the main thread enters the context, the first of `stop_signals` raises `Stopped` there. Other threads
+    cannot set handlers. When the context exits, running children get SIGTERM, or the received signal with
+    `pass_on`. They have `stop_grace_s` to exit. A second signal ends this wait. Then they are killed, with
+    all their descendants and all other processes that have become children of this one. With `adopts` False,
+    only processes of `start` are killed. Use this in a program that starts other processes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Command lines, the programs that they name, and what these say last."""
+"""Command lines, the programs that they name, and the last lines of a program's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.masking import masked_value, masked_words
 
 
 class NotHere(ConfigError):
-    """Something is missing on this machine that a command needs.
+    """A requirement of a command is missing on this machine.
 
     A dry run reports it and prints the commands.
     """
@@ -24,7 +24,7 @@ class NotHere(ConfigError):
 
 @dataclass(frozen=True)
 class Command:
-    """A command line as a user could type it."""
+    """A command line in the form that a user types."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # added to the environment
@@ -34,7 +34,7 @@ class Command:
         return " ".join(self.words())
 
     def words(self) -> list[str]:
-        """Return its words in shell syntax, those of the environment first, with secrets masked."""
+        """Return the command line in shell syntax, environment variables first, with secrets masked."""
         overlay = [f"{name}={shlex.quote(value)}" for name, value in masked_value(self.env).items()]
         return [*overlay, *map(shlex.quote, masked_words(self.argv))]
 
@@ -71,7 +71,7 @@ def find_program(name: str, hint: str, typed: bool = False) -> str:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """What a line of a program's log means."""
+    """Meaning of a known line in a program's log."""
 
     pattern: str  # of the line
     cause: str

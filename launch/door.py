@@ -1,7 +1,7 @@
-"""A port with a door: who connects is a stranger until its greeting is there, and strangers get little.
+"""Listener that limits unauthenticated connections, which have not yet sent their greeting.
 
-So many of them may wait, each for so long. When it is full, one of the address that has most of them makes
-room, the one that has waited longest: those who know what to say need no time for it.
+Their number and their waiting time are limited. At the limit, the listener closes the oldest connection of
+the address with the most connections, because an authorized client sends its greeting immediately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment of a started process, and what a launcher and its ranks tell each other through it."""
+"""Environment of a started process, and the values and files that a launcher and its ranks exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop of a thread that has sockets."""
+"""Event loop of a thread with sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exits of processes: the sentences that report them, and which of several on this host have exited."""
+"""Exits of processes: the sentences that report them, and detection of exits on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a program's log that name its failure, which may be far above the end of the log."""
+"""Search for the lines of a program's log that describe its failure. They may be far above the log's end."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Stand between MPICH's launcher and a rank: ``python guard.py COMMAND…`` always ends with an exit code.
+"""Process between MPICH's launcher and a rank: ``python guard.py COMMAND…`` always ends with an exit code.
 
-Hydra kills every rank of a node as soon as one of its children dies of a signal, even with
-``-disable-auto-cleanup`` (``WIFSIGNALED`` in its proxy). So a rank that the kernel or a person kills would
-take rank 0 along before rank 0 could say which rank was lost. With this process in between, hydra sees a
-plain exit code of 128 + signal.
+Hydra kills every rank of a node when a signal kills one of its children, even with
+``-disable-auto-cleanup`` (``WIFSIGNALED`` in its proxy). Hydra would then also kill rank 0 before it reports
+the lost rank. With this process in between, hydra receives a plain exit code of 128 + signal.
 
-It is run by path with ``python -I -S``: it imports nothing of ours and costs about 10 ms.
+It is run by path with ``python -I -S``. It imports no module of mpillm, and its start takes about 10 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a server answers."""
+"""Health check of a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANSWER_S = 5.0
 
 
 class HealthCheck:
-    """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
+    """A health check in a separate thread, so that a silent server does not block the caller."""
 
     def __init__(self, url: str, before: HealthCheck | None = None) -> None:
         """`before`: the last one of this URL."""

@@ -1,4 +1,4 @@
-"""A port of this host that no other process is given until a server listens on it."""
+"""Reserved port of this host, until a server listens on it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 class HeldPort:
-    """A free port, bound and not listened on.
+    """A free port that is bound, without a listener.
 
-    The system gives it to nobody who asks for any port, and another run that holds its ports in this way
-    gets another one. A server that sets SO_REUSEADDR, as nearly all do, can listen on it meanwhile; for one
-    that does not, `let_go` first.
+    The system does not assign it to a process that requests any free port. Another run that reserves ports in
+    this way gets another port. A server that sets SO_REUSEADDR, like nearly all servers, can listen on the
+    reserved port. For other servers, call `let_go` first.
     """
 
     def __init__(self, host: str) -> None:

@@ -1,4 +1,4 @@
-"""How --help is laid out: prose is wrapped, and the commands of examples as a shell takes them."""
+"""Layout of --help: prose is wrapped, and commands of examples are wrapped in shell syntax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def terminal_columns() -> int:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter for argparse. In description and epilog, lines that are indented are commands."""
+    """Formatter for argparse. Indented lines of description and epilog are commands."""
 
     def __init__(self, prog: str) -> None:
         width = min(140, terminal_columns() - 2)

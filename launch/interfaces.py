@@ -1,6 +1,6 @@
-"""IPv4 interfaces of this host, and which of them lead to no other host.
+"""IPv4 interfaces of this host, and detection of interfaces that reach no other host.
 
-A bridge of Docker (docker0, 172.17.0.1/16) or libvirt connects containers and virtual machines of its own
+A bridge of Docker (docker0, 172.17.0.1/16) or libvirt connects containers and virtual machines of one
 host, and has the same address on every host.
 """
 

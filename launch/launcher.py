@@ -1,4 +1,4 @@
-"""Which launcher started this process, as which of how many ranks."""
+"""The launcher that started this process, with its rank and the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Protocol = Literal["PMIx", "PMI", ""]
 
 
 class EveryRankError(ConfigError):
-    """Bad input that every rank finds. Only rank 0 reports it."""
+    """Wrong input that every rank detects. Only rank 0 reports it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Lines at the end of a terminal's text that are drawn again and again: a progress bar.
+"""Lines at the end of a terminal's text that are redrawn, such as a progress bar.
 
-Under `mpillm mpirun` rank 0 only says what the bar is, and the launcher draws it: all that goes to the
-terminal, from the ranks, mpirun and itself, goes through it, so no bar is drawn over a message.
+Under `mpillm mpirun`, rank 0 only sends the bar's text, and the launcher draws it. All output of the ranks,
+mpirun and the launcher passes through the launcher, so the bar never overwrites a message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def frame(lines: Sequence[str]) -> str:
 
 
 class LiveLines:
-    """Writes to stdout and stderr; any thread may. What is written takes the place of the lines drawn."""
+    """Writer to stdout and stderr, for any thread. New text replaces the drawn lines."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err

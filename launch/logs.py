@@ -1,4 +1,4 @@
-"""Logs of a process: what strangers have a part in is no line of its own, and can't fill the disk."""
+"""Logs of a process. External text in a record cannot imitate other records or fill the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RECORDS, _PER_S = 50, 10.0  # from one place in the code: so many in so many se
 
 
 class _Form(logging.Formatter):
-    """Makes no line after a record's first look like another record."""
+    """Formatter that indents the further lines of a record, so that none of them looks like a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message).replace("\n", "\n    ")
@@ -40,7 +40,7 @@ class _Form(logging.Formatter):
 
 
 class _Sparing(logging.Filter):
-    """Leaves out records of which there are too many."""
+    """Filter that limits the records from each place in the code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Place:
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """Says once, in a line, that the log can't be written; logging prints a stack for each record."""
+    """Handler that reports a failed write once, in one line. The default prints a stack for each record."""
 
     _said = False
 

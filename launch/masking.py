@@ -1,4 +1,4 @@
-"""Secrets in command lines and texts: whatever follows a name such as --api-key or HF_TOKEN is masked."""
+"""Masking of secrets in command lines and texts: any value after a name such as --api-key or HF_TOKEN."""
 
 from __future__ import annotations
 

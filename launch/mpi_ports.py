@@ -1,6 +1,6 @@
-"""Ports between hosts, as MPI needs them: whether a rank that has started can be reached there.
+"""Checks whether the hosts of started ranks can reach each other at ports like MPI's.
 
-MPI_Init of ranks that a firewall keeps apart waits, or fails without a name.
+If a firewall separates ranks, MPI_Init waits, or fails without the name of a host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRIED = 256  # ports
 
 
 class Port(NamedTuple):
-    """Where a rank listens while MPI starts, as it does: who can't be reached there, MPI does not reach."""
+    """Port at which a rank listens while MPI starts. If it cannot be reached, nor can MPI's ports."""
 
     rank: int
     host: str

@@ -1,15 +1,15 @@
 """``python -m mpillm mpirun -n N [mpirun options] COMMAND``: print and run the right `mpirun` line.
 
-What it adds to a plain `mpirun`:
+Additions to a plain `mpirun`:
 
-- Root, more ranks than cores, and binding are handled (`command_line` says how).
-- A lost rank doesn't end the others before rank 0 has named it.
-- An mpirun that does not get rank 0 started is ended after a deadline.
-- The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of
-  a killed rank.
-- Where rank 0 could not know or say why a run ended, this process says it (`launch.witness`).
-- Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running
-  on this node.
+- It sets options for root, more ranks than CPU cores, and binding (see `command_line`).
+- A lost rank does not end the others before rank 0 has named it.
+- If mpirun does not start rank 0 within a deadline, it is ended.
+- The exit code is the code that rank 0 wrote (`launch.environment.tell_exit_code`), even if `mpirun` reports
+  another code for a killed rank.
+- If rank 0 cannot report why a run ended, this process does (`launch.witness`).
+- The first Ctrl-C makes the ranks stop. Processes that still run after a grace time are killed. No process is
+  left on this node.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _call_the_roll(ranks: int) -> RollCall | None:
 
 
 class _Heard:
-    """Tells rank 0 what the roll call has heard, and whom this host can't reach."""
+    """Writes files for rank 0 with the registered ranks, and the hosts that this host cannot reach."""
 
     def __init__(self, roll_call: RollCall, exit_file: Path) -> None:
         self._roll_call, self._exit_file = roll_call, exit_file

@@ -1,4 +1,4 @@
-"""The words after ``mpillm mpirun``: our options, those of `mpirun`, and the command with its own."""
+"""Arguments of ``mpillm mpirun``: its own options, options of `mpirun`, and the command with its options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLACEMENT = HOSTS | {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the user wrote after ``mpillm mpirun``."""
+    """The arguments of ``mpillm mpirun``."""
 
     ranks: int
     dry_run: bool

@@ -1,7 +1,7 @@
-"""The interfaces that Open MPI's TCP transport uses, and why it does not connect ranks of several hosts.
+"""The interfaces of Open MPI's TCP transport, and diagnosis of failed connections between hosts.
 
-If two hosts have the same address, as all hosts with Docker have, ranks connect to processes of their own
-host, and MPI_Init does not end.
+All hosts with Docker have one address in common. Ranks then connect to processes of their own host, and
+MPI_Init does not return.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text that comes from outside: servers of others, clients, files, models.
+"""Text from external sources: servers, clients, files, models.
 
-It may hold what a terminal obeys (escape sequences, text that runs backwards), several lines, or no end. It
-reaches terminals through `Shown`, logs through `launch.logs`, and messages through `one_line`.
+It may contain escape sequences, right-to-left text, several lines, or unlimited data. `Shown` filters it for
+terminals, `launch.logs` for logs, and `one_line` for messages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fitted(text: str, columns: int) -> str:
 
 
 class Shown(io.TextIOWrapper):
-    """A process's standard output or error: what is written there is `printable`."""
+    """Standard output or error of a process that writes only `printable` text."""
 
     python_s: TextIO
     """Python's own, whose end would close what both write to."""

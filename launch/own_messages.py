@@ -1,4 +1,4 @@
-"""The message with which a command of ours fails: how it begins, and how to find it in a program's output."""
+"""Failure messages of mpillm's commands: their first words, and the search for them in a program's output."""
 
 from __future__ import annotations
 

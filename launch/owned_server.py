@@ -1,14 +1,13 @@
-"""A server, or another program, that belongs to this process: it ends with it, whatever ends this process,
-and is watched closely.
+"""A server or another program that this process owns. It ends with this process, whatever the reason.
 
     server = OwnedServer(command, log, wake)
     …
-    if why := server.ended():  # one of its processes has, or somebody has stopped one
+    if why := server.ended():  # one of its processes has exited or was stopped
         …
     server.stop(grace_s)
 
-`server_guard` stands between the two. A thread looks at every process of the server: which has ended, and by
-which signal. Linux only.
+`server_guard` runs between the two processes. A thread watches every process of the server for its exit and
+the signal that caused it. Linux only.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _Process:
 
 
 class OwnedServer:
-    """A server's processes."""
+    """The processes of a server."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Files and folders of other users, who could replace them or lead what is written elsewhere."""
+"""Detection of files and folders that other users own, who could replace them or redirect writes."""
 
 from __future__ import annotations
 

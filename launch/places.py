@@ -1,4 +1,4 @@
-"""Where files go unless the user names a place."""
+"""Default paths of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process asks of Linux for itself and its children."""
+"""Linux settings (prctl) of a process and its children."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The roll call: ranks of several hosts are heard by `mpillm mpirun` for as long as they are there.
+"""Rank registry: ranks of several hosts keep a liveness connection to `mpillm mpirun`.
 
-MPI_Init waits for every rank, and says of none that it is missing; rank 0 sees the processes of its own host
-only. So ranks call the launcher (`launch.callers`), which can name one that is lost before all have joined,
-and later who ended first where mpirun leaves rank 0 no time to say so.
+MPI_Init waits for every rank, and does not name a missing rank. Rank 0 sees only the processes of its own
+host. So ranks connect to the launcher (`launch.callers`). It names a rank that is lost before all have
+joined. Later, it names the rank that exited first, if mpirun leaves rank 0 no time to report it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Hello = tuple[int, int, int, bytes, bytes]  # rank, process id, port, host, int
 
 
 class RollCall:
-    """The launcher's end."""
+    """The launcher's side."""
 
     def __init__(self, size: int) -> None:
         """Open a port for so many ranks. Raises OSError if none can be."""
@@ -153,7 +153,7 @@ def _together(ended: list[RankExit]) -> list[RankExit]:
 
 
 class _Answer:
-    """A rank's end."""
+    """A rank's side."""
 
     def __init__(self, hosts: list[str], port: int, hello: bytes, listener: socket.socket | None) -> None:
         self._lock = threading.Lock()

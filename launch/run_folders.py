@@ -1,7 +1,7 @@
 """Temporary folders of an `mpillm mpirun`: Open MPI's session folder, and the folder of rank 0's exit code.
 
 A command that is killed leaves its folders. The next command on the host removes them, and so does the owner
-of a server that is itself an `mpillm mpirun`. A folder's name contains the process that made it.
+of a server that is itself an `mpillm mpirun`. A folder's name contains the id of the process that created it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """``python -m mpillm sbatch [options] -- COMMAND``: write a Slurm job script, show it, submit it, follow it.
 
-The script starts the command with srun, on every task. Of a command of mpillm on ranks it also
+The script starts the command with srun, on every task. For a command of mpillm on ranks, the script also
 
-- gives the run a log folder that no other job, and no requeueing of this one, has, and
-- ends with the exit code that rank 0 told, as `mpillm mpirun` does: srun's is the highest of all tasks'.
+- gives the run a log folder that no other job uses, nor a requeued start of this job, and
+- exits with the code that rank 0 wrote, like `mpillm mpirun`. srun's own code is the highest of all tasks.
 
-`run-harness` and others that start several runs get such a folder, too, and are started once, without srun:
-they start an mpirun for each run.
+`run-harness` and other commands with several runs also get such a folder. They are started once, without
+srun, because they start an mpirun for each run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _at_least_one(text: str) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job script says. None is left out; an empty text writes the option alone, to be filled in."""
+    """Values of a job script. None is left out. An empty text writes the option without a value."""
 
     command: tuple[str, ...]
     nodes: int | None = None
@@ -354,7 +354,7 @@ def _follow(number: str) -> int:
 
 
 class _SlowEnd:
-    """The time that a job has been COMPLETING: its command has ended, a node has not confirmed that."""
+    """Time of a job in state COMPLETING: its command has ended, but a node has not confirmed the end."""
 
     def __init__(self) -> None:
         self._since = math.inf

@@ -1,13 +1,14 @@
 """MPI's shared memory that killed ranks leave in /dev/shm.
 
-`mpillm mpirun` removes it when its ranks have ended, and so does the next start on the host.
+`mpillm mpirun` removes it when its ranks have exited. So does the next start on the host.
 
-Open MPI's segments have 16 MiB, one for each rank, MPICH's 2 MB or more for a node; who removes them is gone.
-Only the ranks' own records say which are ours: other programs of this user have such segments, too.
+Open MPI has a segment of 16 MiB for each rank, MPICH one of 2 MB or more for each node. The process that
+would remove them no longer exists. Only the ranks' own records identify mpillm's segments, because other
+programs of this user have such segments also.
 
-Open MPI's lie in a folder of each rank's own. It names them after 16 bits of a hash of mpirun's process id,
-and opens what is there: of two runs of a user on a host, one pair in 65,536 would write into each other's
-queues.
+Each rank has a separate folder for Open MPI's segments. Open MPI names them after 16 bits of a hash of
+mpirun's process id, and opens existing files. Without the folders, two runs of a user on a host would write
+into each other's queues in one case of 65,536.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NAMES = re.compile(r"(?:mpich_shm_|sm_segment\.|vader_segment\.)[\w.\-]+")
 
 
 class Segment(NamedTuple):
-    """A file below /dev/shm; its number tells it from a later one of the same name."""
+    """A file below /dev/shm. Its inode distinguishes it from a later file of the same name."""
 
     name: str
     number: int

@@ -1,13 +1,16 @@
-"""Stand over a server: ``python server_guard.py GRACE COMMAND…`` ends it, with all that it started.
+"""Parent process of a server: ``python server_guard.py GRACE COMMAND…`` ends the server and its descendants.
 
-Standard input is a socket whose other end the owner holds. When that closes, because the owner wants the end
-or has itself been killed, the server gets SIGTERM, and after GRACE seconds everything below is killed; a line
-with a number changes GRACE. To the owner go ``started PID``, ``shared NAME`` for a file in /dev/shm that the
-server has made, and, when the server's first process has ended, ``ended CODE`` (negative: a signal). This
-process is the reaper of orphans (Linux), so what a dead server leaves behind is found, too; what is left of
-its shared memory it removes.
+Standard input is a socket to the owner. It closes when the owner ends the server or is killed. Then the
+server gets SIGTERM, and after GRACE seconds all its descendants are killed. A line with a number changes
+GRACE.
 
-It is run by path with ``python -I -S``: it imports nothing of ours and costs about 10 ms.
+The owner receives ``started PID``, ``shared NAME`` for a file in /dev/shm that the server has created, and
+``ended CODE`` (negative: a signal) when the server's first process has exited.
+
+This process adopts orphans (Linux), so it also ends the processes that a dead server leaves, and removes the
+rest of the server's shared memory.
+
+It is run by path with ``python -I -S``. It imports no module of mpillm, and its start takes about 10 ms.
 """
 
 # pathlib takes time to import.
@@ -81,7 +84,7 @@ def main(grace: str, command: list[str]) -> None:
 
 
 class _SharedMemory:
-    """What the server's processes make in /dev/shm: one that is killed can't remove it."""
+    """Files of the server's processes in /dev/shm. A killed process cannot remove them."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner

@@ -10,7 +10,7 @@ SHM = Path("/dev/shm")
 
 
 class LeftInShm:
-    """Context at whose end the new files in /dev/shm that processes had mapped are removed.
+    """Context that removes new files in /dev/shm which processes had mapped, when it exits.
 
     A process that is killed cannot remove its shared memory.
     """

@@ -1,4 +1,4 @@
-"""The ranks of this process's job on this host, as the system shows them: also those that can't speak."""
+"""The ranks of this job on this host, as the system reports them, including ranks that do not respond."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def ended_here() -> list[int]:
 
 
 class EndedRanks:
-    """Finds the ranks of this host that have ended, among those that have no reason to."""
+    """Finds the ranks of this host that have exited unexpectedly."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
@@ -215,7 +215,7 @@ def how_it_is_stopped(pid: int) -> str:
 
 
 class StoppedProcesses:
-    """Finds processes that somebody has stopped, for longer than a tool that takes a snapshot does."""
+    """Finds processes that have been stopped for longer than a snapshot tool stops them."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""The signals that ask a program to end."""
+"""Signals that request a program's end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ECHO_S = 0.5
 
 
 class Stopped(SystemExit):
-    """Ctrl-C, or another signal that asks this process to stop. Uncaught, it is exit code 128 + signal."""
+    """Ctrl-C, or another signal that stops this process. If not caught, the exit code is 128 + signal."""
 
     def __init__(self, number: int, is_reported: bool = False) -> None:
         """`is_reported`: a child with the same output gets the signal, and names it there."""
@@ -29,11 +29,11 @@ class Stopped(SystemExit):
 
 
 class Echoes:
-    """A filter of repeated signals of a batch system.
+    """Filter of repeated signals of a batch system.
 
-    At a job's time limit Slurm sends its processes SIGTERM twice within 10 ms: once itself, once through
-    srun. At a warning signal (``sbatch --signal=USR1@60``) a rank gets SIGUSR1 from Slurm, and SIGUSR2 from
-    an `mpillm mpirun` that got SIGUSR1. The second one must not cut short the end that the first one began.
+    At a job's time limit, Slurm sends its processes SIGTERM twice within 10 ms: directly, and through srun.
+    At a warning signal (``sbatch --signal=USR1@60``), a rank gets SIGUSR1 from Slurm, and SIGUSR2 from an
+    `mpillm mpirun` that got SIGUSR1. The second signal must not interrupt the shutdown of the first.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Run an `mpirun` and see that everything it started on this node ends, whatever ends first."""
+"""Run an `mpirun`, and end all processes that it started on this node."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _GUARD_TURNS = 2  # in which what stands over a server may tidy up, once that is
 
 
 class Supervisor:
-    """Runs one `mpirun` and sees to it that it ends, with everything that it started on this node.
+    """Runs one `mpirun`, and ends it with all processes that it started on this node.
 
-    `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one
-    signal:
+    `mpirun` gets a separate session. So a terminal's Ctrl-C reaches only this process. It stops the run in
+    three steps:
 
-    1. the first of `launch.signals.stop_signals` asks the ranks to stop (a second one skips the wait). Open
-       MPI would give them a quarter of a second and drop their last output on SIGINT or SIGTERM, but hands
-       SIGUSR2 on to every rank; hydra hands SIGTERM on;
-    2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
-    3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.
+    1. It forwards the first of `launch.signals.stop_signals` to the ranks. A second signal skips the wait. On
+       SIGINT or SIGTERM, Open MPI would give the ranks a quarter of a second and drop their last output, but
+       it passes SIGUSR2 on to every rank. Hydra passes SIGTERM on.
+    2. After `stop_grace_s`, it makes Open MPI's `mpirun` end its ranks.
+    3. After `KILL_GRACE_S`, or immediately with hydra, it kills every process below `mpirun`.
 
-    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end.
-    An `mpirun` that does not get rank 0 started (a host that can't be reached, an ssh that asks for a
-    password) is ended after a deadline. This process is made the reaper of orphans (Linux), so ranks that
-    outlive a killed `mpirun` are found and killed, too; and `mpirun` gets a signal when this process dies.
+    The same grace time starts when rank 0 has written its exit code, for ranks that hang during their exit.
+    If `mpirun` does not start rank 0 (an unreachable host, an ssh that prompts for a password), it is ended
+    after a deadline. This process adopts orphans (Linux), so it also kills ranks that outlive a killed
+    `mpirun`. `mpirun` gets a signal when this process dies.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""What `mpillm mpirun` itself sees of how a run ends, which rank 0 may not: its own end, and mpirun's.
+"""Launcher monitor: `mpillm mpirun` detects causes of a run's end that rank 0 cannot report.
 
-An mpirun that loses a daemon, or is killed, ends all ranks. Open MPI's does so by SIGTERM and drops what they
-print from then on, so rank 0 can only guess that somebody has interrupted it; MPICH's leaves it no time.
+These are the exit of rank 0 and of mpirun. An mpirun that loses a daemon, or is killed, ends all ranks. Open
+MPI sends SIGTERM and drops later output of the ranks, so rank 0 cannot know the cause. MPICH leaves rank 0 no
+time to report.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one tha
 
 
 class Cause(NamedTuple):
-    """Why a run ended, as this process knows it."""
+    """Cause of a run's end, as far as this process knows it."""
 
     text: str
     rank: int | None = None  # whose log may say more
 
 
 class Witness:
-    """Hears what mpirun prints, and knows the ranks that have called (`roll_call`)."""
+    """Watches mpirun's output and the registered ranks (`roll_call`)."""
 
     def __init__(self, roll_call: RollCall | None = None) -> None:
         """`roll_call`: None: all ranks are on this host."""
