@@ -20,23 +20,60 @@ if TYPE_CHECKING:
 Cache = NDArray[np.uint8]  # a request's KV cache, shape [bytes]
 
 
-@runtime_checkable
-class HandsOver(Protocol):
-    """Hands KV caches over to other instances, and takes them: see roles/handoff.py.
-
-    Both sides have the first four methods, then come the context's side and the generation's.
-    """
-
-    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
-        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff.
-
-        No peers: the partner is another run (`HandsOverToRuns`).
-        """
+class SendsKv(Protocol):
+    """The context side of a handoff: see roles/handoff.py."""
 
     def poll_kv(self) -> list[int]:
         """Return the ids of requests whose whole KV cache has left this instance, or arrived.
 
         Polled on every rank.
+        """
+
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
+        """Send the KV cache of a request that `started` has named: what is computed now, the rest later.
+
+        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
+        when they have left.
+        """
+
+    def release_kv(self, request_id: int) -> None:
+        """Free the KV cache of a request that `started` has named; on the generation side, an arrived one."""
+
+
+class ReceivesKv(Protocol):
+    """The generation side of a handoff: see roles/handoff.py."""
+
+    def poll_kv(self) -> list[int]:
+        """See `SendsKv`."""
+
+    def release_kv(self, request_id: int) -> None:
+        """See `SendsKv`."""
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """As of `LLMCore`; from `receive_kv` on."""
+
+    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
+        """Reserve room for the KV cache of `request` (one row), and expect it from instance `sender`.
+
+        Returns False while there is no room.
+        """
+
+    def admit(self, request: Batch, first_token: int) -> None:
+        """Continue `request`, whose KV cache has arrived, after `first_token`, as if by `enqueue`.
+
+        `request`: a batch of one row with its prompt. Only a FINAL row follows; its first token is
+        `first_token`.
+        """
+
+
+@runtime_checkable
+class HandsOver(SendsKv, ReceivesKv, Protocol):
+    """Hands KV caches over to other instances, and takes them."""
+
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff.
+
+        No peers: the partner is another run (`HandsOverToRuns`).
         """
 
     def lose_peer(self, instance: int) -> None:
@@ -59,29 +96,6 @@ class HandsOver(Protocol):
         token are not named.
         """
 
-    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
-        """Send the KV cache of a request that `started` has named: what is computed now, the rest later.
-
-        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
-        when they have left.
-        """
-
-    def release_kv(self, request_id: int) -> None:
-        """Free the KV cache of a request that `started` has named; on the generation side, an arrived one."""
-
-    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
-        """Reserve room for the KV cache of `request` (one row), and expect it from instance `sender`.
-
-        Returns False while there is no room.
-        """
-
-    def admit(self, request: Batch, first_token: int) -> None:
-        """Continue `request`, whose KV cache has arrived, after `first_token`, as if by `enqueue`.
-
-        `request`: a batch of one row with its prompt. Only a FINAL row follows; its first token is
-        `first_token`.
-        """
-
 
 @runtime_checkable
 class WorksInAnyThread(Protocol):
@@ -94,14 +108,14 @@ class WorksInAnyThread(Protocol):
 class OwnMemory(Protocol):
     """The end of a handoff that is this rank's memory."""
 
-    def take(self, slot: int, n_tokens: int) -> None:
-        """Expect a cache under `slot`, which is free."""
+    def take(self, request_id: int, slot: int, n_tokens: int) -> None:
+        """Expect the cache of a request under `slot`."""
 
-    def give(self, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send a cache under `slot`, which is free and under which the instance expects it."""
+    def give(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
+        """Send the cache of a request under `slot`, under which the instance expects it."""
 
     def poll(self) -> dict[int, Cache]:
-        """Return the caches that have arrived, or left, by slot; their slots are free again."""
+        """Return the caches that have arrived, or left, by request."""
 
 
 @runtime_checkable

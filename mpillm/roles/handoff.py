@@ -39,7 +39,7 @@ from mpillm.comms.messages import (
     RequestFlag,
     concat,
 )
-from mpillm.cores.capabilities import HandsOver
+from mpillm.cores.capabilities import ReceivesKv, SendsKv
 
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
@@ -144,7 +144,7 @@ class _Taken:
 class HandoffSender:
     """The part of the context instance's leader."""
 
-    def __init__(self, transport: Transport, core: HandsOver, receivers: dict[int, int]) -> None:
+    def __init__(self, transport: Transport, core: SendsKv, receivers: dict[int, int]) -> None:
         """`receivers`: for each generation instance its leader's rank in the transport's communicator."""
         self._transport = transport
         self._core = core
@@ -239,7 +239,7 @@ class HandoffSender:
 class HandoffReceiver:
     """The part of the generation instance's leader."""
 
-    def __init__(self, transport: Transport, core: HandsOver, senders: dict[int, int]) -> None:
+    def __init__(self, transport: Transport, core: ReceivesKv, senders: dict[int, int]) -> None:
         """`senders`: for each rank of the transport's communicator the context instance that it leads."""
         self._transport = transport
         self._core = core

@@ -61,7 +61,7 @@ def test_a_cache_goes_in_and_out(rank: int, most_bytes: int | None, pinned_bytes
     at_end = mover.host_end if rank == 0 else wire.mover(0)
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=True, new=pinned.new)
     for slot, n in enumerate(N_TOKENS):
-        end.take(slot, n)
+        end.take(slot, slot, n)
     leaving.start([Transfer(Kind.SEND, i, 0, i, n, BLOCKS[i]) for i, n in enumerate(N_TOKENS)])
     collect(leaving.poll)
     filled(sender)
@@ -73,7 +73,7 @@ def test_a_cache_goes_in_and_out(rank: int, most_bytes: int | None, pinned_bytes
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=False, new=pinned.new)
     coming.start([Transfer(Kind.RECEIVE, i, 0, i, n, BLOCKS[i]) for i, n in enumerate(N_TOKENS)])
     for slot, n in enumerate(N_TOKENS):
-        end.give(slot, n, taken[slot])
+        end.give(slot, slot, n, taken[slot])
     collect(coming.poll)
     for there, pool in zip(before, receiver.pools, strict=True):
         for blocks, n in zip(BLOCKS, N_TOKENS, strict=True):

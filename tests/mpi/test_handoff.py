@@ -145,7 +145,7 @@ def test_every_request_arrives_once_with_its_own_cache(
     if comm.rank < n_contexts:
         mine = [id_ for id_ in range(n) if id_ % n_contexts == comm.rank]
         context = ContextCore(mover, set(mine))
-        sender = HandoffSender(transport, context, {rank: rank for rank in generations})  # type: ignore[arg-type]
+        sender = HandoffSender(transport, context, {rank: rank for rank in generations})
         random = np.random.default_rng(comm.rank)
         to_offer = mine[:]
         to_tell: list[int] = []
@@ -198,7 +198,7 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
     end = time.monotonic() + 30
     if comm.rank == 0:
         context = ContextCore(mover, set(range(5)))
-        sender = HandoffSender(transport, context, {rank: rank for rank in range(1, comm.size)})  # type: ignore[arg-type]
+        sender = HandoffSender(transport, context, {rank: rank for rank in range(1, comm.size)})
         sender.offer([request(id_, full) for id_ in range(4)])
         sender.tell_first({0: 5, 1: 5, 2: None, 3: 5})
         waiting = {0, 1, 3}

@@ -25,7 +25,7 @@ Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class HostPool:
-    """Caches by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
+    """Caches by request id, where an instance has blocks: `Held.blocks` is the id alone."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int, new: Callable[[int], Cache]) -> None:
         """`new`: returns memory of so many bytes."""
@@ -83,18 +83,18 @@ class HostEnd:
         self._transfers = Transfers(self._pool, config, Layout(), mover, {0: instance}, sends=not takes)
         self._kind = Kind.RECEIVE if takes else Kind.SEND
 
-    def take(self, slot: int, n_tokens: int) -> None:
-        """Expect a cache under `slot`, which is free."""
-        self._start(slot, n_tokens, self._pool.new(n_tokens))
+    def take(self, request_id: int, slot: int, n_tokens: int) -> None:
+        """Expect the cache of a request under `slot`."""
+        self._start(request_id, slot, n_tokens, self._pool.new(n_tokens))
 
-    def give(self, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send a cache under `slot`, which is free and under which the instance expects it."""
-        self._start(slot, n_tokens, cache)
+    def give(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
+        """Send the cache of a request under `slot`, under which the instance expects it."""
+        self._start(request_id, slot, n_tokens, cache)
 
     def poll(self) -> dict[int, Cache]:
-        """Return the caches that have arrived, or left, by slot; their slots are free again."""
-        return {slot: self._pool.caches.pop(slot) for slot in self._transfers.poll()}
+        """Return the caches that have arrived, or left, by request."""
+        return {id_: self._pool.caches.pop(id_) for id_ in self._transfers.poll()}
 
-    def _start(self, slot: int, n_tokens: int, cache: Cache) -> None:
-        self._pool.caches[slot] = cache
-        self._transfers.start([Transfer(self._kind, slot, 0, slot, n_tokens, [slot])])
+    def _start(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
+        self._pool.caches[request_id] = cache
+        self._transfers.start([Transfer(self._kind, request_id, 0, slot, n_tokens, [request_id])])

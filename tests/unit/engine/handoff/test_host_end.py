@@ -27,18 +27,18 @@ def test_a_cache_goes_in_and_out(sender: tuple[int, int], receiver: tuple[int, i
         for layer in range(len(layout.layers(config))):
             contexts.store(i, layer, SENT, N_TOKENS)
     end = HostEnd(config, kv_bytes, into.mover(0), Peer(0, *sender), takes=True, new=plain_memory)
-    end.take(4, N_TOKENS)
+    end.take(17, 4, N_TOKENS)
     for transfers in contexts.transfers:
         transfers.start([Transfer(Kind.SEND, 1, 9, 4, N_TOKENS, SENT)])
         assert transfers.poll() == [1]
     caches = end.poll()
-    assert list(caches) == [4] and caches[4].nbytes == N_TOKENS * kv_bytes
+    assert list(caches) == [17] and caches[17].nbytes == N_TOKENS * kv_bytes
 
     generations = Instance(out, config, receiver, 0, Peer(0, 1, 1), 8, sends=False)
     for transfers in generations.transfers:
         transfers.start([Transfer(Kind.RECEIVE, 1, 9, 6, N_TOKENS, RECEIVED)])
     end = HostEnd(config, kv_bytes, out.mover(0), Peer(0, *receiver), takes=False, new=plain_memory)
-    end.give(6, N_TOKENS, caches[4])
-    assert list(end.poll()) == [6] and end.poll() == {}
+    end.give(18, 6, N_TOKENS, caches[17])
+    assert list(end.poll()) == [18] and end.poll() == {}
     assert all(transfers.poll() == [1] for transfers in generations.transfers)
     generations.check(RECEIVED, N_TOKENS)
