@@ -27,9 +27,7 @@ ROOT = Path(__file__).parents[3]
 # Where PyTorch, or the core of that name, is the subject (doctor asks for its version, and measures NCCL with
 # it); user_config and core_names have the names of all
 # cores.
-AT_HOME = re.compile(
-    r"engine/|bench/|nvidia/table/|nvidia/triton/peft_|(cores|nvidia/stages)/torch_|core_names|doctor/gpu"
-)
+AT_HOME = re.compile(r"engine/|experiments/bench/|triton/peft_|(cores|stages)/torch_|core_names|doctor/gpu")
 
 
 class Halfway(LLMCore):
