@@ -177,7 +177,7 @@ def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
             break
         n_blocks = -(-len(prompt) // core.config.tokens_per_block)
         blocks = list(range(block, block + n_blocks))
-        step.spans.append(Span(slot, 0, len(prompt), 0, blocks, near=blocks))
+        step.spans.append(Span(slot, 0, len(prompt), 0, blocks, window_blocks=blocks))
         step.tokens += prompt
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))

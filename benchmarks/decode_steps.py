@@ -16,10 +16,10 @@ from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.engine_limits import EngineLimits
-from mpillm.engine.schedule.near_blocks import n_unseen
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.schedule.window_blocks import n_unseen
 from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.tensors.staging import Sampled
@@ -146,11 +146,11 @@ def _admit(engine: Engine, sequence: Sequence) -> None:
     engine.scheduler.admit(sequence)
 
 
-def _near_tables(part: ModelPart, n_cached: int, ends: list[int], size: int) -> list[list[int]]:
-    """Return the near blocks of sequences with so many tokens that grow to `ends`, if the model has any."""
-    if part.near is None:
+def _window_tables(part: ModelPart, n_cached: int, ends: list[int], size: int) -> list[list[int]]:
+    """Return the window blocks of sequences with so many tokens that grow to `ends`, if the model has any."""
+    if part.window_cache is None:
         return []
-    blocks, n_gone = itertools.count(1), n_unseen(n_cached, part.info.config.near_window, size)
+    blocks, n_gone = itertools.count(1), n_unseen(n_cached, part.info.config.partial_window, size)
     return [[NULL_BLOCK] * n_gone + list(itertools.islice(blocks, -(-end // size) - n_gone)) for end in ends]
 
 
@@ -175,11 +175,19 @@ def mixed_step(worker: Worker, batch: int, context: int, piece: int, tokens_per_
     blocks = itertools.count(1)
     tables = [list(itertools.islice(blocks, -(-end // tokens_per_block))) for end in ends]
 
-    near = _near_tables(worker.part, context, ends, tokens_per_block)
+    window_tables = _window_tables(worker.part, context, ends, tokens_per_block)
 
     def step(is_first: bool) -> Step:
         spans = [
-            Span(slot, context, n, 0, table, n_near_told=0, near=near[slot] if near else [])
+            Span(
+                slot,
+                context,
+                n,
+                0,
+                table,
+                n_window_blocks_sent=0,
+                window_blocks=window_tables[slot] if window_tables else [],
+            )
             if is_first
             else Span(slot, context, n, len(table))
             for slot, (n, table) in enumerate(zip(counts, tables, strict=True))

@@ -222,7 +222,7 @@ def _logits(core: Any, texts: Tokens) -> Any:
     for slot, text in enumerate(texts):
         n_blocks = -(-len(text) // core.config.tokens_per_block)
         blocks = list(range(block, block + n_blocks))
-        step.spans.append(Span(slot, 0, len(text), 0, blocks, near=blocks))
+        step.spans.append(Span(slot, 0, len(text), 0, blocks, window_blocks=blocks))
         step.tokens += text
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))

@@ -466,7 +466,7 @@ class TorchCore(LLMCore):
         sequence = new_sequence(request.rows[0], request.tokens)
         sequence.hand_over = False
         sequence.output = [first_token]
-        sequence.n_passed_on = sequence.n_logprobs_told = 1
+        sequence.n_passed_on = sequence.n_logprobs_sent = 1
         self.engine.admit(sequence)
 
 

@@ -68,10 +68,10 @@ def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
             rows.append((sequence.id, 3, _TIMES))
             tokens += _times(sequence)
         if sequence.logprobs:
-            numbers = [sequence.n_logprobs_told, *itertools.chain(*sequence.logprobs)]
+            numbers = [sequence.n_logprobs_sent, *itertools.chain(*sequence.logprobs)]
             rows.append((sequence.id, len(numbers), _LOGPROBS))
             tokens += numbers
-            sequence.n_logprobs_told += len(sequence.logprobs)
+            sequence.n_logprobs_sent += len(sequence.logprobs)
             sequence.logprobs.clear()
         if told:  # what several steps added goes out at once
             sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)

@@ -17,11 +17,11 @@ from mpillm.engine.extras.shared_adapters import SharedAdapters
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.engine_limits import EngineLimits
-from mpillm.engine.schedule.near_blocks import NearBlocks
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Progress, Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.schedule.window_blocks import WindowBlocks
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.speculation import Speculation
 from mpillm.engine.tensors.staging import Sampled
@@ -80,9 +80,11 @@ class Engine:
             return PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
 
         self.blocks = allocator(n_blocks)
-        self.near: NearBlocks | None = None
-        if info.near_tokens:
-            self.near = NearBlocks(allocator(info.near_tokens // size), info.config.near_window, size)
+        self.window_blocks: WindowBlocks | None = None
+        if info.window_cache_tokens:
+            self.window_blocks = WindowBlocks(
+                allocator(info.window_cache_tokens // size), info.config.partial_window, size
+            )
         self.scheduler = Scheduler(
             self.blocks,
             size,
@@ -94,12 +96,12 @@ class Engine:
             limits.chunking,
             # A head's only layer sees all tokens, and its cache has the same blocks.
             0 if info.feature_layers else info.config.widest_window,
-            self.near,
+            self.window_blocks,
         )
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()
         self.handoffs = EngineHandoffs(
-            self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens, self.near
+            self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens, self.window_blocks
         )
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
@@ -205,8 +207,8 @@ class Engine:
     def _launch(self, plan: list[tuple[Sequence, int]]) -> None:
         """Commit a plan, which may be empty, and start to compute it on all ranks."""
         counts = StepCounts.of(plan)
-        if self.near is not None:
-            self.near.cover(plan)
+        if self.window_blocks is not None:
+            self.window_blocks.cover(plan)
         step, sampled = Step.of(plan)
         step.transfers = self.handoffs.take_orders(sampled)
         self.scheduler.publish(plan)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpillm.engine.run.worker import Worker
-from mpillm.engine.schedule.near_blocks import NearBlocks
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.transfer import Kind, Transfer
+from mpillm.engine.schedule.window_blocks import WindowBlocks
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Leaving:
 @dataclass
 class _Coming:
     blocks: list[int]
-    near: list[int]
+    window_blocks: list[int]
     n_at_most: int  # tokens cached at the end of the longest answer
     is_cancelled: bool = False
 
@@ -48,10 +48,10 @@ class EngineHandoffs:
         worker: Worker,
         max_seq_len: int,
         max_moving_tokens: int | None,
-        near: NearBlocks | None,
+        window_blocks: WindowBlocks | None,
     ) -> None:
         """`max_moving_tokens`: see `EngineLimits`."""
-        self._near = near
+        self._window_blocks = window_blocks
         self._scheduler = scheduler
         self._worker = worker
         layout = worker.part.groups.layout
@@ -110,8 +110,8 @@ class EngineHandoffs:
         else:
             coming = self._coming.pop(sequence_id)
             self._scheduler.give_up(coming.blocks, coming.n_at_most)
-            if self._near is not None:
-                self._near.give_up(coming.near)
+            if self._window_blocks is not None:
+                self._window_blocks.give_up(coming.window_blocks)
 
     # --- the context side ---
 
@@ -171,9 +171,9 @@ class EngineHandoffs:
         blocks = self._scheduler.reserve(n_prompt, n_at_most)
         if blocks is None:
             return False
-        near = [] if self._near is None else self._near.reserve(n_prompt)
-        self._coming[sequence_id] = _Coming(blocks, near, n_at_most)
-        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks, near)
+        window_blocks = [] if self._window_blocks is None else self._window_blocks.reserve(n_prompt)
+        self._coming[sequence_id] = _Coming(blocks, window_blocks, n_at_most)
+        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks, window_blocks)
         return True
 
     def cancel(self, sequence_id: int) -> None:
@@ -185,8 +185,8 @@ class EngineHandoffs:
         """Run a sequence whose KV cache has arrived; return whether it was cancelled meanwhile."""
         coming = self._coming.pop(sequence.id)
         sequence.blocks, sequence.n_cached = coming.blocks, len(sequence.prompt)
-        if self._near is not None:
-            self._near.admit(sequence, coming.near)
+        if self._window_blocks is not None:
+            self._window_blocks.admit(sequence, coming.window_blocks)
         self._scheduler.admit(sequence)
         return coming.is_cancelled
 
@@ -198,10 +198,10 @@ class EngineHandoffs:
         slot: int,
         n_tokens: int,
         blocks: list[int],
-        near: list[int] | None = None,
+        window_blocks: list[int] | None = None,
     ) -> None:
         """Order the ranks of this instance to begin a transfer with the next step."""
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF
         self._moving[ticket] = _Moving(sequence_id, n_tokens, self._n_ranks)
-        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks, near or []))
+        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks, window_blocks or []))

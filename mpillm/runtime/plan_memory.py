@@ -128,9 +128,13 @@ def _needs(info: ModelInfo, core: CoreConfig) -> str:
     if tokens is None:
         return text
     n_bytes = per_token * tokens
-    if info.near_tokens:  # of some layers the cache is smaller
+    if info.window_cache_tokens:  # of some layers the cache is smaller
         of_layer = info.config.kv_bytes_per_token(info.kv_dtype, core.tp_size, info.config.n_layers)
-        n_bytes -= info.config.kv_layers(core.pp_size, near=True) * of_layer * (tokens - info.near_tokens)
+        n_bytes -= (
+            info.config.kv_layers(core.pp_size, windowed=True)
+            * of_layer
+            * (tokens - info.window_cache_tokens)
+        )
     return f"{text}, {_shown(n_bytes)} for {tokens:,}"
 
 

@@ -1,6 +1,6 @@
 """Families over several GPUs: greedy tokens equal those of transformers, in the layouts and handed over.
 
-The batch is so small that layers with a window have blocks of their own (see `NearBlocks`).
+The batch is so small that layers with a window have blocks of their own (see `WindowBlocks`).
 """
 
 from __future__ import annotations

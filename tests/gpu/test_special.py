@@ -49,7 +49,7 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.mark.parametrize("near", [False, True], ids=["one cache", "near blocks"])
+@pytest.mark.parametrize("near", [False, True], ids=["one cache", "window blocks"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_families(tmp_path: Path, name: str, chunked: bool, near: bool) -> None:

@@ -34,11 +34,11 @@ def next_token(context: list[int]) -> int:
     return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
 
 
-def answer(prompt: list[int], n: int, window: int = 0, near_window: int = 0) -> list[int]:
+def answer(prompt: list[int], n: int, window: int = 0, partial_window: int = 0) -> list[int]:
     context = list(prompt)
     for _ in range(n):
-        near = context[-near_window:] if near_window else []
-        context.append(next_token(context[-window:] + near))
+        window_blocks = context[-partial_window:] if partial_window else []
+        context.append(next_token(context[-window:] + window_blocks))
     return context[len(prompt) :]
 
 
@@ -63,13 +63,13 @@ class FakeGroups(Groups):
     With several stages a step runs only when its tokens are asked for, perhaps long after.
     """
 
-    def __init__(self, n_stages: int, random: np.random.Generator, window: int, near_window: int) -> None:
+    def __init__(self, n_stages: int, random: np.random.Generator, window: int, partial_window: int) -> None:
         super().__init__(Layout(pp_size=n_stages))
         self._random = random
         self._messages: deque[Buffer] = deque()
         self._caches = [_Cache(window)]
-        if near_window:
-            self._caches.append(_Cache(near_window))
+        if partial_window:
+            self._caches.append(_Cache(partial_window))
         self._last: dict[int, int] = {}  # by slot: what a row takes whose token the engine has not read
 
     def send_plan(self, step: Step) -> None:
@@ -84,9 +84,9 @@ class FakeGroups(Groups):
         for span in step.spans:
             tokens = step.tokens[first : first + span.n_new]
             tokens = [self._last[span.slot] if token == UNREAD else token for token in tokens]
-            told = (span.n_told, span.blocks), (span.n_near_told, span.near)
-            for cache, (n_told, blocks) in zip(self._caches, told, strict=False):
-                cache.tables.setdefault(span.slot, [])[n_told:] = blocks
+            told = (span.n_blocks_sent, span.blocks), (span.n_window_blocks_sent, span.window_blocks)
+            for cache, (n_blocks_sent, blocks) in zip(self._caches, told, strict=False):
+                cache.tables.setdefault(span.slot, [])[n_blocks_sent:] = blocks
                 cache.put(span.slot, span.n_cached, tokens)
             first += span.n_new
         owners, positions = zip(
@@ -140,12 +140,14 @@ def make_engine(
     seed: int = 0,
     n_ahead: int = 0,
     window: int = 0,
-    near_window: int = 0,
+    partial_window: int = 0,
 ) -> Engine:
-    """With a `near_window` the near cache has no more blocks than sequences may hold at once."""
+    """With a `partial_window` the window cache has no more blocks than sequences may hold at once."""
     chunked = chunking != "off"
     max_num_tokens = max_num_tokens if chunked else 64
-    n_near = max_batch_size * (-(-near_window // SIZE) + 2) + -(-max_num_tokens * n_stages // SIZE)
+    n_window_blocks = max_batch_size * (-(-partial_window // SIZE) + 2) + -(
+        -max_num_tokens * n_stages // SIZE
+    )
     info: Any = SimpleNamespace(
         kv_cache_tokens=n_blocks * SIZE,
         end_ids=(),
@@ -153,8 +155,8 @@ def make_engine(
         vocab_size=VOCAB,
         max_seq_len=80,
         feature_layers=(),
-        near_tokens=n_near * SIZE if near_window else 0,
-        config=SimpleNamespace(widest_window=window, near_window=near_window),
+        window_cache_tokens=n_window_blocks * SIZE if partial_window else 0,
+        config=SimpleNamespace(widest_window=window, partial_window=partial_window),
     )
     limits = EngineLimits(
         max_batch_size,
@@ -166,7 +168,7 @@ def make_engine(
         reuse,
     )
     random = np.random.default_rng(seed)
-    worker: Any = FakeWorker(FakeGroups(n_stages, random, window, near_window), n_ahead, random)
+    worker: Any = FakeWorker(FakeGroups(n_stages, random, window, partial_window), n_ahead, random)
     return Engine(info, limits, worker)
 
 
@@ -190,11 +192,13 @@ def check_blocks(engine: Engine) -> None:
     assert not any(s.blocks for s in engine.scheduler.waiting)
     assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))
     assert isinstance(engine.blocks, PrefixCache) or len(set(held)) == len(held)
-    if engine.near is not None:
-        near = engine.near.blocks
-        held = [block for s in engine.scheduler.running for block in s.near[s.n_near_gone :]]
-        assert all(held) and near.n_free == near.n_blocks - len(set(held))
-        assert isinstance(near, PrefixCache) or len(set(held)) == len(held)
+    if engine.window_blocks is not None:
+        window_blocks = engine.window_blocks.blocks
+        held = [
+            block for s in engine.scheduler.running for block in s.window_blocks[s.n_window_blocks_freed :]
+        ]
+        assert all(held) and window_blocks.n_free == window_blocks.n_blocks - len(set(held))
+        assert isinstance(window_blocks, PrefixCache) or len(set(held)) == len(held)
 
 
 def check_empty(engine: Engine) -> None:
@@ -202,7 +206,10 @@ def check_empty(engine: Engine) -> None:
     assert engine.blocks.n_free == engine.blocks.n_blocks
     assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
     assert engine.scheduler._n_owed == 0
-    for allocator in (engine.blocks, *([engine.near.blocks] if engine.near is not None else [])):
+    for allocator in (
+        engine.blocks,
+        *([engine.window_blocks.blocks] if engine.window_blocks is not None else []),
+    ):
         blocks = allocator.take(allocator.n_blocks)
         assert sorted(blocks) == list(range(1, allocator.n_blocks + 1))
         allocator.give_back(blocks)

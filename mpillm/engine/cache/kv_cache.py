@@ -16,11 +16,11 @@ from mpillm.engine.tensors.staging import Staging, to_device
 
 
 class Held(NamedTuple):
-    """A sequence's blocks, the number of tokens in them, and its near blocks (see `NearBlocks`)."""
+    """A sequence's blocks, the number of tokens in them, and its window blocks (see `WindowBlocks`)."""
 
     blocks: list[int]
     n_tokens: int
-    near: Sequence[int] = ()
+    window_blocks: Sequence[int] = ()
 
 
 class KVCache:

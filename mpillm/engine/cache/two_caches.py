@@ -11,7 +11,7 @@ from mpillm.engine.cache.kv_cache import Held, KVCache
 class TwoCaches:
     """Implements `transfer.Cache` for the layers of a stage.
 
-    In the second cache only the near blocks of what is held count (see `NearBlocks`).
+    In the second cache only the window blocks of each sequence count (see `WindowBlocks`).
     """
 
     def __init__(self, caches: tuple[KVCache, KVCache], places: list[tuple[bool, int]]) -> None:
@@ -33,18 +33,18 @@ class TwoCaches:
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
         """As `KVCache.read`. What no window reaches is anything."""
         read = [
-            self.caches[near].read(_held_in(held, near), slice(at, at + 1), heads)
-            for near, at in self.places[layers]
+            self.caches[windowed].read(_held_in(held, windowed), slice(at, at + 1), heads)
+            for windowed, at in self.places[layers]
         ]
         return [torch.cat(pieces) for pieces in zip(*read, strict=True)]
 
     @torch.inference_mode()
     def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
         places = self.places[layers]
-        for i, (near, at) in enumerate(places):
+        for i, (windowed, at) in enumerate(places):
             of_layer = [piece.view(len(places), -1)[i] for piece in pieces]
-            self.caches[near].write(_held_in(held, near), slice(at, at + 1), heads, of_layer)
+            self.caches[windowed].write(_held_in(held, windowed), slice(at, at + 1), heads, of_layer)
 
 
-def _held_in(held: list[Held], near: bool) -> list[Held]:
-    return [one._replace(blocks=list(one.near)) for one in held] if near else held
+def _held_in(held: list[Held], windowed: bool) -> list[Held]:
+    return [one._replace(blocks=list(one.window_blocks)) for one in held] if windowed else held

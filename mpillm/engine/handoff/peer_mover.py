@@ -134,7 +134,7 @@ class PeerLink:
                 self._stream.wait_event(one)  # type: ignore[arg-type]
         with torch.cuda.stream(self._stream):
             for (n_layers, n_heads), group in groupby(parts, lambda one: _size(one[0])):
-                puts = [(_as_put(*one), list(one[1].near)) for one in group]
+                puts = [(_as_put(*one), list(one[1].window_blocks)) for one in group]
                 for there, some, n in self._in_caches(puts, n_layers):
                     self._cache.put(some, there, n, n_heads, self._staging)
         done = event(self._stream)
@@ -144,16 +144,18 @@ class PeerLink:
     def _in_caches(
         self, puts: list[tuple[Put, list[int]]], n_layers: int
     ) -> Iterator[tuple[CacheThere, list[Put], int]]:
-        """Yield a cache there, what goes to it, and of how many layers each. `puts`: with near blocks."""
+        """Yield a cache there, what goes to it, and of how many layers each. `puts`: with window blocks."""
         if len(self._there) == 1:
             yield self._there[0], [put for put, _ in puts], n_layers
             return
         into: tuple[list[Put], list[Put]] = [], []
-        for put, near_blocks in puts:
-            first = near_blocks.count(NULL_BLOCK) * self._there[1].tokens_per_block
-            for i, (near, at) in enumerate(self._places[put.layer_there : put.layer_there + n_layers]):
+        for put, window_blocks in puts:
+            first = window_blocks.count(NULL_BLOCK) * self._there[1].tokens_per_block
+            for i, (windowed, at) in enumerate(self._places[put.layer_there : put.layer_there + n_layers]):
                 of_layer = put._replace(layer=put.layer + i, layer_there=at)
-                into[near].append(of_layer._replace(there=near_blocks, first=first) if near else of_layer)
+                into[windowed].append(
+                    of_layer._replace(there=window_blocks, first=first) if windowed else of_layer
+                )
         for there, some in zip(self._there, into, strict=True):
             if some:
                 yield there, some, 1
@@ -342,7 +344,7 @@ def _is_ready(moving: Moving) -> bool:
 
 def _room(moving: Moving) -> Room:
     held, layers, heads = moving.part
-    return Room(moving.tag, layers.start, heads.start, held.n_tokens, held.blocks, held.near)
+    return Room(moving.tag, layers.start, heads.start, held.n_tokens, held.blocks, held.window_blocks)
 
 
 def _take(queues: dict[int, deque[T]], tag: int) -> T:

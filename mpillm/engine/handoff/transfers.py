@@ -47,7 +47,7 @@ class _Under:
 
     @property
     def held(self) -> Held:
-        return Held(self.transfer.blocks, self.transfer.n_tokens, self.transfer.near)
+        return Held(self.transfer.blocks, self.transfer.n_tokens, self.transfer.window_blocks)
 
 
 class Cache(Protocol):

@@ -39,12 +39,14 @@ class ModelPart:
         self.n_heads = layout.n_heads(config)
         self.dtype = dtype
         kv_heads = layout.kv_heads(config)
-        # Each layer of this stage in its KV cache: whether it is the near one, and which of its layers.
-        is_near = [info.near_tokens > 0 and config.window(layer) > 0 for layer in layout.layers(config)]
-        self.places = [(near, is_near[:i].count(near)) for i, near in enumerate(is_near)]
+        # For each layer of this stage: whether it uses the window cache, and its index in its cache.
+        is_windowed = [
+            info.window_cache_tokens > 0 and config.window(layer) > 0 for layer in layout.layers(config)
+        ]
+        self.places = [(windowed, is_windowed[:i].count(windowed)) for i, windowed in enumerate(is_windowed)]
 
-        def cache(near: bool, n_tokens: int) -> KVCache:
-            mine = [i for i, one in enumerate(is_near) if one == near]
+        def cache(windowed: bool, n_tokens: int) -> KVCache:
+            mine = [i for i, one in enumerate(is_windowed) if one == windowed]
             return KVCache(
                 len(mine),
                 n_tokens // tokens_per_block,
@@ -59,13 +61,17 @@ class ModelPart:
 
         with torch.inference_mode():
             self.cache = cache(False, info.kv_cache_tokens)
-            # Of the layers with a window, if it is not `cache` (see `NearBlocks`).
-            self.near = cache(True, info.near_tokens) if info.near_tokens else None
+            # Of the layers with a window, if it is not `cache` (see `WindowBlocks`).
+            self.window_cache = cache(True, info.window_cache_tokens) if info.window_cache_tokens else None
 
     @property
     def handed_over(self) -> KVCache | TwoCaches:
         """What KV caches of handoffs come from, or go to."""
-        return self.cache if self.near is None else TwoCaches((self.cache, self.near), self.places)
+        return (
+            self.cache
+            if self.window_cache is None
+            else TwoCaches((self.cache, self.window_cache), self.places)
+        )
 
     @classmethod
     def load(

@@ -130,7 +130,7 @@ class CpuSteps:
             part.cache.copy(extra.copies)
         for span in step.spans:
             if span.blocks:
-                self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
+                self._tables.setdefault(span.slot, [])[span.n_blocks_sent :] = span.blocks
         attention = StepAttention(
             step.spans,
             self._tables,

@@ -87,20 +87,20 @@ class GpuSteps:
         with torch.inference_mode():
             self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
             n_per_slot = part.cache.blocks_for(info.max_seq_len)
-            # The blocks of each slot, and the near ones.
-            self._table, self._near_table = (
+            # The blocks of each slot, and the window blocks.
+            self._table, self._window_table = (
                 torch.zeros(max_batch_size + 1, n, dtype=torch.int32, device=device)
-                for n in (n_per_slot, n_per_slot if part.near is not None else 0)
+                for n in (n_per_slot, n_per_slot if part.window_cache is not None else 0)
             )
             self._held = [
                 LayerCache(
                     cache.keys[i],
                     cache.values[i],
                     None if cache.scales is None else cache.scales[i],
-                    self._near_table if near else self._table,
+                    self._window_table if windowed else self._table,
                 )
-                for near, i in part.places
-                for cache in [part.near if near and part.near is not None else part.cache]
+                for windowed, i in part.places
+                for cache in [part.window_cache if windowed and part.window_cache is not None else part.cache]
             ]
             self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
             # Tokens, slots, positions.
@@ -238,9 +238,16 @@ class GpuSteps:
 
     def _tell_blocks(self, spans: list[Span]) -> None:
         """Write the blocks that `spans` name into the tables."""
-        self._write(self._table, [(span.slot, span.n_told, span.blocks) for span in spans if span.blocks])
         self._write(
-            self._near_table, [(span.slot, span.n_near_told, span.near) for span in spans if span.near]
+            self._table, [(span.slot, span.n_blocks_sent, span.blocks) for span in spans if span.blocks]
+        )
+        self._write(
+            self._window_table,
+            [
+                (span.slot, span.n_window_blocks_sent, span.window_blocks)
+                for span in spans
+                if span.window_blocks
+            ],
         )
 
     def _write(self, table: Tensor, told: list[tuple[int, int, list[int]]]) -> None:
@@ -248,8 +255,8 @@ class GpuSteps:
         at: list[int] = []
         blocks: list[int] = []
         width = table.shape[1]
-        for slot, n_told, more in told:
-            first = slot * width + n_told
+        for slot, n_blocks_sent, more in told:
+            first = slot * width + n_blocks_sent
             at += range(first, first + len(more))
             blocks += more
         if at:

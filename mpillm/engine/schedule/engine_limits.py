@@ -46,7 +46,7 @@ def refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> str | 
 
 def _beam_refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> str | None:
     width, size = sequence.width, limits.tokens_per_block
-    if info.near_tokens:
+    if info.window_cache_tokens:
         return f"beam_width {width}: not on a GPU where layers with a window have a KV cache of their own"
     ends = sequence.special.ends if sequence.special is not None else None
     n = Beams.blocks_for(len(sequence.prompt), sequence.n_cached_at_most, width, size)

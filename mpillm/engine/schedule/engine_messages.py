@@ -23,15 +23,15 @@ from mpillm.engine.schedule.transfer import Kind, Transfer
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
-# A step as int32: the head, a row for each span, the spans' blocks, each with its near ones behind them, a
+# A step as int32: the head, a row for each span, the spans' blocks, each followed by its window blocks, a
 # row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each wanted
 # row, unless all are greedy; then, if it has `Extra`, what `_extra_numbers` makes of it. As
 # `Step.of` makes them, a span's last rows are wanted, and the first of those are the ones that must not get
 # an end token.
 _HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
-# Slot, cached, new, blocks told before, told now, near ones likewise, rows wanted, how many must not end.
+# Slot, cached, new, blocks sent before, sent now, window blocks likewise, rows wanted, how many must not end.
 _SPAN = 9
-_TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, near blocks
+_TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, window blocks
 _SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_extra_numbers`' lists
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
@@ -53,7 +53,7 @@ class Room(NamedTuple):
     head: int
     n_tokens: int
     blocks: list[int]
-    near: Sequence[int] = ()  # of layers with a window
+    window_blocks: Sequence[int] = ()  # of layers with a window
 
 
 def _write_step(step: Step) -> Buffer:
@@ -72,16 +72,16 @@ def _write_step(step: Step) -> Buffer:
         while i < len(step.wanted) and step.wanted[i] < end:
             i += 1
         n_not_end = len(not_end.intersection(range(first, i)))
-        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks)
-        numbers += span.n_near_told, len(span.near), i - first, n_not_end
+        numbers += span.slot, span.n_cached, span.n_new, span.n_blocks_sent, len(span.blocks)
+        numbers += span.n_window_blocks_sent, len(span.window_blocks), i - first, n_not_end
     for span in step.spans:
         numbers += span.blocks
-        numbers += span.near
+        numbers += span.window_blocks
     for t in step.transfers:
-        numbers += t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks), len(t.near)
+        numbers += t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks), len(t.window_blocks)
     for t in step.transfers:
         numbers += t.blocks
-        numbers += t.near
+        numbers += t.window_blocks
     numbers += step.tokens
     rows = [
         (p.temperature, p.top_k, p.top_p, p.seed, place)
@@ -133,23 +133,42 @@ def _read_step(buffer: Buffer) -> Step:
     n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, n_special = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
     for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
-        slot, n_cached, n_new, n_told, n_blocks, n_near_told, n_near, n_wanted, n_not_end = row
-        blocks = numbers[at : at + n_blocks + n_near].tolist()
-        near = blocks[n_blocks:]
+        (
+            slot,
+            n_cached,
+            n_new,
+            n_blocks_sent,
+            n_blocks,
+            n_window_blocks_sent,
+            n_window_blocks,
+            n_wanted,
+            n_not_end,
+        ) = row
+        blocks = numbers[at : at + n_blocks + n_window_blocks].tolist()
+        window_blocks = blocks[n_blocks:]
         step.spans.append(
-            Span(slot, n_cached, n_new, n_told, blocks[:n_blocks], n_wanted > 1, n_near_told, near)
+            Span(
+                slot,
+                n_cached,
+                n_new,
+                n_blocks_sent,
+                blocks[:n_blocks],
+                n_wanted > 1,
+                n_window_blocks_sent,
+                window_blocks,
+            )
         )
-        at += n_blocks + n_near
+        at += n_blocks + n_window_blocks
         end += n_new
         step.not_end += range(len(step.wanted), len(step.wanted) + n_not_end)
         step.wanted += range(end - n_wanted, end)
     heads = numbers[at : at + n_transfers * _TRANSFER]
     at += len(heads)
-    for kind, ticket, peer, slot, length, n_blocks, n_near in heads.reshape(-1, _TRANSFER).tolist():
-        blocks = numbers[at : at + n_blocks + n_near].tolist()
+    for kind, ticket, peer, slot, length, n_blocks, n_window_blocks in heads.reshape(-1, _TRANSFER).tolist():
+        blocks = numbers[at : at + n_blocks + n_window_blocks].tolist()
         of_both = blocks[:n_blocks], blocks[n_blocks:]
         step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, *of_both))
-        at += n_blocks + n_near
+        at += n_blocks + n_window_blocks
     step.tokens = numbers[at : at + n_tokens].tolist()
     at += n_tokens
     if n_sampled:
@@ -175,16 +194,19 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
 def _write_rooms(rooms: list[Room]) -> Buffer:
     numbers: list[int] = []
     for room in rooms:
-        numbers += *room[:4], len(room.blocks), len(room.near), *room.blocks, *room.near
+        numbers += *room[:4], len(room.blocks), len(room.window_blocks), *room.blocks, *room.window_blocks
     return _bytes(np.array(numbers, np.int32))
 
 
 def _read_rooms(buffer: Buffer) -> list[Room]:
     numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
-        tag, layer, head, n_tokens, n_blocks, n_near = numbers[at : (at := at + 6)]
-        blocks, near = numbers[at : (at := at + n_blocks)], numbers[at : (at := at + n_near)]
-        rooms.append(Room(tag, layer, head, n_tokens, blocks, tuple(near)))
+        tag, layer, head, n_tokens, n_blocks, n_window_blocks = numbers[at : (at := at + 6)]
+        blocks, window_blocks = (
+            numbers[at : (at := at + n_blocks)],
+            numbers[at : (at := at + n_window_blocks)],
+        )
+        rooms.append(Room(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
     return rooms
 
 

@@ -77,10 +77,10 @@ class PrefixCache(BlockAllocator):
             self._n_holders[block] += 1
         self.reused_blocks += len(blocks)
 
-    def publish(self, plan: list[tuple[Sequence, int]], near: PrefixCache | None = None) -> None:
+    def publish(self, plan: list[tuple[Sequence, int]], window_blocks: PrefixCache | None = None) -> None:
         """Note that the step `plan` has started: later steps can find the blocks that it fills.
 
-        `near`: of the sequences' `near` blocks.
+        `window_blocks`: of the sequences' `window_blocks` blocks.
         """
         size = self._tokens_per_block
         for sequence, _ in plan:
@@ -90,8 +90,8 @@ class PrefixCache(BlockAllocator):
             first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
             self._note(hashes[first:], sequence.blocks[first:end])
-            if near is not None:
-                near._note(hashes[first:], sequence.near[first:end])
+            if window_blocks is not None:
+                window_blocks._note(hashes[first:], sequence.window_blocks[first:end])
             sequence.n_published = max(first, end)
 
     def _note(self, hashes: list[bytes], blocks: list[int]) -> None:

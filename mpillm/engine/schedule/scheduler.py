@@ -8,9 +8,9 @@ from collections import deque
 
 from mpillm.engine.extras.beams import Beams
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
-from mpillm.engine.schedule.near_blocks import NearBlocks
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.window_blocks import WindowBlocks
 
 
 class Scheduler:
@@ -36,13 +36,13 @@ class Scheduler:
         policy: str = "max_util",
         chunking: str = "first_come_first_served",
         window: int = 0,
-        near: NearBlocks | None = None,
+        window_blocks: WindowBlocks | None = None,
     ) -> None:
         """`policy`, `chunking`: TensorRT-LLM's batch_scheduler_policy, context_chunking_policy.
 
         `chunking` matters only if contexts are computed in chunks. `window`: the tokens that a token sees in
-        any layer, itself included, so that blocks of older ones can be given back; 0: all. `near`: the blocks
-        of layers with a window, if others have none.
+        any layer, itself included, so that blocks of older ones can be given back; 0: all. `window_blocks`:
+        the blocks of layers with a window, if others have none.
         """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
@@ -52,7 +52,7 @@ class Scheduler:
         self.context_piece = max_num_tokens  # most tokens of contexts in a step
         self._chunked = chunked
         self._window = window
-        self._near = near
+        self._window_blocks = window_blocks
         self._n_in_flight = n_in_flight
         self._has_room = {
             "max_util": self._room_to_start,
@@ -94,7 +94,7 @@ class Scheduler:
     def publish(self, plan: list[tuple[Sequence, int]]) -> None:
         """Note that step `plan` has started: with block reuse, later sequences may use what it computes."""
         if self._known is not None:
-            self._known.publish(plan, None if self._near is None else self._near.known)
+            self._known.publish(plan, None if self._window_blocks is None else self._window_blocks.known)
 
     def drop(self, sequence: Sequence) -> None:
         """Stop running a sequence; it keeps its blocks (see `free`)."""
@@ -108,8 +108,8 @@ class Scheduler:
     def free(self, sequence: Sequence) -> None:
         if not sequence.blocks:  # preempted: it gave them back
             return
-        if self._near is not None:
-            self._near.free(sequence)
+        if self._window_blocks is not None:
+            self._window_blocks.free(sequence)
         self._n_owed -= sequence.n_most - (len(sequence.blocks) - sequence.n_gone)
         self._blocks.give_back(sequence.blocks[sequence.n_gone :])
         sequence.blocks, sequence.n_gone = [], 0
@@ -303,8 +303,8 @@ class Scheduler:
         """Replace its next blocks with blocks in which others have computed the same tokens."""
         if self._known is None or not (known := self._known.known(sequence)):
             return
-        if self._near is not None:
-            known = known[: self._near.reuse(sequence, len(known))]
+        if self._window_blocks is not None:
+            known = known[: self._window_blocks.reuse(sequence, len(known))]
         if known:
             self._known.hold(known)
             first = sequence.n_cached // self._tokens_per_block
@@ -313,10 +313,10 @@ class Scheduler:
             sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
             sequence.n_reused += len(known)
-            sequence.n_told = 0
+            sequence.n_blocks_sent = 0
 
     def _take_slot(self, sequence: Sequence) -> None:
-        sequence.slot, sequence.n_told, sequence.n_near_told = self._slots.pop(), 0, 0
+        sequence.slot, sequence.n_blocks_sent, sequence.n_window_blocks_sent = self._slots.pop(), 0, 0
         sequence.more_slots = [self._slots.pop() for _ in range(sequence.width - 1)]
 
     def _give_slot_back(self, sequence: Sequence) -> None:

@@ -31,9 +31,9 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_gone: int = 0  # its first blocks that it has given back, of tokens that no window reaches any more
-    near: list[int] = field(default_factory=list)  # of layers with a window (see `NearBlocks`)
-    n_near_gone: int = 0
-    n_near_told: int = 0
+    window_blocks: list[int] = field(default_factory=list)  # of layers with a window (see `WindowBlocks`)
+    n_window_blocks_freed: int = 0
+    n_window_blocks_sent: int = 0
     n_most: int = 0  # blocks that it may hold at once, from its start
     n_cached: int = 0
     draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests
@@ -41,12 +41,12 @@ class Sequence:
     in_flight: bool = False  # in a step whose tokens must come back before its next step
     is_done: bool = False  # drop the tokens that steps in flight still bring
     slot: int = -1  # while it runs: its own number below max_batch_size
-    n_told: int = 0  # how many of its blocks steps have named under its slot
+    n_blocks_sent: int = 0  # how many of its blocks steps have named under its slot
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that were streamed
     wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs
     logprobs: list[list[int]] = field(default_factory=list)  # not streamed yet; see `ResponseFlag.LOGPROBS`
-    n_logprobs_told: int = 0  # tokens of the answer whose log probabilities were streamed
+    n_logprobs_sent: int = 0  # tokens of the answer whose log probabilities were streamed
     added_at: float = 0.0  # time.perf_counter()
     started_at: float = 0.0  # when it first got blocks, likewise
     times: bool = False  # the two times above are wanted

@@ -20,18 +20,18 @@ class Span:
     """A sequence's part of a step: `n_new` tokens after `n_cached`, with keys and values in its blocks.
 
     Each rank keeps the block table of a slot. A span names only the blocks that no earlier span of its
-    sequence has named; they follow the first `n_told`. With `n_told` 0 they begin a new table. Likewise
-    `near`, if layers with a window have blocks of their own (see `NearBlocks`).
+    sequence has named; they follow the first `n_blocks_sent`. With `n_blocks_sent` 0 they begin a new table.
+    The same holds for `window_blocks`, if layers with a window have their own blocks (see `WindowBlocks`).
     """
 
     slot: int  # see `Sequence`
     n_cached: int
     n_new: int
-    n_told: int = 0
+    n_blocks_sent: int = 0
     blocks: list[int] = field(default_factory=list)
     is_few: bool = False  # its tokens are the last one and guesses
-    n_near_told: int = 0
-    near: list[int] = field(default_factory=list)
+    n_window_blocks_sent: int = 0
+    window_blocks: list[int] = field(default_factory=list)
 
     @property
     def decodes(self) -> bool:
@@ -89,11 +89,25 @@ class Step:
             if sequence.width > 1:
                 assert sequence.special is not None and sequence.special.beams is not None
                 table = sequence.special.beams.first_table(table, len(sequence.prompt))
-            n_told, sequence.n_told = sequence.n_told, len(table)
-            n_near_told, sequence.n_near_told = sequence.n_near_told, len(sequence.near)
-            draft, near = sequence.draft, sequence.near[n_near_told:]
-            blocks = table[n_told:]
-            step.spans.append(Span(sequence.slot, start, n, n_told, blocks, bool(draft), n_near_told, near))
+            n_blocks_sent, sequence.n_blocks_sent = sequence.n_blocks_sent, len(table)
+            n_window_blocks_sent, sequence.n_window_blocks_sent = (
+                sequence.n_window_blocks_sent,
+                len(sequence.window_blocks),
+            )
+            draft, window_blocks = sequence.draft, sequence.window_blocks[n_window_blocks_sent:]
+            blocks = table[n_blocks_sent:]
+            step.spans.append(
+                Span(
+                    sequence.slot,
+                    start,
+                    n,
+                    n_blocks_sent,
+                    blocks,
+                    bool(draft),
+                    n_window_blocks_sent,
+                    window_blocks,
+                )
+            )
             step.tokens += sequence.tokens(start, start + n - len(draft))
             step.tokens += draft
             if sequence.special is not None:

@@ -22,4 +22,4 @@ class Transfer:
     slot: int  # at the receiver
     n_tokens: int
     blocks: list[int]
-    near: list[int] = field(default_factory=list)  # of layers with a window, at a receiver
+    window_blocks: list[int] = field(default_factory=list)  # of layers with a window, at a receiver

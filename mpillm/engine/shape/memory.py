@@ -77,28 +77,28 @@ def gpu_needs(
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a KV cache on a rank: for each token, and for each of layers with a window (see `NearBlocks`).
+    """Bytes of a KV cache on a rank: per token, without and in layers with a window (see `WindowBlocks`).
 
-    These have a cache of their own where `most_near`, the tokens that sequences can hold in it, are fewer
-    than in the other one.
+    Layers with a window have their own cache if `max_window_tokens`, the tokens that sequences can hold in
+    it, are fewer than in the other cache.
     """
 
     per_token: int  # without those layers
-    near: int = 0
-    most_near: int = 0
+    window_bytes: int = 0
+    max_window_tokens: int = 0
 
     def of(self, n_tokens: int) -> int:
-        return n_tokens * self.per_token + min(n_tokens, self.most_near) * self.near
+        return n_tokens * self.per_token + min(n_tokens, self.max_window_tokens) * self.window_bytes
 
     def tokens_in(self, n_bytes: int) -> int:
-        together = n_bytes // (self.per_token + self.near)
-        if together <= self.most_near or not self.near:
+        together = n_bytes // (self.per_token + self.window_bytes)
+        if together <= self.max_window_tokens or not self.window_bytes:
             return together
-        return (n_bytes - self.most_near * self.near) // self.per_token
+        return (n_bytes - self.max_window_tokens * self.window_bytes) // self.per_token
 
-    def near_tokens(self, n_tokens: int) -> int:
+    def window_cache_tokens(self, n_tokens: int) -> int:
         """Return the size of those layers' own cache beside one of so many tokens; 0: they have none."""
-        return self.most_near if self.near and self.most_near < n_tokens else 0
+        return self.max_window_tokens if self.window_bytes and self.max_window_tokens < n_tokens else 0
 
 
 def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
@@ -107,18 +107,18 @@ def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token
     `per_token`: of all layers, and of what is beside them.
     A cache that is handed over leaves the blocks of all layers.
     """
-    if config.role == "context" or not model.near_window:
+    if config.role == "context" or not model.partial_window:
         return CacheBytes(per_token)
     tp, pp, size = config.tp_size, config.pp_size, config.tokens_per_block
     of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
     n_all = -(-model.n_layers // pp)
-    n_near, n_others = (model.kv_layers(pp, near=near) for near in (True, False))
+    n_window_layers, n_others = (model.kv_layers(pp, windowed=windowed) for windowed in (True, False))
     # Each sequence's window, whose ends may be in the middle of blocks, as may be what steps in flight add.
-    n_blocks = config.max_batch_size * (-(-model.near_window // size) + 2)
+    n_blocks = config.max_batch_size * (-(-model.partial_window // size) + 2)
     n_blocks += -(-config.max_num_tokens * pp // size)
     if config.enable_kv_cache_reuse:
         n_blocks *= 2  # what nobody holds any more stays for a while
-    return CacheBytes(per_token - (n_all - n_others) * of_layer, n_near * of_layer, n_blocks * size)
+    return CacheBytes(per_token - (n_all - n_others) * of_layer, n_window_layers * of_layer, n_blocks * size)
 
 
 def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:

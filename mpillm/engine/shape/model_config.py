@@ -71,15 +71,15 @@ class ModelConfig:
         return max(self.windows) if self.windows and all(self.windows) else 0
 
     @property
-    def near_window(self) -> int:
+    def partial_window(self) -> int:
         """The widest window, where some layers have one and others see all tokens; otherwise 0."""
         return max(self.windows) if any(self.windows) and not all(self.windows) else 0
 
-    def kv_layers(self, pp_size: int, *, near: bool) -> int:
+    def kv_layers(self, pp_size: int, *, windowed: bool) -> int:
         """Return how many layers with a window, or without one, a stage has at most."""
         starts = [self.n_layers * stage // pp_size for stage in range(pp_size + 1)]
         stages = (range(*ends) for ends in itertools.pairwise(starts))
-        return max(sum((self.window(layer) > 0) == near for layer in stage) for stage in stages)
+        return max(sum((self.window(layer) > 0) == windowed for layer in stage) for stage in stages)
 
     def has_experts(self, layer: int) -> bool:
         return self.n_experts > 0 and layer >= self.n_dense_layers

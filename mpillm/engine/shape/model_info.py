@@ -68,7 +68,7 @@ class ModelInfo:
     engine: EngineFolder | None = None  # the source of the weights, if it is one
     head: EagleConfig | MtpConfig | None = None  # that guesses
     feature_rows: int = 0  # of a step, at most
-    near_tokens: int = 0  # size of the KV cache of layers with a window; 0: they are in the other one
+    window_cache_tokens: int = 0  # size of the KV cache of layers with a window; 0: they are in the other one
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         engine=engine,
         head=head,
         feature_rows=0 if head is None else most_rows(config),
-        near_tokens=cache.near_tokens(kv_cache_tokens),
+        window_cache_tokens=cache.window_cache_tokens(kv_cache_tokens),
     )
 
 

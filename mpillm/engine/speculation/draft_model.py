@@ -24,7 +24,7 @@ class Drafting:
     sequence: Sequence
     slot: int
     blocks: list[int] = field(default_factory=list)
-    n_told: int = 0  # see `Span`
+    n_blocks_sent: int = 0  # see `Span`
     n_right: int = 0  # tokens of the sequence that this model has computed
     draft: list[int] = field(default_factory=list)  # the guesses behind them; all but the last are computed
     n_cached: int = 0  # tokens with keys and values
@@ -154,13 +154,13 @@ class DraftModel:
         pieces.sort(key=self._is_context)
         self._give(pieces)
         for drafting, new in pieces:
-            n_told, drafting.n_told = drafting.n_told, len(drafting.blocks)
+            n_blocks_sent, drafting.n_blocks_sent = drafting.n_blocks_sent, len(drafting.blocks)
             span = Span(
                 drafting.slot,
                 drafting.n_cached,
                 len(new),
-                n_told,
-                drafting.blocks[n_told:],
+                n_blocks_sent,
+                drafting.blocks[n_blocks_sent:],
                 is_few=1 < len(new) <= self._few,
             )
             step.spans.append(span)

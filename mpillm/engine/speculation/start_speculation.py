@@ -48,7 +48,7 @@ def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
         return NGramDrafter(how.max_matching_ngram_size)
     if config.gpu_bytes is not None:  # `info` counts a token of its cache beside each of the model's
         beside = replace(beside, kv_cache_tokens=info.kv_cache_tokens)
-    of_draft = draft_worker(beside, replace(model_info(beside), near_tokens=0))
+    of_draft = draft_worker(beside, replace(model_info(beside), window_cache_tokens=0))
     return DraftModel(of_draft, config.tokens_per_block, config.max_batch_size, config.max_num_tokens)
 
 
@@ -93,7 +93,7 @@ def _head_drafter(config: CoreConfig, head: EagleConfig | MtpConfig, worker: Wor
         layout=Layout(),
         end_ids=(),
         head=None,
-        near_tokens=0,
+        window_cache_tokens=0,
     )
     own = ModelPart(info, size, Groups(), made, part.dtype)
     batch, rows = config.max_batch_size, decode_rows(config)

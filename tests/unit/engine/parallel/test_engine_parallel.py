@@ -148,7 +148,7 @@ def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
             message = PLAN.write(step)
             assert PLAN.read(message) == step
             for span, sequence in zip(step.spans, sequences, strict=True):
-                tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
+                tables.setdefault(span.slot, [])[span.n_blocks_sent :] = span.blocks
                 assert tables[span.slot] == sequence.blocks
             n_sampled += step.sampling is not None
             n_steps += 1

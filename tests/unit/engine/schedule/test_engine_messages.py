@@ -24,9 +24,9 @@ TRANSFERS = [
     Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
 ]
 SPANS = [
-    Span(3, 40, 1, 2, [17], n_near_told=3, near=[8]),
+    Span(3, 40, 1, 2, [17], n_window_blocks_sent=3, window_blocks=[8]),
     Span(0, 9, 1, 1),
-    Span(5, 0, 4, 0, [4, 2], near=[0, 6]),
+    Span(5, 0, 4, 0, [4, 2], window_blocks=[0, 6]),
 ]
 GUESSED = Step([Span(1, 7, 3, 2, [8], is_few=True), Span(0, 3, 2, 1)], [5, 6, 7, 8, 9], [0, 1, 2, 4], [0, 1])
 GREEDY = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1])

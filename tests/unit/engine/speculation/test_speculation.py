@@ -36,8 +36,8 @@ from tests.helpers.hashing_engine import (
 class Guesses:
     """Knows what comes next, and is wrong at random places."""
 
-    def __init__(self, share_right: float, random: np.random.Generator, near_window: int = 0) -> None:
-        self._near_window = near_window
+    def __init__(self, share_right: float, random: np.random.Generator, partial_window: int = 0) -> None:
+        self._partial_window = partial_window
         self._share_right = share_right
         self._random = random
 
@@ -46,7 +46,7 @@ class Guesses:
         for s, most in wanted:
             assert 0 < most < s.max_output - len(s.output)
             n = int(self._random.integers(most + 1))
-            right = answer(s.prompt + s.output, n, near_window=self._near_window)
+            right = answer(s.prompt + s.output, n, partial_window=self._partial_window)
             is_right = self._random.random(len(right)) < self._share_right
             drafts.append([t if ok else (t + 1) % VOCAB for t, ok in zip(right, is_right, strict=True)])
         return drafts
@@ -54,7 +54,7 @@ class Guesses:
 
 def speculating(engine: Engine, random: np.random.Generator, share_right: float = 0.7, **options: Any) -> Any:
     most = engine.limits.max_num_tokens
-    guesses = Guesses(share_right, random, engine.info.config.near_window)
+    guesses = Guesses(share_right, random, engine.info.config.partial_window)
     engine.speculation = Speculation(guesses, engine.scheduler, most, 5, **options)
     return engine.speculation
 
@@ -63,9 +63,9 @@ def speculating(engine: Engine, random: np.random.Generator, share_right: float 
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("near_window", [0, 6], ids=["", "near blocks"])
+@pytest.mark.parametrize("partial_window", [0, 6], ids=["", "window blocks"])
 def test_answers_are_those_without_guesses(
-    policy: str, chunking: str, reuse: bool, n_stages: int, near_window: int
+    policy: str, chunking: str, reuse: bool, n_stages: int, partial_window: int
 ) -> None:
     """Requests come at random; some are cancelled at random in any state, or end with a stop word.
 
@@ -80,7 +80,7 @@ def test_answers_are_those_without_guesses(
         n_stages=n_stages,
         seed=2,
         stop_words=((stop,),),
-        near_window=near_window,
+        partial_window=partial_window,
     )
     speculation = speculating(engine, random)
     sequences = make_sequences(60, random)
@@ -102,7 +102,7 @@ def test_answers_are_those_without_guesses(
             break
     assert ended == set(range(60))
     for s in sequences:
-        wanted = answer(s.prompt, s.max_output, near_window=near_window)
+        wanted = answer(s.prompt, s.max_output, partial_window=partial_window)
         ends = [n for n, t in enumerate(wanted, 1) if t == stop and n >= s.min_output]
         wanted = wanted[: min(ends, default=len(wanted))]
         assert s.output == wanted or (s.is_cancelled and s.output == wanted[: len(s.output)])

@@ -17,7 +17,7 @@ def n_unseen(n_cached: int, window: int, tokens_per_block: int) -> int:
     return max(0, n_cached + 1 - window) // tokens_per_block
 
 
-class NearBlocks:
+class WindowBlocks:
     """Who holds which of the blocks."""
 
     def __init__(self, blocks: BlockAllocator, window: int, tokens_per_block: int) -> None:
@@ -38,8 +38,8 @@ class NearBlocks:
         self._last = [sequence for sequence, _ in plan]
         for sequence, n_new in plan:
             self._let_go(sequence, sequence.n_cached)
-            n = -(-(sequence.n_cached + n_new) // self._size) - len(sequence.near)
-            sequence.near += self.blocks.take(n)
+            n = -(-(sequence.n_cached + n_new) // self._size) - len(sequence.window_blocks)
+            sequence.window_blocks += self.blocks.take(n)
 
     def reserve(self, n_tokens: int) -> list[int]:
         """Take the blocks of a sequence that arrives with so many tokens cached."""
@@ -48,14 +48,14 @@ class NearBlocks:
 
     def admit(self, sequence: Sequence, reserved: list[int]) -> None:
         """Give a sequence what was reserved for it."""
-        sequence.near, sequence.n_near_gone = reserved, reserved.count(NULL_BLOCK)
+        sequence.window_blocks, sequence.n_window_blocks_freed = reserved, reserved.count(NULL_BLOCK)
 
     def give_up(self, reserved: list[int]) -> None:
         self.blocks.give_back(reserved[reserved.count(NULL_BLOCK) :])
 
     def free(self, sequence: Sequence) -> None:
-        self.blocks.give_back(sequence.near[sequence.n_near_gone :])
-        sequence.near, sequence.n_near_gone = [], 0
+        self.blocks.give_back(sequence.window_blocks[sequence.n_window_blocks_freed :])
+        sequence.window_blocks, sequence.n_window_blocks_freed = [], 0
 
     def reuse(self, sequence: Sequence, n_known: int) -> int:
         """Take what is known behind its cached tokens, of at most `n_known` blocks; return for how many.
@@ -74,15 +74,15 @@ class NearBlocks:
             return 0
         if begin > first:
             self.free(sequence)
-            sequence.near, sequence.n_near_gone = [NULL_BLOCK] * begin, begin
+            sequence.window_blocks, sequence.n_window_blocks_freed = [NULL_BLOCK] * begin, begin
         self.known.hold(seen)
-        sequence.near += seen
-        sequence.n_near_told = 0
+        sequence.window_blocks += seen
+        sequence.n_window_blocks_sent = 0
         return n
 
     def _let_go(self, sequence: Sequence, n_cached: int) -> None:
-        first, end = sequence.n_near_gone, n_unseen(n_cached, self._window, self._size)
+        first, end = sequence.n_window_blocks_freed, n_unseen(n_cached, self._window, self._size)
         if end > first:
-            self.blocks.give_back(sequence.near[first:end])
-            sequence.near[first:end] = [NULL_BLOCK] * (end - first)  # maybe more than it had
-            sequence.n_near_gone = end
+            self.blocks.give_back(sequence.window_blocks[first:end])
+            sequence.window_blocks[first:end] = [NULL_BLOCK] * (end - first)  # maybe more than it had
+            sequence.n_window_blocks_freed = end

@@ -35,10 +35,10 @@ from tests.helpers.torch_cores import make_batch, make_core
 @pytest.mark.parametrize(("policy", "chunking"), list(itertools.product(POLICIES, CHUNKINGS)))
 @pytest.mark.parametrize("reuse", [False, True])
 def test_answers(policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int) -> None:
-    """In every step order, with evictions, and with no more near blocks than the most that are held."""
+    """In every step order, with evictions, and with no more window blocks than the most that are held."""
     for seed, window in enumerate((1, 3, 6, 13)):
         random = np.random.default_rng(seed)
-        options: Any = {"n_stages": n_stages, "n_ahead": n_ahead, "seed": seed, "near_window": window}
+        options: Any = {"n_stages": n_stages, "n_ahead": n_ahead, "seed": seed, "partial_window": window}
         engine = make_engine(24, policy, chunking, reuse, **options)
         sequences = make_sequences(20, random)
         for i, one in enumerate(sequences):
@@ -47,30 +47,30 @@ def test_answers(policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead
                 engine.step()
         run(engine)
         for one in sequences:
-            assert one.output == answer(one.prompt, one.max_output, near_window=window), one.id
+            assert one.output == answer(one.prompt, one.max_output, partial_window=window), one.id
         check_empty(engine)
 
 
 def test_what_is_reused() -> None:
-    """A beginning that the other layers know is reused if the near blocks of its last window are there."""
-    engine = make_engine(60, reuse=True, max_num_tokens=100, max_batch_size=2, near_window=6)
-    assert engine.near is not None
-    near = engine.near.blocks
-    assert isinstance(near, PrefixCache)
+    """A beginning that the other layers know is reused if the window blocks of its last window are there."""
+    engine = make_engine(60, reuse=True, max_num_tokens=100, max_batch_size=2, partial_window=6)
+    assert engine.window_blocks is not None
+    window_blocks = engine.window_blocks.blocks
+    assert isinstance(window_blocks, PrefixCache)
     first = sequence(0, list(range(41)), 1)
     engine.add(first)
     run(engine)
     again = sequence(1, list(range(41)), 3)
     engine.add(again)
     engine.step()
-    assert again.n_reused == 10 and again.near[:8] == [0] * 8 and all(again.near[8:])
+    assert again.n_reused == 10 and again.window_blocks[:8] == [0] * 8 and all(again.window_blocks[8:])
     run(engine)
-    near.give_back(near.take(near.n_blocks))  # nothing in it is known any more
+    window_blocks.give_back(window_blocks.take(window_blocks.n_blocks))  # nothing in it is known any more
     for i, n_reused in ((2, 0), (3, 10)):
         other = sequence(i, list(range(41)), 2)
         engine.add(other)
         run(engine)
-        assert other.n_reused == n_reused and other.output == answer(other.prompt, 2, near_window=6)
+        assert other.n_reused == n_reused and other.output == answer(other.prompt, 2, partial_window=6)
     check_empty(engine)
 
 
@@ -85,24 +85,29 @@ def test_families(tmp_path: Path, name: str, options: dict[str, int]) -> None:
     wanted = answers(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS, max_output=20))
     of = {"max_batch_size": 3, "max_num_tokens": 64, "tokens_per_block": 4, "kv_cache_tokens": 512}
     core = make_core(tmp_path, kind=GpuCore, dtype="float32", gpu_bytes=8 << 30, **of | options)
-    assert 0 < core.info.near_tokens < core.info.kv_cache_tokens
+    assert 0 < core.info.window_cache_tokens < core.info.kv_cache_tokens
     assert answers(core, make_batch(PROMPTS, max_output=20)) == wanted
-    assert core.engine.near is not None and core.engine.near.blocks.n_free == core.engine.near.blocks.n_blocks
+    assert (
+        core.engine.window_blocks is not None
+        and core.engine.window_blocks.blocks.n_free == core.engine.window_blocks.blocks.n_blocks
+    )
 
 
-def test_where_near_blocks_are(tmp_path: Path) -> None:
+def test_where_window_blocks_are(tmp_path: Path) -> None:
     """Where some layers have a window and others have none; so many of each in a stage, at most."""
     for name, window in (("MistralForCausalLM", 0), ("GptOssForCausalLM", 12), ("LlamaForCausalLM", 0)):
         make_family(name, tmp_path / name)
         config = load_model_config(str(tmp_path / name))
-        assert config.near_window == window
+        assert config.partial_window == window
         for pp in (1, 2):
-            n_near, n_others = (config.kv_layers(pp, near=near) for near in (True, False))
-            assert config.n_layers <= pp * (n_near + n_others)
+            n_window_layers, n_others = (
+                config.kv_layers(pp, windowed=windowed) for windowed in (True, False)
+            )
+            assert config.n_layers <= pp * (n_window_layers + n_others)
 
 
 def test_two_caches_are_handed_over_as_one() -> None:
-    """Of layers with a window only what near blocks are for arrives, from one cache or from two."""
+    """Of layers with a window only what window blocks are for arrives, from one cache or from two."""
     n_tokens, layers, heads = 10, slice(1, 5), slice(0, 2)
     one = KVCache(5, 9, 2, 4, 8, torch.float32)
     for pool in one.pools:
@@ -118,10 +123,10 @@ def test_two_caches_are_handed_over_as_one() -> None:
     two.write([here], layers, heads, pieces)
     third.write([here], layers, heads, two.read([here], layers, heads))
     for layer in range(5):
-        near, at = places[layer]
+        windowed, at = places[layer]
         for caches in (two.caches, third.caches):
-            for pool, found in zip(one.pools, caches[near].pools, strict=True):
-                for token in range(4 if near else 0, n_tokens):
-                    block = (here.near if near else here.blocks)[token // 4]
+            for pool, found in zip(one.pools, caches[windowed].pools, strict=True):
+                for token in range(4 if windowed else 0, n_tokens):
+                    block = (here.window_blocks if windowed else here.blocks)[token // 4]
                     wanted = pool[layer, there.blocks[token // 4], :, token % 4]
                     assert torch.equal(found[at, block, :, token % 4], wanted) == (layer > 0)
