@@ -27,8 +27,6 @@ _PROXY = re.compile(r"--proxy-id (\d+)")
 _STATUS = re.compile(r"Daemon exit status:\s+([0-9]{1,9})")
 _HYDRA_LOSES = "control_cb "  # in whose source a connection to a daemon may not end
 _HYDRA_LOOKS_S = 0.5
-_HYDRA_ENDS_S = 2.0  # after its own end, the ranks on all hosts
-_GOES_ON_S = 2.0  # with a daemon less; when a run ends, all of them end sooner
 _STILL_S = 1.0  # after rank 0 has told its exit code: its reason may be one that only the launcher knows
 
 
@@ -41,6 +39,9 @@ class Cause(NamedTuple):
 
 class Witness:
     """Watches mpirun's output and the registered ranks (`roll_call`)."""
+
+    hydra_ends_s = 2.0  # after its own end, the ranks on all hosts
+    goes_on_s = 2.0  # with a daemon less; when a run ends, all of them end sooner
 
     def __init__(self, roll_call: RollCall | None = None) -> None:
         """`roll_call`: None: all ranks are on this host."""
@@ -80,7 +81,7 @@ class Witness:
         """
         self._look()
         now, hosts = time.monotonic(), self.hosts()
-        late = next((number for number, at in [*self._gone.items()] if now > at + _GOES_ON_S), None)
+        late = next((number for number, at in [*self._gone.items()] if now > at + self.goes_on_s), None)
         names = [*dict.fromkeys(hosts.values())]
         if late is None or late >= len(names):
             return ""
@@ -145,7 +146,7 @@ class Witness:
         before the lost one's.
         """
         assert self._roll_call is not None
-        end = time.monotonic() + _HYDRA_ENDS_S
+        end = time.monotonic() + self.hydra_ends_s
         while (silent := self._roll_call.silent_hosts()) and time.monotonic() < end:
             time.sleep(0.05)
         return silent[0] if len(silent) == 1 else ""

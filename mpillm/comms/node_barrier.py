@@ -26,41 +26,41 @@ def wait_for_node() -> None:
         meet(f"mpillm-start-{namespace}", int(size))
 
 
-def meet(name: str, n: int) -> None:
+def meet(name: str, n: int, patience_s: float = _PATIENCE_S) -> None:
     """Return when `n` callers of this user have given this name, in this network namespace.
 
     The first one counts the others, who hold a connection to it until it closes them all: when all are there,
-    when nobody has come for `_PATIENCE_S`, or when it dies. Other users may have the name, or come: they
+    when nobody has come for `patience_s`, or when it dies. Other users may have the name, or come: they
     count for nothing. Whatever happens, it takes no longer than `n` callers may.
     """
     address = f"\0{name}".encode()
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + patience_s
     with socket.socket(socket.AF_UNIX) as mine:
         while time.monotonic() < end:
             if _succeeds(mine.bind, address):
                 mine.listen(n)
-                _count(mine, n - 1)
+                _count(mine, n - 1, patience_s)
                 return
             if _succeeds(mine.connect, address):
                 # A caller that the first one has not seen when it closes is reset.
                 if _is_ours(mine):
-                    mine.settimeout(_PATIENCE_S * n)
+                    mine.settimeout(patience_s * n)
                     with contextlib.suppress(OSError):
                         mine.recv(1)
                 return
             time.sleep(_RETRY_S)  # the first one does not listen yet
 
 
-def _count(listener: socket.socket, n: int) -> None:
+def _count(listener: socket.socket, n: int, patience_s: float) -> None:
     others: list[socket.socket] = []
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + patience_s
     with contextlib.suppress(OSError):  # the rest does not come in time, or no file descriptor is left
         while len(others) < n and (left := end - time.monotonic()) > 0:
             listener.settimeout(left)
             other = listener.accept()[0]
             if _is_ours(other):
                 others.append(other)
-                end = time.monotonic() + _PATIENCE_S
+                end = time.monotonic() + patience_s
             else:
                 other.close()
     for other in others:

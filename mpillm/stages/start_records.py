@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 _BOTH = "servers"  # the name of a command that starts workers and leader
 _STARTING, _FAILED = "starting", "failed"
 _MAX_LINES, _MAX_BYTES, _MAX_RECORDS = 12, 1 << 16, 64
-_READ_S = 1.0  # between two reads
-_REPLACED_S = 5.0  # a command that starts with the client has replaced an earlier record by then
 
 
 class StartRecord:
@@ -110,6 +108,9 @@ def recorded(config: RunConfig) -> Iterator[StartRecord | None]:
 class RecordedStarts:
     """The records beside a YAML, for a client of its leader: its `ServerStarts`."""
 
+    read_s = 1.0  # between two reads
+    replaced_s = 5.0  # a command that starts with the client has replaced an earlier record by then
+
     def __init__(self, yaml: Path, longest_s: float) -> None:
         """`longest_s`: for how long the client waits for servers that start."""
         self._yaml, self._longest_s = yaml, longest_s
@@ -127,7 +128,7 @@ class RecordedStarts:
         return max(default_s, self._longest_s) if self._starting else default_s
 
     def _read(self) -> None:
-        if time.monotonic() - self._read_at < _READ_S:
+        if time.monotonic() - self._read_at < self.read_s:
             return
         self._read_at = time.monotonic()
         failures: dict[tuple[str, str], list[tuple[str, float]]] = {}  # of host and reason: name, age
@@ -156,7 +157,7 @@ class RecordedStarts:
         if written.st_mtime < self._yaml.stat().st_mtime or written.st_size > _MAX_BYTES:
             return True
         was_there = self._old is None or (file, written.st_mtime) in self._old
-        return was_there and time.monotonic() - self._created_at < _REPLACED_S
+        return was_there and time.monotonic() - self._created_at < self.replaced_s
 
     def _add(
         self, file: Path, record: dict[str, Any], failures: dict[tuple[str, str], list[tuple[str, float]]]

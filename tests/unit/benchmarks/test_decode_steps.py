@@ -24,9 +24,7 @@ N_STEPS, CONTEXT = 5, 40
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("of_one", [1, 2, 4])
 @pytest.mark.parametrize("how", [{"decoding_type": "NGram"}, draft_target(Path("tiny-llama"))], ids=str)
-def test_each_step_has_the_rows_asked_for(
-    how: dict[str, Any], batch: int, of_one: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_has_the_rows_asked_for(how: dict[str, Any], batch: int, of_one: int) -> None:
     """Each sequence has a token and its guesses, none of them right, up to `max_concurrency` sequences."""
     said = how | {"max_draft_len": 3, "max_concurrency": 3}
     core = CoreConfig(
@@ -38,7 +36,7 @@ def test_each_step_has_the_rows_asked_for(
         speculative_config=said,
     )
     of = TorchCore(core)
-    worker = gpu_worker(of)
+    worker: Any = gpu_worker(of)
     rows: list[int] = []
     run = worker.run
 
@@ -46,7 +44,7 @@ def test_each_step_has_the_rows_asked_for(
         rows.append(len(step.tokens))
         return run(step)
 
-    monkeypatch.setattr(worker, "run", noting)
+    worker.run = noting
     guesses = Guesses(start_drafter(core, worker), of_one - 1, 3) if of_one > 1 else None
     decoded = decode_steps(worker, core, batch, CONTEXT, N_STEPS, guesses)
     assert decoded.step_s > 0 and decoded.host_s > 0
@@ -56,7 +54,7 @@ def test_each_step_has_the_rows_asked_for(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path) -> None:
     """Contexts are computed before the steps that count, and each of those tests guesses."""
     save_preset("tiny-llama", tmp_path)
     save_head(tmp_path, tmp_path / "head")
@@ -69,10 +67,10 @@ def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path, monkeypatch
         max_seq_len=256,
         speculative_config=eagle(tmp_path / "head"),
     )
-    worker = gpu_worker(TorchCore(core))
+    worker: Any = gpu_worker(TorchCore(core))
     steps: list[tuple[int, int, int]] = []  # rows, those that get a token, and what the head guessed for them
     guessed: list[int] = []
-    drafter = start_drafter(core, worker)
+    drafter: Any = start_drafter(core, worker)
     run, draft = worker.run, drafter.draft
 
     def noting(step: Step) -> object:
@@ -81,12 +79,11 @@ def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path, monkeypatch
         return run(step)
 
     def noted(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        drafts = draft(wanted)
+        drafts: list[list[int]] = draft(wanted)
         guessed.append(sum(map(len, drafts)))
         return drafts
 
-    monkeypatch.setattr(worker, "run", noting)
-    monkeypatch.setattr(drafter, "draft", noted)
+    worker.run, drafter.draft = noting, noted
     decoded = decode_steps(worker, core, batch, CONTEXT, N_STEPS, Guesses(drafter, n, None))
     assert decoded.step_s > 0
     n_contexts = next(i for i, (n_rows, n_wanted, _) in enumerate(steps) if n_rows == n_wanted)

@@ -19,9 +19,9 @@ N = 5
 LONG_S = 120.0
 
 
-def arrive(name: str, n: int, came: list[int]) -> threading.Thread:
+def arrive(name: str, n: int, came: list[int], patience_s: float = LONG_S) -> threading.Thread:
     def come() -> None:
-        meet(name, n)
+        meet(name, n, patience_s)
         came.append(1)
 
     thread = threading.Thread(target=come)
@@ -29,8 +29,7 @@ def arrive(name: str, n: int, came: list[int]) -> threading.Thread:
     return thread
 
 
-def test_nobody_goes_on_before_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
+def test_nobody_goes_on_before_the_last_has_come() -> None:
     name = secrets.token_hex(8)
     came: list[int] = []
     threads = [arrive(name, N, came) for _ in range(N - 1)]
@@ -41,19 +40,17 @@ def test_nobody_goes_on_before_the_last_has_come(monkeypatch: pytest.MonkeyPatch
     assert len(came) == N
 
 
-def test_who_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_come_is_not_waited_for() -> None:
     """MPI_Init waits for the rest."""
-    monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.5)
     came: list[int] = []
     name = secrets.token_hex(8)
-    for thread in [arrive(name, N, came) for _ in range(N - 1)]:
+    for thread in [arrive(name, N, came, 0.5) for _ in range(N - 1)]:
         thread.join(LONG_S)
     assert len(came) == N - 1
 
 
-def test_the_first_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_may_die() -> None:
     """Its connections close, and the others go on."""
-    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
     name = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX) as first:
         first.bind(f"\0{name}".encode())
@@ -65,9 +62,8 @@ def test_the_first_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     assert came
 
 
-def test_the_first_may_close_before_it_has_seen_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_may_close_before_it_has_seen_all() -> None:
     """What waits in its backlog then is reset."""
-    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
     name = secrets.token_hex(8)
     came: list[int] = []
     with socket.socket(socket.AF_UNIX) as first:
@@ -92,11 +88,9 @@ def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPat
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0{name}".encode())
         stranger.listen(N)
-        monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.1)
         came: list[int] = []
-        arrive(name, N, came).join(LONG_S)
+        arrive(name, N, came, 0.1).join(LONG_S)
         assert came
-        monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
         monkeypatch.setattr(os, "getuid", lambda: 123_456)
         arrive(name, N, came).join(LONG_S / 4)
         assert len(came) == 2
@@ -104,7 +98,6 @@ def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPat
 
 def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they make anybody wait: who comes again and again is no caller."""
-    monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(node_barrier, "_is_ours", lambda other: False)
     name, came, over = secrets.token_hex(8), list[int](), threading.Event()
 
@@ -116,7 +109,7 @@ def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     thread = threading.Thread(target=come_again)
     thread.start()
-    arrive(name, N, came).join(LONG_S)
+    arrive(name, N, came, 0.5).join(LONG_S)
     over.set()
     thread.join(LONG_S)
     assert came

@@ -55,10 +55,10 @@ def hear(made: Witness, text: str) -> None:
 
 
 @pytest.fixture
-def roll_call(monkeypatch: pytest.MonkeyPatch) -> RollCall:
+def roll_call() -> RollCall:
     """Return the roll call of four ranks on two hosts, all of which have answered."""
     made = RollCall(4)
-    monkeypatch.setattr(made, "_hosts", {0: "h1", 1: "h1", 2: "h2", 3: "h2"})
+    made._hosts = {0: "h1", 1: "h1", 2: "h2", 3: "h2"}
     return made
 
 
@@ -78,13 +78,13 @@ def test_what_others_print_says_nothing(roll_call: RollCall) -> None:
     assert made.lost_by_open_mpi(math.inf) == "" and made.told_person
 
 
-def test_hydras_lost_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hydras_lost_daemon(roll_call: RollCall) -> None:
     """Its shell is the one that has ended; the numbers are those of the hosts, in the ranks' order."""
-    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.1)
     process = subprocess.Popen([sys.executable, "-c", MPIRUN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
     made = Witness(roll_call)
+    made.hydra_ends_s = 0.1
     try:
 
         def noted() -> bool:  # a program that has just been started has no arguments for a moment
@@ -102,14 +102,14 @@ def test_hydras_lost_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
     assert made.before_rank_0(255) == expected
 
 
-def test_hydra_goes_on_without_a_daemon(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hydra_goes_on_without_a_daemon(roll_call: RollCall) -> None:
     """It is told once, and not when all of them end with the run."""
     made = Witness(roll_call)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(1, process.pid)
         made._note_proxy(0, os.getpid())
     assert made.goes_on_without() == "", "the run may just be ending"
-    monkeypatch.setattr("launch.witness._GOES_ON_S", 0.0)
+    made.goes_on_s = 0.0
     assert made.goes_on_without() == (
         "host h2 (ranks 2-3): mpirun has lost its daemon on h2; its ranks go on, but what they print is lost"
     )
@@ -117,12 +117,10 @@ def test_hydra_goes_on_without_a_daemon(roll_call: RollCall, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("ended", [[0, 1], [0, 1, 3]])
-def test_a_host_of_which_nothing_is_heard(
-    roll_call: RollCall, monkeypatch: pytest.MonkeyPatch, ended: list[int]
-) -> None:
+def test_a_host_of_which_nothing_is_heard(roll_call: RollCall, ended: list[int]) -> None:
     """All shells have ended when Hydra's words are read, so they don't tell which was the first."""
-    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.1)
     made = Witness(roll_call)
+    made.hydra_ends_s = 0.1
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(0, process.pid)
         made._note_proxy(1, process.pid)
@@ -134,12 +132,10 @@ def test_a_host_of_which_nothing_is_heard(
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_the_shell_of_another_host_may_end_first(
-    roll_call: RollCall, monkeypatch: pytest.MonkeyPatch, is_silent: bool
-) -> None:
+def test_the_shell_of_another_host_may_end_first(roll_call: RollCall, is_silent: bool) -> None:
     """The host without power is the one of which nothing is heard, at last."""
-    monkeypatch.setattr("launch.witness._HYDRA_ENDS_S", 0.5 if is_silent else 30.0)
     made = Witness(roll_call)
+    made.hydra_ends_s = 0.5 if is_silent else 30.0
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(0, process.pid)
         made._note_proxy(1, os.getpid())

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.stages import start_records
 from mpillm.stages.start_records import RecordedStarts, StartRecord
 
 
@@ -23,11 +22,10 @@ def yaml(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def seen(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[str, float]]:
+def seen(yaml: Path) -> Callable[[], tuple[str, float]]:
     """Return a function for the failures that a client finds, and its wait in place of 54 s."""
-    monkeypatch.setattr(start_records, "_READ_S", 0.0)
-    monkeypatch.setattr(start_records, "_REPLACED_S", 0.0)
     starts = RecordedStarts(yaml, 1620.0)
+    starts.read_s = starts.replaced_s = 0.0
     return lambda: (starts.failures(), starts.wait_s(54.0))
 
 
@@ -69,9 +67,7 @@ def test_a_failure_is_named_until_the_next_start(yaml: Path, seen: Callable[[], 
     both.end()
 
 
-def test_records_that_do_not_count(
-    yaml: Path, seen: Callable[[], tuple[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_do_not_count(yaml: Path, seen: Callable[[], tuple[str, float]]) -> None:
     record = StartRecord(yaml, "leader")
     record.begin()
     file = Path(f"{yaml}.servers/leader.json")
@@ -83,8 +79,8 @@ def test_records_that_do_not_count(
         assert seen() == ("", 54), text
     record.fail("no GPU here")
     assert "no GPU here" in seen()[0]
-    monkeypatch.setattr(start_records, "_REPLACED_S", 600.0)
     client = RecordedStarts(yaml, 1620.0)
+    client.read_s, client.replaced_s = 0.0, 600.0
     assert client.failures() == "", "a command that is typed now may replace it"
     record.fail("another")
     os.utime(file, (9, 9))
