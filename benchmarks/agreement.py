@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from benchmarks.on_ranks import RankOptions
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
-from mpillm.options.core_config import CoreConfig
+from mpillm.cores.base import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import positive
@@ -105,26 +106,25 @@ def _measure(
     return outcome
 
 
-def _instance(config: Options, comm: MPI.Intracomm, device: int | None, dtype: str) -> _Outcome:
+def _instance(config: Options, comm: MPI.Intracomm, gpu: int | None, dtype: str) -> _Outcome:
     from mpi4py import MPI
 
     from mpillm.cores.torch_core import TorchCore
 
+    engine = EngineConfig(
+        SchedulerConfig(max_batch_size=config.num_prompts, enable_chunked_context=True),
+        model_path=config.model_path,
+        dtype=dtype,
+        max_seq_len=config.prompt_len + config.output_len,
+        kv_cache_free_gpu_mem_fraction=0.9,
+        end_ids=(),
+        tp_size=comm.size,
+        tp_rank=comm.rank,
+        gpu=gpu,
+        gpu_bytes=None if gpu is None else comm.allreduce(TorchCore.gpus()[gpu].free, MPI.MIN),
+    )
     core = TorchCore(
-        CoreConfig(
-            "torch",
-            tp_size=comm.size,
-            tp_rank=comm.rank,
-            device=device,
-            gpu_bytes=None if device is None else comm.allreduce(TorchCore.gpus()[device].free, MPI.MIN),
-            model_path=config.model_path,
-            dtype=dtype,
-            max_batch_size=config.num_prompts,
-            max_seq_len=config.prompt_len + config.output_len,
-            end_ids=(),
-            kv_cache_fraction=0.9,
-            enable_chunked_context=True,
-        ),
+        CoreConfig("torch", engine),
         InstanceComms(comm, comm, MPI.COMM_SELF) if comm.size > 1 else None,
     )
     core.load()

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.engine.shape.entries import layer_bytes
 from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.experiments.bench.bench_engine import Options as OfEngine
 from mpillm.experiments.bench.roofline import Roofline
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import integers, not_negative, positive
@@ -72,13 +72,13 @@ def main(config: Options) -> int:
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("benchmarks decode: there is no NVIDIA GPU")
-    core = _core(config, guesses, gpus[0].free)
-    info = check_model(core)
+    engine = _engine_config(config, guesses, gpus[0].free)
+    info = check_model(engine)
     if info.config.latent is not None:
         raise ConfigError(
             "--model_path: the parts of latent attention are not measured", about=["model_path"]
         )
-    check_speculation(core, info)
+    check_speculation(engine, info)
 
     import torch
 
@@ -87,14 +87,14 @@ def main(config: Options) -> int:
     from mpillm.engine.kernels import step_kernels
 
     started = time.perf_counter()
-    worker = _worker(core, info)
+    worker = _worker(engine, info)
     startup = time.perf_counter() - started
     with torch.inference_mode():  # what reading costs depends on the numbers
         for layer in (*worker.part.cache.keys, *worker.part.cache.values):
             layer.copy_(torch.randn(layer.shape, device=layer.device))
     context, n_steps = config.context_len, config.output_len
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
-    print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
+    print(f"{gpus[0].name}, {engine.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
     print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
     with torch.inference_mode():
         rates = measure_rates(worker.part, step_kernels)
@@ -108,7 +108,7 @@ def main(config: Options) -> int:
         f" {'tokens/s':>9} {'attention':>10} {'products':>9}"
     )
     for batch in config.batches:
-        decoded = decode_steps(worker, core, batch, context, n_steps)
+        decoded = decode_steps(worker, engine, batch, context, n_steps)
         step_s, n_tokens = decoded.step_s, context + WARM_UP + n_steps // 2
         n_bytes = _weight_bytes(info, batch)
         n_bytes += batch * n_tokens * info.config.kv_bytes_per_token(info.kv_dtype)
@@ -127,38 +127,40 @@ def main(config: Options) -> int:
     print("\n".join(explained))
     _print_mixed_steps(config, worker)
     if guesses is not None:
-        _print_guesses(config, guesses, core, worker, plain_s)
+        _print_guesses(config, guesses, engine, worker, plain_s)
     return 0
 
 
-def _core(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -> CoreConfig:
+def _engine_config(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -> EngineConfig:
     """Return an engine with room for all steps that are timed."""
     from benchmarks.decode_steps import WARM_UP, context_steps
 
     batch, context = max(config.batches), config.context_len
     n_guesses = guesses.max_draft_len if guesses else 0
-    core = CoreConfig(
-        core_type="torch",
+    scheduler = SchedulerConfig(
+        max_batch_size=batch,
+        max_num_tokens=max(config.max_num_tokens, batch * (1 + n_guesses)),
+        enable_chunked_context=True,
+    )
+    engine = EngineConfig(
+        scheduler,
         model_path=config.model_path,
         dtype=config.dtype or "auto",
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
-        gpu_bytes=free_bytes,
-        max_batch_size=batch,
-        max_num_tokens=max(config.max_num_tokens, batch * (1 + n_guesses)),
-        enable_chunked_context=True,
         speculative_config=config.speculative_config,
+        gpu_bytes=free_bytes,
     )
-    block = core.tokens_per_block
+    block = scheduler.tokens_per_block
     longest_decoded = context + config.output_len + WARM_UP + n_guesses + 2 * block
     if guesses and guesses.decoding_type == EAGLE:
-        longest_decoded += context_steps(core, batch, context)
+        longest_decoded += context_steps(engine, batch, context)
     longest = max(longest_decoded, context + max(config.pieces) + block)
     kv_cache_tokens = batch * (longest_decoded + block) + longest
-    return replace(core, max_seq_len=longest, kv_cache_tokens=kv_cache_tokens)
+    return replace(engine, max_seq_len=longest, kv_cache_tokens=kv_cache_tokens)
 
 
-def _worker(core: CoreConfig, info: ModelInfo) -> Worker:
+def _worker(engine: EngineConfig, info: ModelInfo) -> Worker:
     """Return a worker that is ready."""
     import torch
 
@@ -167,14 +169,14 @@ def _worker(core: CoreConfig, info: ModelInfo) -> Worker:
 
     worker = Worker.on_gpu(
         info,
-        core.tokens_per_block,
+        engine.scheduler.tokens_per_block,
         Groups(),
-        core.max_batch_size,
+        engine.scheduler.max_batch_size,
         dummy=info.folder is None,
         device="cuda:0",
-        decode_rows=decode_rows(core),
+        decode_rows=decode_rows(engine),
     )
-    worker.warm_up(core.max_num_tokens)
+    worker.warm_up(engine.scheduler.max_num_tokens)
     torch.cuda.synchronize()
     return worker
 
@@ -206,14 +208,14 @@ def _print_mixed_steps(config: Options, worker: Worker) -> None:
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")
     for batch, piece in itertools.product(config.batches, config.pieces):
-        mixed = mixed_step(worker, batch, config.context_len, piece, CoreConfig.tokens_per_block)
+        mixed = mixed_step(worker, batch, config.context_len, piece, SchedulerConfig.tokens_per_block)
         print(f"  {batch:>6} {piece:>6} {mixed.step_s * 1e3:>9.2f} {mixed.host_s * 1e3:>9.2f}", flush=True)
 
 
 def _print_guesses(
     config: Options,
     guesses: SpeculativeConfig,
-    core: CoreConfig,
+    engine: EngineConfig,
     worker: Worker,
     plain_s: Mapping[int, float],
 ) -> None:
@@ -223,10 +225,10 @@ def _print_guesses(
 
     print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
     print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
-    drafter = start_drafter(core, worker)
+    drafter = start_drafter(engine, worker)
     for batch, n in itertools.product(config.batches, range(1, guesses.max_draft_len + 1)):
         tested_guesses = Guesses(drafter, n, guesses.max_concurrency)
-        tested = decode_steps(worker, core, batch, config.context_len, config.output_len, tested_guesses)
+        tested = decode_steps(worker, engine, batch, config.context_len, config.output_len, tested_guesses)
         step_ms, plain_ms = tested.step_s * 1e3, plain_s[batch] * 1e3
         print(
             f"  {batch:>6} {n:>7} {step_ms:>9.3f} {plain_ms:>9.3f} {step_ms / plain_ms - 1:>9.2f}",

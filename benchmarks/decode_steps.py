@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -15,15 +16,14 @@ from mpillm.engine.engine import Engine
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.schedule.window_blocks import n_unseen
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.tensors.staging import Sampled
-from mpillm.options.core_config import CoreConfig
 
 WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
@@ -62,7 +62,7 @@ class _WrongGuesses:
 
 def decode_steps(
     worker: Worker,
-    core: CoreConfig,
+    config: EngineConfig,
     batch: int,
     context: int,
     n_steps: int,
@@ -75,18 +75,19 @@ def decode_steps(
     thought of them.
     """
     info = worker.part.info
-    engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
+    scheduler = dataclasses.replace(config.scheduler, max_batch_size=batch, enable_chunked_context=True)
+    engine = Engine(info, scheduler, worker)
     begin: Callable[[Engine, Sequence], None] = _admit
     n_output = WARM_UP + n_steps + 1
     if guesses is not None:
         drafter = _WrongGuesses(guesses.drafter, info.vocab_size - 1)
         watch = guesses.drafter.computed if isinstance(guesses.drafter, EagleDrafter) else None
-        limits = core.max_num_tokens, guesses.n, guesses.max_concurrency
+        limits = config.scheduler.max_num_tokens, guesses.n, guesses.max_concurrency
         engine.speculation = Speculation(drafter, engine.scheduler, *limits, watch)
         n_output += guesses.n
         if watch is not None:
             begin = Engine.add
-            n_output += context_steps(core, batch, context)
+            n_output += context_steps(config, batch, context)
     sequences = [Sequence(i, [1 + i] * context, n_output, 0, SamplingParams()) for i in range(batch)]
     for sequence in sequences:
         begin(engine, sequence)
@@ -129,12 +130,12 @@ def _go_on(engine: Engine, batch: int, end: float) -> None:
     engine.step()
 
 
-def context_steps(core: CoreConfig, batch: int, context: int) -> int:
+def context_steps(config: EngineConfig, batch: int, context: int) -> int:
     """Return in how many steps at most the contexts of a batch are computed.
 
     At most half of each step is decode.
     """
-    return 1 + math.ceil(2 * batch * context / core.max_num_tokens)
+    return 1 + math.ceil(2 * batch * context / config.scheduler.max_num_tokens)
 
 
 def _admit(engine: Engine, sequence: Sequence) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.errors import ConfigError
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import check_model, model_info
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import integers, positive
@@ -67,14 +67,13 @@ EPILOG = (
 
 def main(config: Options) -> int:
     """Print the table."""
-    core = CoreConfig(
-        "torch",
+    engine = EngineConfig(
         model_path=config.model_path,
         dtype=config.dtype,
         quantization=config.quantization,
         n_threads=config.n_threads,
     )
-    if model_info(core).folder is None:
+    if model_info(engine).folder is None:
         raise ConfigError(
             f"--model_path {config.model_path}: a preset has no files to load; a folder is needed"
         )
@@ -88,19 +87,21 @@ def main(config: Options) -> int:
     )
     for tp_size in config.tensor_parallelism:
         with tempfile.TemporaryDirectory(prefix="mpillm-load-") as folder:
-            _compare(dataclasses.replace(core, tp_size=tp_size), Path(folder) / "engine", config.repeats)
+            _compare(dataclasses.replace(engine, tp_size=tp_size), Path(folder) / "engine", config.repeats)
     return 0
 
 
-def _compare(core: CoreConfig, engine: Path, repeats: int) -> None:
-    check_model(core)
+def _compare(config: EngineConfig, engine: Path, repeats: int) -> None:
+    check_model(config)
     from mpillm.engine.build_engine import build
 
     started = time.perf_counter()
-    build(str(core.model_path), engine, core.tp_size, dtype=core.dtype, quantization=core.quantization)
+    build(
+        str(config.model_path), engine, config.tp_size, dtype=config.dtype, quantization=config.quantization
+    )
     built_s = time.perf_counter() - started
-    from_engine = dataclasses.replace(core, engine_dir=str(engine), dtype="auto", quantization="auto")
-    contenders = {"checkpoint": core, "engine": from_engine}
+    from_engine = dataclasses.replace(config, engine_dir=str(engine), dtype="auto", quantization="auto")
+    contenders = {"checkpoint": config, "engine": from_engine}
     for contender in contenders.values():
         _measured(contender)  # brings the files into the page cache
     found: dict[str, list[Loaded]] = {name: [] for name in contenders}
@@ -120,7 +121,7 @@ def _compare(core: CoreConfig, engine: Path, repeats: int) -> None:
         cells = " ".join(
             f"{_spread(values, 0 if i == len(columns) - 1 else 2):>22}" for i, values in enumerate(columns)
         )
-        print(f"  {core.tp_size:>2} {name:<10} {cells}")
+        print(f"  {config.tp_size:>2} {name:<10} {cells}")
     # Compare round by round: a noisy machine is noisy for both.
     pairs = zip(rows["engine"], rows["checkpoint"], strict=True)
     ratios = [statistics.median(ours / theirs for ours, theirs in zip(*pair, strict=True)) for pair in pairs]
@@ -134,39 +135,39 @@ def _spread(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def _measured(core: CoreConfig) -> Loaded:
+def _measured(config: EngineConfig) -> Loaded:
     """Load in a new process, so that only this counts in its memory."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_load, args=(core, sender), daemon=True)
+    process = context.Process(target=_load, args=(config, sender), daemon=True)
     process.start()
     sender.close()
     try:
         if not receiver.poll(_DEADLINE_S):
-            raise RuntimeError(f"loading {core.model_path} took more than {_DEADLINE_S:g} s")
+            raise RuntimeError(f"loading {config.model_path} took more than {_DEADLINE_S:g} s")
         try:
             loaded: Loaded = receiver.recv()
         except EOFError:
-            raise RuntimeError(f"the process that loads {core.model_path} ended without a result") from None
+            raise RuntimeError(f"the process that loads {config.model_path} ended without a result") from None
     finally:
         process.kill()
         process.join()
     return loaded
 
 
-def _load(core: CoreConfig, sender: Connection[Loaded, None]) -> None:
+def _load(config: EngineConfig, sender: Connection[Loaded, None]) -> None:
     import torch
 
     from mpillm.engine.parallel.groups import Groups
     from mpillm.engine.run.worker import Worker
     from mpillm.engine.schedule.step import Span, Step
 
-    torch.set_num_threads(core.n_threads)
+    torch.set_num_threads(config.n_threads)
     imports = _peak_bytes()
     started, cpu_before = time.perf_counter(), time.process_time()
-    info = model_info(core)
+    info = model_info(config)
     # Without the sums over the TP group, which change nothing about loading.
-    worker = Worker.on_cpu(info, core.tokens_per_block, Groups(info.layout), dummy=False)
+    worker = Worker.on_cpu(info, config.scheduler.tokens_per_block, Groups(info.layout), dummy=False)
     load_s = time.perf_counter() - started
     with torch.inference_mode():
         worker.logits(Step([Span(0, 0, 1, 0, [1])], [0], [0]))

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from benchmarks.agreement import agreeing, answer
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.engine.shape.model_info import check_model
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import positive
@@ -148,25 +149,27 @@ def _load(config: Options, variant: str) -> Any:
     if config.device == "cuda" and not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
     longest = config.max_prompt_len + config.made_len + config.output_len
-    options = CoreConfig(
-        "torch",
+    scheduler = SchedulerConfig(
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=max(_MOST_ROWS, config.max_prompt_len + config.made_len),
+        enable_chunked_context=True,
+    )
+    engine = EngineConfig(
+        scheduler,
         model_path=config.model_path,
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
-        n_threads=config.n_threads,
-        device=0 if gpus else None,
-        gpu_bytes=gpus[0].free if gpus else None,
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=max(_MOST_ROWS, config.max_prompt_len + config.made_len),
         max_seq_len=longest,
         kv_cache_tokens=config.max_batch_size * (longest + 32),
+        kv_cache_free_gpu_mem_fraction=0.9,
         end_ids=(),
-        kv_cache_fraction=0.9,
-        enable_chunked_context=True,
+        gpu=0 if gpus else None,
+        gpu_bytes=gpus[0].free if gpus else None,
+        n_threads=config.n_threads,
     )
-    check_model(options)
-    core = TorchCore(options)
+    check_model(engine)
+    core = TorchCore(CoreConfig("torch", engine))
     core.load()
     return core
 
@@ -176,7 +179,7 @@ def _prompts(config: Options) -> Tokens:
         raise ConfigError(
             f"--model_path {config.model_path or 'DIR'}: a folder with weights and a tokenizer is needed"
         )
-    info = check_model(CoreConfig("torch", model_path=config.model_path))
+    info = check_model(EngineConfig(model_path=config.model_path))
     source = Path(config.dataset_path) if config.dataset_path else None
     dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
-from mpillm.options.core_config import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 
 _STEPS = 3  # guesses in a row that it is trained for
 _HELD_OUT = 40  # prompts that it never sees: in held_out.jsonl beside it
@@ -82,17 +83,14 @@ def _pieces(tokenizer: Tokenizer, length: int) -> Iterator[tuple[str, list[int]]
 
 def _answered(model: Path, prompts: list[list[int]], options: argparse.Namespace) -> Tensor:
     """Return each prompt with the model's greedy answer: [samples, tokens]."""
-    core = TorchCore(
-        CoreConfig(
-            "torch",
-            model_path=str(model),
-            n_threads=options.threads,
-            end_ids=(),
-            max_num_tokens=2048,
-            enable_chunked_context=True,
-            max_seq_len=options.prompt_len + options.output_len,
-        )
+    engine = EngineConfig(
+        SchedulerConfig(max_num_tokens=2048, enable_chunked_context=True),
+        model_path=str(model),
+        max_seq_len=options.prompt_len + options.output_len,
+        end_ids=(),
+        n_threads=options.threads,
     )
+    core = TorchCore(CoreConfig("torch", engine))
     core.load()
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"], rows["n_tokens"], rows["max_output"] = (

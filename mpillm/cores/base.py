@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -16,13 +17,52 @@ import numpy as np
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.devices import Gpu, visible_gpus
-from mpillm.options.core_config import CoreConfig
-
-__all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits", "StatedLimits", "short_requests"]
+from mpillm.engine.shape.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.options.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """All that a core is built from: plain data, equal on the ranks of an instance except for coordinates."""
+
+    core_type: str
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rank: int = 0  # in the world, for messages
+    n_instances: int = 1  # of this role
+    serves: bool = False  # requests come from HTTP clients: each fails alone, and latencies count
+    # Of a client, the index of its server among those that the run owns; None: they are others'.
+    server: int | None = None
+    names_model: bool = False  # the run gives that server the model's name: see `ServerKind`
+    # Of a client: the tokens of a prompt are the UTF-8 bytes of its text, and the server makes tokens of it
+    sends_text: bool = False
+    # Of a client of others' servers: for how long they may not be there; None: until --load_deadline
+    server_wait_s: float | None = None
+    # and for the first token of one that is up; None: a share of --health_deadline
+    first_token_wait_s: float | None = None
+    client: int = 0  # which of that server's clients it is
+    n_clients: int = 1  # of that server
+    server_restarts: bool = False  # it is started again if it is lost in the test
+    context_servers: tuple[int, ...] = ()  # of the run, that compute contexts for it; see `handover`
+    handover: str = ""  # how they hand KV caches over: see `cores.openai_client.disagg_protocol`
+    settings: Any = None  # what `LLMCore.settings` returned
+
+    @property
+    def role(self) -> str:
+        """The instance's: executor, context or generation."""
+        return self.engine.role
+
+    @property
+    def instance(self) -> int:
+        """Its index."""
+        return self.engine.instance
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """--core_options."""
+        return self.engine.core_options
 
 
 class Credits(NamedTuple):

@@ -11,9 +11,8 @@ import numpy as np
 
 from launch.first_failure import failing_lines
 from mpillm.comms.messages import RESPONSE, Batch
-from mpillm.cores.base import LLMCore
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.errors import Failure, RunError
-from mpillm.options.core_config import CoreConfig
 
 MOST_AT_ONCE = 1024
 """Requests at a server for which no limit is stated: more than any server runs at once."""

@@ -52,6 +52,7 @@ class DummyCore(LLMCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self.options = DummyOptions.from_options(config.options)
+        self._max_batch_size = config.engine.scheduler.max_batch_size
         self._timed = self.options.ttft_ms > 0 or self.options.tpot_ms > 0
         self._instant: deque[Batch] = deque()
         self._waiting: deque[Batch] = deque()  # one request each
@@ -81,7 +82,7 @@ class DummyCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
         DummyOptions.from_options(config.options)
-        size, wanted = config.kv_cache_tokens, config.max_seq_len
+        size, wanted = config.engine.kv_cache_tokens, config.engine.max_seq_len
         if size is not None and wanted is not None and wanted > size:
             raise ConfigError(
                 f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens",
@@ -125,8 +126,8 @@ class DummyCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        n = 2 * self.config.max_batch_size if self._timed else 4096
-        return Credits(n, self.config.kv_cache_tokens or 1 << 40)
+        n = 2 * self._max_batch_size if self._timed else 4096
+        return Credits(n, self.config.engine.kv_cache_tokens or 1 << 40)
 
     def enqueue(self, requests: Batch) -> None:
         requests = self._faults.at_requests(requests)
@@ -167,7 +168,7 @@ class DummyCore(LLMCore):
             self._given_up = []
         if self._instant:
             ready.append(self._answer(self._instant.popleft()))
-        while self._waiting and self._running < self.config.max_batch_size:
+        while self._waiting and self._running < self._max_batch_size:
             self._start(self._waiting.popleft(), now)
         while self._events and self._events[0][0] <= now:
             _, _, flags, request, answer = heapq.heappop(self._events)
@@ -180,7 +181,7 @@ class DummyCore(LLMCore):
         return concat(ready) if ready else None
 
     def has_work(self) -> bool:
-        if self._instant or self._given_up or (self._waiting and self._running < self.config.max_batch_size):
+        if self._instant or self._given_up or (self._waiting and self._running < self._max_batch_size):
             return True
         now = time.perf_counter()
         return (bool(self._events) and self._events[0][0] <= now) or self._streams.is_due(now)
@@ -236,7 +237,7 @@ class DummyCore(LLMCore):
         self._moving[request_id] = receiver, moving
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
-        if self._timed and self._running + len(self._waiting) + len(self._kv) >= self.config.max_batch_size:
+        if self._timed and self._running + len(self._waiting) + len(self._kv) >= self._max_batch_size:
             return False
         buffer = self._kv_buffer(int(request.rows["n_tokens"][0]))
         id_ = int(request.rows["id"][0])

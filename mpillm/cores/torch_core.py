@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
 from mpillm.core_names import brought
-from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine.run import compilations
 from mpillm.engine.schedule.context_piece import context_piece
+from mpillm.engine.shape.engine_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS
 from mpillm.engine.tensors.load_torch import load_torch
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
-from mpillm.options.core_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, CoreConfig
 from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class TorchCore(LLMCore):
         from mpillm.engine.shape.model_info import model_info
 
         super().__init__(config, comms)
-        self.info = model_info(config)
+        self.info = model_info(config.engine)
         self._refused: list[int] = []
         self.worker: Worker | None = None
         self._runs: Engine | Follower | None = None  # an engine if this rank leads its instance
@@ -104,9 +104,10 @@ class TorchCore(LLMCore):
         from mpillm.engine.shape.model_info import check_model
         from mpillm.engine.speculation.check_speculation import check_speculation
 
-        info = check_model(config)
-        check_speculation(config, info)
-        if config.enable_max_num_tokens_tuning and not config.enable_chunked_context:
+        engine = config.engine
+        info = check_model(engine)
+        check_speculation(engine, info)
+        if engine.enable_max_num_tokens_tuning and not engine.scheduler.enable_chunked_context:
             raise ConfigError(
                 "--enable_max_num_tokens_tuning has no effect without --enable_chunked_context true",
                 about=["enable_max_num_tokens_tuning", "enable_chunked_context"],
@@ -126,31 +127,24 @@ class TorchCore(LLMCore):
 
         from mpillm.engine.engine import Engine
         from mpillm.engine.run.worker import Follower
-        from mpillm.engine.schedule.engine_limits import EngineLimits
 
-        c = self.config
-        torch.set_num_threads(c.n_threads)
+        config, info = self.config.engine, self.info
+        torch.set_num_threads(config.n_threads)
         worker = self.worker = self._make_worker()
-        max_moving_tokens = None if c.gpu_bytes is None else self.info.kv_cache_tokens // _CACHE_TO_BUFFERS
         if self._handoff is not None:
             worker.transfers = self._make_transfers(worker.part.handed_over, *self._handoff)
-        worker.warm_up(c.max_num_tokens)
+        worker.warm_up(config.scheduler.max_num_tokens)
         if self._leads:
-            limits = EngineLimits(
-                c.max_batch_size,
-                c.max_num_tokens,
-                c.tokens_per_block,
-                c.enable_chunked_context,
-                c.batch_scheduler_policy,
-                c.context_chunking_policy,
-                c.enable_kv_cache_reuse,
-                max_moving_tokens,
+            max_moving_tokens = (
+                None if config.gpu_bytes is None else info.kv_cache_tokens // _CACHE_TO_BUFFERS
             )
-            engine = self._runs = Engine(self.info, limits, worker)
-            if c.speculative_config and c.role != "context":  # which has only first tokens to compute
+            engine = self._runs = Engine(info, config.scheduler, worker, max_moving_tokens)
+            if (
+                config.speculative_config and config.role != "context"
+            ):  # that has only first tokens to compute
                 from mpillm.engine.speculation.start_speculation import start_speculation
 
-                engine.speculation = start_speculation(c, worker, engine.scheduler)
+                engine.speculation = start_speculation(config, worker, engine.scheduler)
         else:
             self._runs = Follower(worker)
 
@@ -161,7 +155,7 @@ class TorchCore(LLMCore):
         config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
         of_host = not peers
         peers = peers or {0: Peer(0, 1, 1)}
-        if self.config.gpu_bytes is None:
+        if self.config.engine.gpu_bytes is None:
             return Transfers(cache, config, layout, mover, peers, sends=sends)
         assert isinstance(mover, MpiMover)
         most_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
@@ -183,7 +177,7 @@ class TorchCore(LLMCore):
         from mpillm.engine.handoff.pinned import Pinned
         from mpillm.telemetry.free_memory import available_bytes
 
-        most = available_bytes() // (_MEMORY_TO_PINNED * self.config.node_ranks)
+        most = available_bytes() // (_MEMORY_TO_PINNED * self.config.engine.node_ranks)
         self._pinned = Pinned(min(most, _PINNED if self._leads else _PINNED // 8))
         return HostMover(mover, mover.comm.rank, self._pinned)
 
@@ -193,26 +187,27 @@ class TorchCore(LLMCore):
         from mpillm.engine.parallel.groups import Groups, MpiGroups
         from mpillm.engine.run.worker import Worker
 
-        c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
+        config, layout = self.config.engine, self.info.layout
+        scheduler, dummy = config.scheduler, config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
-        if c.gpu_bytes is None:
+        if config.gpu_bytes is None:
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
-            return Worker.on_cpu(self.info, c.tokens_per_block, groups, dummy=dummy)
+            return Worker.on_cpu(self.info, scheduler.tokens_per_block, groups, dummy=dummy)
         from mpillm.engine.parallel.nccl import NcclGroups
         from mpillm.engine.shape.speculative_config import decode_rows
 
-        torch.cuda.set_device(c.device or 0)
+        torch.cuda.set_device(config.gpu or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
         return Worker.on_gpu(
             self.info,
-            c.tokens_per_block,
+            scheduler.tokens_per_block,
             groups,
-            c.max_batch_size,
+            scheduler.max_batch_size,
             dummy=dummy,
-            device=f"cuda:{c.device or 0}",
-            shares_rows=c.options.get(CUSTOM_ALL_REDUCE, True),
-            fp8_contexts=c.options.get(FP8_CONTEXTS, False),
-            decode_rows=decode_rows(c),
+            device=f"cuda:{config.gpu or 0}",
+            shares_rows=config.core_options.get(CUSTOM_ALL_REDUCE, True),
+            fp8_contexts=config.core_options.get(FP8_CONTEXTS, False),
+            decode_rows=decode_rows(config),
         )
 
     def doing(self) -> str:
@@ -236,15 +231,16 @@ class TorchCore(LLMCore):
         if not math.isfinite(self._first_logprob):
             raise RunError(
                 Failure(
-                    f"{self.config.model_path} computes no finite numbers (NaN or infinite logits):"
+                    f"{self.config.engine.model_path} computes no finite numbers (NaN or infinite logits):"
                     " its weights are damaged, or too large for --dtype or --kv_cache_dtype",
                     self.config.rank,
                 )
             )
         if self._tunes:
-            size = self.config.tokens_per_block
+            scheduler = self.config.engine.scheduler
+            size = scheduler.tokens_per_block
             most = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
-            most = min(most, self.config.max_num_tokens)
+            most = min(most, scheduler.max_num_tokens)
             self.engine.scheduler.context_piece = context_piece(
                 lambda n: min(self._first_token_s(n) for _ in range(_TIMED)), most
             )
@@ -278,14 +274,9 @@ class TorchCore(LLMCore):
         n_prompt, n_output = 8, 4
         if self.info.max_seq_len < n_prompt + n_output:
             n_prompt, n_output = 1, 1
-        n = max(
-            1,
-            min(
-                self.config.max_batch_size,
-                _MAX_WARM_UP,
-                self.info.kv_cache_tokens // (2 * self.config.tokens_per_block),
-            ),
-        )
+        scheduler = self.config.engine.scheduler
+        n_fit = self.info.kv_cache_tokens // (2 * scheduler.tokens_per_block)
+        n = max(1, min(scheduler.max_batch_size, _MAX_WARM_UP, n_fit))
         return short_requests(n, n_prompt, n_output, n_output)
 
     def start_test(self) -> None:
@@ -326,7 +317,7 @@ class TorchCore(LLMCore):
         counts = {"preemptions": self.engine.scheduler.preemptions}
         if isinstance(blocks := self.engine.blocks, PrefixCache):
             counts["reused_blocks"] = blocks.reused_blocks
-            counts["reused_tokens"] = blocks.reused_blocks * self.config.tokens_per_block
+            counts["reused_tokens"] = blocks.reused_blocks * self.config.engine.scheduler.tokens_per_block
         if self.config.role == "context":
             token_bytes = self.info.config.kv_bytes_per_token(self.info.kv_dtype)
             counts["kv_bytes"] = self.engine.handoffs.sent_tokens * token_bytes
@@ -337,14 +328,14 @@ class TorchCore(LLMCore):
 
     @property
     def _tunes(self) -> bool:
-        return self.config.enable_max_num_tokens_tuning and self.config.role != "generation"
+        return self.config.engine.enable_max_num_tokens_tuning and self.config.role != "generation"
 
     def notify_stop(self) -> None:
         self._runs = self.worker = None
 
     @property
     def _leads(self) -> bool:
-        return self.config.tp_rank == self.config.pp_rank == 0
+        return self.config.engine.tp_rank == self.config.engine.pp_rank == 0
 
     @property
     def engine(self) -> Engine:
@@ -361,7 +352,7 @@ class TorchCore(LLMCore):
         instance.
         """
         n_caches = 1 if self.config.role == "generation" else 2
-        return Credits(2 * self.config.max_batch_size, n_caches * self.info.kv_cache_tokens)
+        return Credits(2 * self.config.engine.scheduler.max_batch_size, n_caches * self.info.kv_cache_tokens)
 
     def enqueue(self, requests: Batch) -> None:
         self.enqueue_special(requests, {})
@@ -372,7 +363,7 @@ class TorchCore(LLMCore):
 
     @property
     def takes_adapters(self) -> bool:
-        return self.takes_special and self.config.gpu_bytes is None
+        return self.takes_special and self.config.engine.gpu_bytes is None
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
         from mpillm.engine.extras.lora import Adapter
@@ -381,7 +372,7 @@ class TorchCore(LLMCore):
         return Adapter(weights, config, self.info.config, self.worker.part.dtype, self.info.layout)
 
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
-        from mpillm.engine.schedule.engine_limits import refusal
+        from mpillm.engine.refusal import refusal
 
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
@@ -393,7 +384,7 @@ class TorchCore(LLMCore):
                     sequence.salt = special.adapter.salt
                 if special.keeps_context_logits:  # there are none of blocks that others have computed
                     sequence.salt = secrets.token_bytes(16)
-            why = refusal(sequence, self.info, self.engine.limits)
+            why = refusal(sequence, self.info, self.engine.config)
             if why is None:
                 self.engine.add(sequence)
             else:
@@ -410,7 +401,7 @@ class TorchCore(LLMCore):
         return bool(self._refused) or (self._runs is not None and self._runs.has_work())
 
     def quiet_s(self) -> float:
-        if self.config.gpu_bytes is not None:
+        if self.config.engine.gpu_bytes is not None:
             return 0.0  # NCCL rings no bell, nor does a GPU
         return math.inf if self._runs is None or self._runs.is_quiet() else 0.0
 
@@ -431,10 +422,10 @@ class TorchCore(LLMCore):
         from mpillm.engine.handoff.host_end import HostEnd
 
         assert self._handoff is not None
-        c, kv_bytes = self.config, self.info.config.kv_bytes_per_token(self.info.kv_dtype)
-        instance = Peer(0, c.tp_size, c.pp_size)
+        config, kv_bytes = self.config.engine, self.info.config.kv_bytes_per_token(self.info.kv_dtype)
+        instance = Peer(0, config.tp_size, config.pp_size)
         mover = self._host_mover.host_end if self._host_mover else self._handoff[0]
-        takes = c.role == "context"
+        takes = config.role == "context"
         return HostEnd(self.info.config, kv_bytes, mover, instance, takes=takes, new=self.new_cache)
 
     def new_cache(self, n_bytes: int) -> Cache:

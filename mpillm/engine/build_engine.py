@@ -12,6 +12,7 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.shape.checkpoint_folder import check_room, digests, new_folder, write_safetensors
 from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import engine_json, file_name, layouts, preset_digest
 from mpillm.engine.shape.entries import Entry, held_kv_scales, int4_group, is_linear, rank_entries, scale_name
 from mpillm.engine.shape.model_info import model_info
@@ -19,7 +20,6 @@ from mpillm.engine.shape.read_config import PRESETS
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights
 from mpillm.files import read_object, write_json
-from mpillm.options.core_config import CoreConfig
 
 
 def build(
@@ -46,8 +46,7 @@ def build(
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):
         if size < 1:
             raise ConfigError(f"build: {name} {size}: must be at least 1")
-    core = CoreConfig(
-        "torch",
+    engine_config = EngineConfig(
         model_path=str(checkpoint),
         tp_size=tp_size,
         pp_size=pp_size,
@@ -55,7 +54,7 @@ def build(
         dtype=dtype,
         quantization=quantization,
     )
-    info = model_info(core)
+    info = model_info(engine_config)
     if info.folder is not None and info.folder.resolve() == target.resolve():
         raise ConfigError(f"{target}: holds the model to build from; write to another folder")
     source = DummyWeights(info.config) if info.folder is None else Checkpoint(info.folder, info.config)

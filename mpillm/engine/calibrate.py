@@ -12,10 +12,10 @@ from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.schedule.step import Span
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.engine.shape.entries import kv_scale_names
 from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.rounding import LARGEST
-from mpillm.options.core_config import CoreConfig
 
 # Headroom for keys and values larger than those seen, which would be clipped. A larger scale costs a float no
 # precision.
@@ -46,14 +46,12 @@ def kv_scales(
     """
     longest = max(map(len, prompts))
     info = check_model(
-        CoreConfig(
-            "torch",
+        EngineConfig(
+            SchedulerConfig(max_num_tokens=longest, tokens_per_block=_TOKENS_PER_BLOCK),
             model_path=str(folder),
             n_threads=n_threads,
-            max_num_tokens=longest,
             max_seq_len=longest,
             kv_cache_tokens=-(-longest // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK,
-            tokens_per_block=_TOKENS_PER_BLOCK,
         )
     )
     torch.set_num_threads(n_threads)

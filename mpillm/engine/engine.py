@@ -16,12 +16,12 @@ from mpillm.engine.extras.beams import Beams
 from mpillm.engine.extras.shared_adapters import SharedAdapters
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import BlockAllocator
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Progress, Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.schedule.window_blocks import WindowBlocks
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.speculation import Speculation
 from mpillm.engine.tensors.staging import Sampled
@@ -68,32 +68,31 @@ class InFlight(NamedTuple):
 class Engine:
     """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
 
-    def __init__(self, info: ModelInfo, limits: EngineLimits, worker: Worker) -> None:
+    def __init__(
+        self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_moving_tokens: int | None = None
+    ) -> None:
+        """`max_moving_tokens`: of arriving KV caches, for which the buffers have room; None: for any."""
         self.info = info
-        self.limits = limits
+        self.config = config
         self.worker = worker
         self._peers = worker.peers
         self._n_stages = worker.part.groups.layout.pp_size
-        size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
+        size = config.tokens_per_block
 
-        def allocator(n_blocks: int) -> BlockAllocator:
-            return PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
+        def allocator(n_tokens: int) -> BlockAllocator:
+            n_blocks = n_tokens // size
+            return PrefixCache(n_blocks, size) if config.enable_kv_cache_reuse else BlockAllocator(n_blocks)
 
-        self.blocks = allocator(n_blocks)
+        self.blocks = allocator(info.kv_cache_tokens)
         self.window_blocks: WindowBlocks | None = None
         if info.window_cache_tokens:
             self.window_blocks = WindowBlocks(
-                allocator(info.window_cache_tokens // size), info.config.partial_window, size
+                allocator(info.window_cache_tokens), info.config.partial_window, size
             )
         self.scheduler = Scheduler(
+            config,
             self.blocks,
-            size,
-            limits.max_batch_size,
-            limits.max_num_tokens,
-            limits.chunked,
             self._n_stages,
-            limits.policy,
-            limits.chunking,
             # A head's only layer sees all tokens, and its cache has the same blocks.
             0 if info.feature_layers else info.config.widest_window,
             self.window_blocks,
@@ -101,7 +100,7 @@ class Engine:
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()
         self.handoffs = EngineHandoffs(
-            self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens, self.window_blocks
+            self.scheduler, worker, info.max_seq_len, max_moving_tokens, self.window_blocks
         )
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
@@ -121,7 +120,7 @@ class Engine:
     # --- work ---
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `engine_limits.refusal` lets pass."""
+        """Queue a sequence that `refusal` lets pass."""
         if sequence.width > 1 and (special := sequence.special) is not None:
             ends = self._end_ids if special.ends is None else set(special.ends)
             special.not_yet += tuple(ends)
@@ -131,7 +130,7 @@ class Engine:
                 ends,
                 special.length_penalty,
                 special.early_stopping,
-                self.limits.tokens_per_block,
+                self.config.tokens_per_block,
             )
         self.scheduler.add(sequence)
         if sequence.hand_over and sequence.max_output > 1:

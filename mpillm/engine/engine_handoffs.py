@@ -50,7 +50,7 @@ class EngineHandoffs:
         max_moving_tokens: int | None,
         window_blocks: WindowBlocks | None,
     ) -> None:
-        """`max_moving_tokens`: see `EngineLimits`."""
+        """`max_moving_tokens`: see `Engine`."""
         self._window_blocks = window_blocks
         self._scheduler = scheduler
         self._worker = worker

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
-from mpillm.cores.base import Credits, LLMCore
+from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.cores.clients import Answers
 from mpillm.llmlib.cores.base import LLMRequest
 from mpillm.llmlib.factory import LLMServerFactory, n_cores
 from mpillm.llmlib.server import LLMServer
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.mitten import Configuration, in_force
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class RankCore(LLMCore):
     # --- life ---
 
     def load(self) -> None:
-        if self.config.tp_rank == self.config.pp_rank == 0:
+        if self.config.engine.tp_rank == self.config.engine.pp_rank == 0:
             with self.config.settings.autoapply():
                 self._server = self._make_server()
 
@@ -105,7 +104,7 @@ class RankCore(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets().tolist()
-        stop = next((list(word) for word in self.config.stop_words if not isinstance(word, str)), None)
+        stop = next((list(word) for word in self.config.engine.stop_words if not isinstance(word, str)), None)
         self.server.issue_queries(
             [
                 LLMRequest(

@@ -31,7 +31,6 @@ class Place:
     key: tuple[str, ...]  # from the outside in
     # the YAML's for the option's, where they differ
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_core: str = ""  # the name in `CoreConfig`, if that is another one
     also: str = ""  # an LLM argument that states it where the key does not
 
     @property
@@ -80,7 +79,7 @@ SERVER_ONLY = KV_TRANSFER_TIMEOUT, PERF_METRICS
 """What a section states about instances that are servers of their own."""
 KV_CACHE_DTYPE = Place(AllFields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
-# How its instances run: what `CoreConfig` is made of.
+# How its instances run: fields of `EngineConfig`.
 CORE = (
     Place(AllFields.max_batch_size, ("max_batch_size",)),
     Place(AllFields.max_num_tokens, ("max_num_tokens",)),
@@ -89,7 +88,6 @@ CORE = (
     Place(
         AllFields.kv_cache_free_gpu_mem_fraction,
         ("kv_cache_config", "free_gpu_memory_fraction"),
-        in_core="kv_cache_fraction",
         also="free_gpu_memory_fraction",
     ),
     Place(AllFields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),

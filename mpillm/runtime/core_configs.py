@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
-from mpillm.options.core_config import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.options.disagg_values import CORE, ROUTER, written
 from mpillm.options.flags import check_limits
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.servers.kinds import kind_of
 
-_LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
 CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
@@ -84,8 +84,8 @@ def what_runs(
     of_section = {plan.instances[core.instance].section: core for core in cores}
 
     def in_force(section: str, server: ServerConfig) -> ServerConfig:
-        core = of_section[section]
-        values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
+        engine = of_section[section].engine
+        values = {place: engine.values[place.field.name] for place in CORE}
         return written(server, {**values, ROUTER: config.in_section(section).traffic_distribution_policy})
 
     return replace(yaml.with_sections(in_force), model=config.model_path)
@@ -99,28 +99,25 @@ def _core_config(
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.part.node_ranks if config.part else node_ranks
     config = config.in_section(instance.section)
-    values = {place.in_core or place.field.name: config[place.field] for place in CORE}
-    return CoreConfig(
-        core_type=config.core_type,
+    engine = EngineConfig.of(
+        config.values,
         role=CORE_ROLES[instance.role],
         instance=instance.index,
-        n_instances=sum(other.role == instance.role for other in plan.instances),
         tp_size=instance.tp_size,
         pp_size=instance.pp_size,
         ep_size=instance.ep_size,
         tp_rank=me.tp_rank or 0,
         pp_rank=me.pp_rank or 0,
-        ep_rank=me.ep_rank or 0,
-        rank=rank,
-        device=gpu.device if gpu else None,
+        gpu=gpu.device if gpu else None,
         gpu_bytes=gpu.free if gpu else None,
         n_threads=config.num_threads or _thread_share(node_ranks),
-        model_path=config.model_path,
-        quantization=config.quantization,
-        engine_dir=config.engine_dir,
-        end_ids=config.end_ids,
-        stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=node_ranks,
+    )
+    return CoreConfig(
+        core_type=config.core_type,
+        engine=engine,
+        rank=rank,
+        n_instances=sum(other.role == instance.role for other in plan.instances),
         server=me.server,
         names_model=config.server is not None and kind_of(config.server).names_model,
         server_wait_s=None if config.given("load_deadline") else _SERVER_WAIT_S,
@@ -130,8 +127,6 @@ def _core_config(
         server_restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
         handover=kind_of(config.server).disagg_protocol if plan.n_context_servers and config.server else "",
-        options=config.core_options,
-        **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
     )
 
 

@@ -15,14 +15,13 @@ import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.messages import JoinReport
-from mpillm.cores.base import LLMCore
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.cores.capabilities import HandsOver
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.disagg_yaml import context_servers, disagg_config
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
@@ -84,7 +83,7 @@ class Prepared:
         """Return lines to print before the run loads, behind the one that names its directory."""
         planned, config = self.planned, self.planned.config
         lines = list(planned.notes)
-        if any(core.enable_kv_cache_reuse for core in planned.cores):
+        if any(core.engine.scheduler.enable_kv_cache_reuse for core in planned.cores):
             lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
         lines += [*self.dataset_lines(), *self.settings.notes]
         if config.workload is not None:
@@ -189,7 +188,7 @@ def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
 def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
     """Raise ConfigError if the core can't choose the tokens of a step, and an instance should."""
     name = "enable_max_num_tokens_tuning"
-    if not core_class.tunes_steps and any(core.enable_max_num_tokens_tuning for core in cores):
+    if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])
 
 

@@ -10,13 +10,14 @@ from disagg import WorldPlan
 from disagg.errors import ConfigError
 from disagg.plan_table import ranges
 from mpillm.core_names import DEFAULT
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, assign
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.run_config import RunConfig
 from mpillm.runtime.core_configs import core_configs
 
 if TYPE_CHECKING:
+    from mpillm.engine.shape.engine_config import EngineConfig
     from mpillm.engine.shape.model_info import ModelInfo
 
 
@@ -68,8 +69,8 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     for instance, core in zip(plan.instances, core_configs(config, plan, leaders, gpus), strict=True):
         try:
             with config.explained():
-                info = model_info(core)
-                said.setdefault(_needs(info, core), []).append(instance.index)
+                info = model_info(core.engine)
+                said.setdefault(_needs(info, core.engine), []).append(instance.index)
                 if here and not refused:
                     core_class.check(core)
         except ConfigError as error:
@@ -102,7 +103,7 @@ def share_lines(cores: Sequence[CoreConfig]) -> list[str]:
         sizes: dict[int, list[int]] = {}  # instances, by their size
         for core in cores:
             if core.role == role:
-                sizes.setdefault(core.max_batch_size, []).append(core.instance)
+                sizes.setdefault(core.engine.scheduler.max_batch_size, []).append(core.instance)
         total = sum(size * len(some) for size, some in sizes.items())
         shares = [
             f"instance{'s' if len(some) > 1 else ''} {ranges(some, ', ')} {100 * size / total:.0f} %"
@@ -120,18 +121,18 @@ def _instances(some: Sequence[int]) -> str:
     return f"a rank of instance{'s' if len(some) > 1 else ''} {ranges(some, ', ')}"
 
 
-def _needs(info: ModelInfo, core: CoreConfig) -> str:
-    per_token = info.config.kv_bytes_per_token(info.kv_dtype, core.tp_size, core.pp_size)
+def _needs(info: ModelInfo, engine: EngineConfig) -> str:
+    per_token = info.config.kv_bytes_per_token(info.kv_dtype, engine.tp_size, engine.pp_size)
     text = f"holds {_shown(info.n_bytes)} of weights, and {_shown(per_token)} of KV cache for each token"
     # Without a number the cache takes what is left.
-    tokens = info.kv_cache_tokens if core.gpu_bytes or core.kv_cache_tokens else None
+    tokens = info.kv_cache_tokens if engine.gpu_bytes or engine.kv_cache_tokens else None
     if tokens is None:
         return text
     n_bytes = per_token * tokens
     if info.window_cache_tokens:  # of some layers the cache is smaller
-        of_layer = info.config.kv_bytes_per_token(info.kv_dtype, core.tp_size, info.config.n_layers)
+        of_layer = info.config.kv_bytes_per_token(info.kv_dtype, engine.tp_size, info.config.n_layers)
         n_bytes -= (
-            info.config.kv_layers(core.pp_size, windowed=True)
+            info.config.kv_layers(engine.pp_size, windowed=True)
             * of_layer
             * (tokens - info.window_cache_tokens)
         )

@@ -253,7 +253,7 @@ def _block_tokens(planned: Planned) -> int | None:
     core_class = BackendRegistry.get(config.core_type)
     if core_class.is_client:
         return None  # the servers' own
-    if not any(core.enable_kv_cache_reuse for core in cores):
+    if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
         return 0
     whole = all(core.role == "executor" for core in cores) and not config.half
-    return cores[0].tokens_per_block if whole and core_class.tells_reuse else None
+    return cores[0].engine.scheduler.tokens_per_block if whole and core_class.tells_reuse else None

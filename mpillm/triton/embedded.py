@@ -50,8 +50,7 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         )
     n_ranks = config.tensor_parallelism or 1
     model = _absolute(config.model_path)
-    core = {place.in_core or place.field.name: config[place.field] for place in CORE}
-    core |= {
+    values = {place.field.name: config[place.field] for place in CORE} | {
         "model_path": model,
         "quantization": config.quantization,
         "engine_dir": config.engine_dir and _absolute(config.engine_dir),
@@ -61,9 +60,9 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         "ep_size": config.moe_expert_parallelism,
     }
     # A field without a value has the engine's own default.
-    stated = {name: value for name, value in core.items() if value is not None}
+    stated = {name: value for name, value in values.items() if value is not None}
     parameters = {
-        "gpt_model_path": core["engine_dir"] or model,
+        "gpt_model_path": values["engine_dir"] or model,
         "tokenizer_dir": model if Path(model).is_dir() else "",
         "core_config": json.dumps(stated, default=list),
         # of the MPI library that joins the ranks, and for those that it starts

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError, about
-from mpillm.cores.base import StatedLimits
+from mpillm.cores.base import CoreConfig, StatedLimits
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.openai_client.endpoint_core import EndpointCore
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.mitten import configured
 from mpillm.stages.start_records import RecordedStarts
 

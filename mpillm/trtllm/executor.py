@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import Batch
-from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.mitten import configured
 from mpillm.trtllm import library
@@ -102,9 +101,8 @@ class TrtllmExecutorCore(LLMCore):
         if not hasattr(self._tle, "Executor"):
             raise library.no_engines(self.config)
         self._ends = library.end_ids(self.config)
-        devices = (
-            [self.config.device] if self.comms is None else self.comms.instance.allgather(self.config.device)
-        )
+        gpu = self.config.engine.gpu
+        devices = [gpu] if self.comms is None else self.comms.instance.allgather(gpu)
         if self.options.orchestrator and not self._leads:
             return  # the first rank's workers do it all
         if self.comms is not None and not self.options.orchestrator:
@@ -116,23 +114,24 @@ class TrtllmExecutorCore(LLMCore):
 
     def _executor_config(self, devices: list[int] | None) -> Any:
         """Return an ExecutorConfig. Raises ConfigError for a flag that TensorRT-LLM does not have."""
-        tle, config, flags = self._tle, self.config, self._harness.runtime_flags
+        tle, engine, flags = self._tle, self.config.engine, self._harness.runtime_flags
+        scheduling = engine.scheduler
         tuning = tle.DynamicBatchConfig(
             flags["enable_batch_size_tuning"],
             flags["enable_max_num_tokens_tuning"],
             flags["dynamic_batch_moving_average_window"],
         )
         scheduler = tle.SchedulerConfig(
-            getattr(tle.CapacitySchedulerPolicy, SCHEDULER_POLICIES[config.batch_scheduler_policy]),
-            getattr(tle.ContextChunkingPolicy, CHUNKING_POLICIES[config.context_chunking_policy])
-            if config.enable_chunked_context
+            getattr(tle.CapacitySchedulerPolicy, SCHEDULER_POLICIES[scheduling.batch_scheduler_policy]),
+            getattr(tle.ContextChunkingPolicy, CHUNKING_POLICIES[scheduling.context_chunking_policy])
+            if scheduling.enable_chunked_context
             else None,
             tuning,
         )
         cache = tle.KvCacheConfig(
-            enable_block_reuse=config.enable_kv_cache_reuse,
-            max_tokens=config.kv_cache_tokens,
-            free_gpu_memory_fraction=config.kv_cache_fraction,
+            enable_block_reuse=scheduling.enable_kv_cache_reuse,
+            max_tokens=engine.kv_cache_tokens,
+            free_gpu_memory_fraction=engine.kv_cache_free_gpu_mem_fraction,
         )
         mode = (
             tle.CommunicationMode.ORCHESTRATOR if self.options.orchestrator else tle.CommunicationMode.LEADER
@@ -151,10 +150,10 @@ class TrtllmExecutorCore(LLMCore):
                 rest[name] = value
         try:
             return tle.ExecutorConfig(
-                config.beam_width,
+                engine.beam_width,
                 scheduler_config=scheduler,
                 kv_cache_config=cache,
-                enable_chunked_context=config.enable_chunked_context,
+                enable_chunked_context=scheduling.enable_chunked_context,
                 batching_type=tle.BatchingType.INFLIGHT
                 if flags["use_inflight_batching"]
                 else tle.BatchingType.STATIC,
@@ -212,7 +211,7 @@ class TrtllmExecutorCore(LLMCore):
         """Grant twice the batch, so that the next request is there when one ends."""
         return Credits(
             2 * self._harness.runtime_flags["max_batch_size"],
-            self.config.kv_cache_tokens or library.UNLIMITED_TOKENS,
+            self.config.engine.kv_cache_tokens or library.UNLIMITED_TOKENS,
         )
 
     def enqueue(self, requests: Batch) -> None:
@@ -228,7 +227,7 @@ class TrtllmExecutorCore(LLMCore):
             request.tokens.tolist(),
             int(row["max_output"]),
             streaming=library.streams(row, self._harness.streaming),
-            sampling_config=self._tle.SamplingConfig(self.config.beam_width, **library.sampling(row)),
+            sampling_config=self._tle.SamplingConfig(self.config.engine.beam_width, **library.sampling(row)),
             output_config=self._tle.OutputConfig(exclude_input_from_output=True),
             end_id=library.ends_of(row, self._ends)[0],
             stop_words=library.stops(self.config, row, self._ends) or None,

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig, TrtllmHlApiConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.mitten import configured
 from mpillm.trtllm import library
@@ -56,9 +55,10 @@ class TrtllmHlApiCore(LLMCore):
         settings: HlApiSettings = config.settings
         self._harness = settings.harness
         # Of an engine: what it is built for, or less if flags say so.
+        scheduler = config.engine.scheduler
         flags = settings.engine.runtime_flags if settings.engine else {}
-        self._max_batch_size = flags.get("max_batch_size", config.max_batch_size)
-        self._max_num_tokens = flags.get("max_num_tokens", config.max_num_tokens)
+        self._max_batch_size = flags.get("max_batch_size", scheduler.max_batch_size)
+        self._max_num_tokens = flags.get("max_num_tokens", scheduler.max_num_tokens)
         self._llm: Any = None
         # Runs an event loop on the leader, a worker on the others.
         self._thread: threading.Thread | None = None
@@ -82,7 +82,7 @@ class TrtllmHlApiCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
-        if words := [word for word in config.stop_words if len(word) > 1]:
+        if words := [word for word in config.engine.stop_words if len(word) > 1]:
             raise ConfigError(
                 f"--stop_words {list(words[0])}: TensorRT-LLM's LLM takes stop words of one token where it"
                 " reads no text; use --core_type trtllm_executor",
@@ -137,33 +137,34 @@ class TrtllmHlApiCore(LLMCore):
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
-        config, api = self.config, importlib.import_module("tensorrt_llm.llmapi")
+        engine, scheduling = self.config.engine, self.config.engine.scheduler
+        api = importlib.import_module("tensorrt_llm.llmapi")
         pytorch = self._harness.backend_type == "pytorch"
         cache = {
-            "enable_block_reuse": config.enable_kv_cache_reuse,
-            "free_gpu_memory_fraction": config.kv_cache_fraction,
+            "enable_block_reuse": scheduling.enable_kv_cache_reuse,
+            "free_gpu_memory_fraction": engine.kv_cache_free_gpu_mem_fraction,
         }
-        if config.kv_cache_tokens is not None:
-            cache["max_tokens"] = config.kv_cache_tokens
-        scheduler = {"capacity_scheduler_policy": SCHEDULER_POLICIES[config.batch_scheduler_policy]}
-        if config.enable_chunked_context:
-            scheduler["context_chunking_policy"] = CHUNKING_POLICIES[config.context_chunking_policy]
+        if engine.kv_cache_tokens is not None:
+            cache["max_tokens"] = engine.kv_cache_tokens
+        scheduler = {"capacity_scheduler_policy": SCHEDULER_POLICIES[scheduling.batch_scheduler_policy]}
+        if scheduling.enable_chunked_context:
+            scheduler["context_chunking_policy"] = CHUNKING_POLICIES[scheduling.context_chunking_policy]
         arguments = {
-            "model": config.model_path if pytorch else config.engine_dir,
+            "model": engine.model_path if pytorch else engine.engine_dir,
             "skip_tokenizer_init": True,  # prompts and answers are tokens
-            "tensor_parallel_size": config.tp_size,
-            "pipeline_parallel_size": config.pp_size,
-            "moe_expert_parallel_size": config.ep_size if config.ep_size > 1 else None,
+            "tensor_parallel_size": engine.tp_size,
+            "pipeline_parallel_size": engine.pp_size,
+            "moe_expert_parallel_size": engine.ep_size if engine.ep_size > 1 else None,
             "max_batch_size": self._max_batch_size,
             "max_num_tokens": self._max_num_tokens,
-            "max_seq_len": config.max_seq_len,
-            "max_beam_width": config.beam_width,
-            "enable_chunked_prefill": config.enable_chunked_context,
+            "max_seq_len": engine.max_seq_len,
+            "max_beam_width": engine.beam_width,
+            "enable_chunked_prefill": scheduling.enable_chunked_context,
             "kv_cache_config": api.KvCacheConfig(**cache),
             "scheduler_config": api.SchedulerConfig(**scheduler),
         }
         if pytorch:
-            arguments |= {"enable_iter_perf_stats": True, "load_format": config.load_format}
+            arguments |= {"enable_iter_perf_stats": True, "load_format": engine.load_format}
         return {
             name: value
             for name, value in (arguments | library.others(self._harness.runtime_flags)).items()
@@ -283,7 +284,9 @@ class TrtllmHlApiCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        return Credits(2 * self._max_batch_size, self.config.kv_cache_tokens or library.UNLIMITED_TOKENS)
+        return Credits(
+            2 * self._max_batch_size, self.config.engine.kv_cache_tokens or library.UNLIMITED_TOKENS
+        )
 
     def enqueue(self, requests: Batch) -> None:
         self._answers.begin(requests)

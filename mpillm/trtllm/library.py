@@ -19,12 +19,11 @@ import numpy as np
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.cores.base import StatedLimits
+from mpillm.cores.base import CoreConfig, StatedLimits
 from mpillm.data.model_files import EngineConfig
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import read_object
 from mpillm.json_slice import Slice
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.options.generation_config import GenerationConfig
 
@@ -53,12 +52,12 @@ def check_library(config: CoreConfig) -> None:
             " --core_type trtllm_disagg",
             about=["core_type", "mode"],
         )
-    if config.beam_width != 1:
+    if config.engine.beam_width != 1:
         raise ConfigError(
-            f"--beam_width {config.beam_width}: the {config.core_type} core answers with one beam",
+            f"--beam_width {config.engine.beam_width}: the {config.core_type} core answers with one beam",
             about=["beam_width"],
         )
-    if texts := [word for word in config.stop_words if isinstance(word, str)]:
+    if texts := [word for word in config.engine.stop_words if isinstance(word, str)]:
         raise ConfigError(
             f"--stop_words {texts[0]!r}: the {config.core_type} core passes tokens on, not text; give it as"
             " an array of token ids",
@@ -78,11 +77,13 @@ def no_engines(config: CoreConfig) -> ConfigError:
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> StatedLimits:
     """Return the limits of an engine; without chunked context a prompt must fit into one step."""
-    build = engine.build_config
-    longest = None if config.enable_chunked_context else min(config.max_num_tokens, build.max_num_tokens)
+    build, scheduler = engine.build_config, config.engine.scheduler
+    longest = (
+        None if scheduler.enable_chunked_context else min(scheduler.max_num_tokens, build.max_num_tokens)
+    )
     return StatedLimits(
         engine.pretrained_config.vocab_size or _ANY_TOKEN,
-        min(config.max_seq_len or build.max_seq_len, build.max_seq_len),
+        min(config.engine.max_seq_len or build.max_seq_len, build.max_seq_len),
         longest,
     )
 
@@ -101,18 +102,19 @@ def folder_limits(config: CoreConfig) -> StatedLimits:
 
     Raises ConfigError if `config` names no folder.
     """
-    path = Path(config.model_path or "")
-    if not config.model_path or not (path / "config.json").is_file():
-        which = f", which {path} is not" if config.model_path else ""
+    path = Path(config.engine.model_path or "")
+    if not config.engine.model_path or not (path / "config.json").is_file():
+        which = f", which {path} is not" if config.engine.model_path else ""
         raise ConfigError(f"--core_type {config.core_type} needs --model_path: a Hugging Face folder{which}")
     raw = read_object(path / "config.json")
     text = _ModelLimits.from_json(raw.get("text_config", raw), str(path / "config.json"))
     if min(text.vocab_size, text.max_position_embeddings) < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size or max_position_embeddings is below 1")
+    scheduler = config.engine.scheduler
     return StatedLimits(
         min(text.vocab_size, _ANY_TOKEN),
-        config.max_seq_len or min(text.max_position_embeddings, _ANY_TOKEN),
-        None if config.enable_chunked_context else config.max_num_tokens,
+        config.engine.max_seq_len or min(text.max_position_embeddings, _ANY_TOKEN),
+        None if scheduler.enable_chunked_context else scheduler.max_num_tokens,
     )
 
 
@@ -121,11 +123,13 @@ def end_ids(config: CoreConfig) -> tuple[int, ...]:
 
     An engine has none of its own. Raises ConfigError if no option or file names them.
     """
-    if config.end_ids is not None:
-        return config.end_ids
+    if config.engine.end_ids is not None:
+        return config.engine.end_ids
     for name in ("generation_config.json", "config.json"):
-        path = Path(config.model_path or "") / name
-        if config.model_path and path.is_file() and (found := GenerationConfig.from_file(path).eos_token_id):
+        path = Path(config.engine.model_path or "") / name
+        if not config.engine.model_path or not path.is_file():
+            continue
+        if found := GenerationConfig.from_file(path).eos_token_id:
             return found
     raise ConfigError(
         f"--core_type {config.core_type}: nothing says which tokens end an answer; give --end_ids,"
@@ -158,7 +162,7 @@ def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
 
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
     """Return what ends an answer, beside its first end token: other end tokens and stop words, as tokens."""
-    words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.stop_words
+    words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.engine.stop_words
     return [
         *([end] for end in ends_of(row, ends)[1:]),
         *(list(word) for word in words if not isinstance(word, str)),

@@ -31,9 +31,7 @@ def test_more_rows_than_are_chosen_for_at_once() -> None:
         top_p=[1, 1, 0.7, 0.9] * (n // 4),
     )
     found = [
-        answer(
-            make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=size), batch
-        )
+        answer(make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, gpu=0, max_batch_size=size), batch)
         for size in (n, 10)
     ]
     # Sums on a GPU end differently in their last bits.

@@ -55,7 +55,7 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
         SCARCE,
         {"tokens_per_block": 64, "max_batch_size": 100},
     ):
-        core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
+        core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, **options)
         assert core.engine.worker.part.cache.keys.is_cuda
         found = answer(core, make_batch(prompts))
         # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
@@ -64,7 +64,7 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
         ), options
         assert (options is SCARCE) <= (core.statistics()["preemptions"] > 0)
     ends = (expected[3][5], expected[6][2])
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, end_ids=ends)
+    core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, end_ids=ends)
     found = answer(core, make_batch(prompts))
     wanted = expected_tokens(tmp_path, prompts, N_OUTPUT, eos_token_id=list(ends))
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= (18 if preset == "tiny-mixtral" else 20)
@@ -77,7 +77,7 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
     on_cpu = make_core(tmp_path)
     on_cpu.enqueue(make_batch(prompts, **sampled))
     wanted = Answers().run(on_cpu).tokens()
-    found = answer(make_core(tmp_path, gpu_bytes=8 << 30, device=0), make_batch(prompts, **sampled))
+    found = answer(make_core(tmp_path, gpu_bytes=8 << 30, gpu=0), make_batch(prompts, **sampled))
     # a sum may end on the other side of a uniform number
     assert sum(a == b for a, b in zip(wanted, found, strict=True)) >= 17
 
@@ -92,9 +92,9 @@ def test_a_mixture_is_a_graph_like_any_model(quantization: str) -> None:
     on_cpu.enqueue(make_batch(prompts))
     wanted = Answers().run(on_cpu).tokens()
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 50}):
-        core = make_core("tiny-mixtral", gpu_bytes=8 << 30, device=0, **of, **options)
+        core = make_core("tiny-mixtral", gpu_bytes=8 << 30, gpu=0, **of, **options)
         steps: Any = core.engine.worker.steps
-        assert max(steps._graphs) == core.config.max_batch_size
+        assert max(steps._graphs) == core.config.engine.scheduler.max_batch_size
         forward = steps.forward
 
         def without_waiting(*arguments: Any, forward: Any = forward) -> Any:
@@ -125,7 +125,7 @@ def test_a_mixture_is_a_graph_like_any_model(quantization: str) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_step_never_waits_for_the_device(sampled: bool) -> None:
     """Whatever its requests ask for: contexts, decode, answers that may not end yet, every way to sample."""
-    core = make_core("tiny-llama", gpu_bytes=8 << 30, device=0, end_ids=(1, 2), max_num_tokens=50)
+    core = make_core("tiny-llama", gpu_bytes=8 << 30, gpu=0, end_ids=(1, 2), max_num_tokens=50)
     ways: dict[str, Any] = {"temperature": 0.7, "top_k": [0, 20] * 5, "top_p": [1, 1, 0.7, 0.9, 1] * 2}
     batch = make_batch(random_prompts([30] * 10), min_output=N_OUTPUT - 1, **(ways if sampled else {}))
     worker: Any = core.engine.worker
@@ -167,7 +167,7 @@ def test_nothing_is_compiled_after_the_load(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         gpu_bytes=8 << 30,
-        device=0,
+        gpu=0,
         max_batch_size=limits[0],
         max_num_tokens=limits[1],
     )
@@ -198,7 +198,7 @@ def test_what_is_compiled_in_a_test_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     counted."""
     forget_kernels()
     monkeypatch.setattr(GpuSteps, "warm_up", lambda *_: None)
-    core = make_core("tiny-mixtral", dtype="bfloat16", gpu_bytes=8 << 30, device=0, max_batch_size=3)
+    core = make_core("tiny-mixtral", dtype="bfloat16", gpu_bytes=8 << 30, gpu=0, max_batch_size=3)
     core.start_test()
     answer(core, make_batch(random_prompts([20, 100, 200])))
     compiled = core.compiled_in_test()
@@ -243,7 +243,7 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Watched, "highest", {}, raising=False)
     monkeypatch.setattr("mpillm.engine.run.worker.GpuSteps", Watched)
     core = make_core(
-        "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48
+        "tiny-llama", dtype="float32", gpu_bytes=8 << 30, gpu=0, max_batch_size=200, max_seq_len=48
     )
     assert list(Watched.highest) == ladder(200)[::-1]
     assert max(Watched.highest.values()) < core.info.max_seq_len
@@ -280,7 +280,7 @@ def test_garbage_spoils_no_capture() -> None:
 
 def test_a_slow_graph_gives_way_to_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GpuSteps, "_replay_ms", lambda self, size: {4: 3.0, 2: 2.5}.get(size, 2.0))
-    core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=8)
+    core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, gpu=0, max_batch_size=8)
     assert core.worker is not None and isinstance(core.worker.steps, GpuSteps)
     assert list(core.worker.steps._graphs) == [1, 8]
     on_cpu = make_core("tiny-llama", dtype="float32", max_batch_size=8)
@@ -359,7 +359,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
     if source == "engine":
         build(folder, tmp_path / "engine")
         options = {"engine_dir": str(tmp_path / "engine")}
-    core = make_core(folder, gpu_bytes=8 << 30, device=0, **options)
+    core = make_core(folder, gpu_bytes=8 << 30, gpu=0, **options)
     assert core.info.quantization == "fp8"
     assert core.worker is not None and type(core.worker.part.model.layers[0].qkv) is Fp8Linear
     found = answer(core, make_batch(prompts))
@@ -384,7 +384,7 @@ def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
     on_cpu = make_core(tmp_path, kv_cache_dtype="fp8")
     on_cpu.enqueue(make_batch(prompts))
     wanted = Answers().run(on_cpu).tokens()
-    core = make_core(tmp_path, kv_cache_dtype="fp8", gpu_bytes=8 << 30, device=0, **options)
+    core = make_core(tmp_path, kv_cache_dtype="fp8", gpu_bytes=8 << 30, gpu=0, **options)
     assert core.engine.worker.part.cache.keys.dtype == torch.float8_e4m3fn
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 17
 
@@ -407,11 +407,11 @@ def test_families(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     prompts = random_prompts(list(range(1, 60, 3)))
     prompts = [[3 + token % 300 for token in prompt] for prompt in prompts]
     options = {"dtype": "float32", **options}
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
+    core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, **options)
     found, most = answer(core, make_batch(prompts)), len(prompts) - 1
     other: dict[str, Any] = {"dtype": "float32"}
     if "quantization" in options:
-        other = {"gpu_bytes": 8 << 30, "device": 0, **options, "max_batch_size": 3}
+        other = {"gpu_bytes": 8 << 30, "gpu": 0, **options, "max_batch_size": 3}
     others = answer(make_core(tmp_path, **other), make_batch(prompts))
     n = 1 if options["dtype"] == "bfloat16" or "quantization" in options else N_OUTPUT
     if options["dtype"] == "bfloat16":
@@ -424,7 +424,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     pack_experts(make_family("GptOssForCausalLM", tmp_path, intermediate_size=64), tmp_path)
     prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 60, 3)))]
     wanted = answer(make_core(tmp_path, dtype="float32"), make_batch(prompts))
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="float32")
+    core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, dtype="float32")
     for above in (1 << 30, 16):  # but in the graphs, which exist by now
         core.engine.worker.part.model.read_choices_above(above)
         same = [a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)]
@@ -436,7 +436,7 @@ def test_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:
     pack_experts(make_family("GptOssForCausalLM", tmp_path, intermediate_size=64), tmp_path)
     prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 60, 3)))]
     cores = [
-        make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="bfloat16", quantization=quantization)
+        make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, dtype="bfloat16", quantization=quantization)
         for quantization in ("auto", "none")
     ]
     assert [core.info.quantization for core in cores] == ["mxfp4", "none"]
@@ -451,7 +451,7 @@ def test_weights_in_int4(tmp_path: Path, form: str) -> None:
     pack_int4(make_family("LlamaForCausalLM", tmp_path, **sizes), tmp_path, form, 128)
     prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 60, 3)))]
     wanted = answer(make_core(tmp_path, dtype="float32"), make_batch(prompts))
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, dtype="bfloat16")
+    core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, dtype="bfloat16")
     assert core.info.quantization == "int4"
     found = answer(core, make_batch(prompts))
     assert sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True)) >= len(prompts) * 7 // 10

@@ -43,7 +43,7 @@ def test_guesses(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
             "tiny-llama",
             dtype="float32",
             gpu_bytes=8 << 30,
-            device=0,
+            gpu=0,
             speculative_config=how | more,
             **options,
         )
@@ -75,7 +75,7 @@ def test_a_head(kind: str, tmp_path: Path) -> None:
     wanted = Answers().run(plain).tokens()
     right = {tuple(prompt): tokens for prompt, tokens in zip(prompts, wanted, strict=True)}
     drafts = []
-    for options in ({}, {"gpu_bytes": 8 << 30, "device": 0}, {"gpu_bytes": 8 << 30, "device": 0, **SCARCE}):
+    for options in ({}, {"gpu_bytes": 8 << 30, "gpu": 0}, {"gpu_bytes": 8 << 30, "gpu": 0, **SCARCE}):
         core = make_core(tmp_path, dtype="float32", speculative_config=how, max_num_tokens=100, **options)
         seen = Seen(core, right)
         core.start_test()

@@ -167,9 +167,9 @@ def test_answers(tmp_path: Path, q_rank: int | None, options: dict[str, Any]) ->
     prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(list(range(1, 90, 4)))]
     on_cpu = {"kv_cache_dtype": options["kv_cache_dtype"]} if options.get("kv_cache_dtype") else {}
     wanted = answer(make_core(tmp_path, dtype="float32", **on_cpu), make_batch(prompts))
-    core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **{"dtype": "float32", **options})
+    core = make_core(tmp_path, gpu_bytes=8 << 30, gpu=0, **{"dtype": "float32", **options})
     steps: Any = core.engine.worker.steps
-    assert max(steps._graphs) == core.config.max_batch_size
+    assert max(steps._graphs) == core.config.engine.scheduler.max_batch_size
     forward = steps.forward
 
     def without_waiting(*arguments: Any) -> Any:

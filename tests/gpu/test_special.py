@@ -129,7 +129,7 @@ def test_beams_where_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
 def test_choosing_takes_no_more_memory_than_is_kept() -> None:
     """A step of as many rows as are chosen at once, each with all there is; then one of a long prompt."""
     n = CHOSEN_AT_ONCE
-    core = make_core("llama3.2-1b", gpu_bytes=20 << 30, device=0, load_format="dummy", max_batch_size=n)
+    core = make_core("llama3.2-1b", gpu_bytes=20 << 30, gpu=0, load_format="dummy", max_batch_size=n)
     vocab, bias = core.info.vocab_size, np.ones(core.info.vocab_size, np.float32)
     for prompts in ([[5, 6, 7]] * n, [[*range(200)]]):
         specials = {

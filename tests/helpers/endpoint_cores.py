@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
-from mpillm.cores.base import LLMCore
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.cores.registry import BackendRegistry
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.errors import RunError
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.options import parse_run
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 from tests.helpers.support import wait_until
@@ -46,14 +46,8 @@ def core_of(
     """Yield a core with the values of a run's command line, and stop it in the end."""
     run = parse_run(["--core_type=trtllm_endpoint", f"--trtllm_server_urls={urls}", *map(str, options)])
     core_class = BackendRegistry.get(run.core_type)
-    core_config = CoreConfig(
-        core_type=run.core_type,
-        rank=2,
-        options=core_options or {},
-        model_path=run.model_path,
-        settings=core_class.settings(run),
-        **config,
-    )
+    engine = EngineConfig.of({**run.values, "core_options": core_options})
+    core_config = CoreConfig(run.core_type, engine, rank=2, settings=core_class.settings(run), **config)
     core_class.check(core_config)
     core = core_class(core_config)
     try:

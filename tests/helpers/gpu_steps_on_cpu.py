@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
+from tests.helpers.engine_configs import engine_config
 
 
 class Late(Sampled):
@@ -59,12 +60,12 @@ KINDS: dict[str, type[TorchCore]] = {"of a CPU": TorchCore, "of a GPU": LateGpuC
 
 def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
     """Return a worker that computes on a CPU as on a GPU, with plain kernels."""
-    config = core.config
+    config = core.config.engine
     return kind.on_gpu(
         core.info,
-        config.tokens_per_block,
+        config.scheduler.tokens_per_block,
         Groups(),
-        config.max_batch_size,
+        config.scheduler.max_batch_size,
         dummy=False,
         device="cpu",
         kernels=plain_kernels,
@@ -75,12 +76,10 @@ def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
 def make_engine(model: Path, kind: type[Worker] = LateWorker, on_gpu: bool = True, **options: Any) -> Engine:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
-    core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
-    config = core.config
+    core = TorchCore(CoreConfig("torch", engine_config(model, **defaults | options)))
+    scheduler = dataclasses.replace(core.config.engine.scheduler, enable_chunked_context=True)
     if on_gpu:
         worker = gpu_worker(core, kind)
     else:
-        worker = kind.on_cpu(core.info, config.tokens_per_block, Groups(), dummy=False)
-    return Engine(
-        core.info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
-    )
+        worker = kind.on_cpu(core.info, scheduler.tokens_per_block, Groups(), dummy=False)
+    return Engine(core.info, scheduler, worker)

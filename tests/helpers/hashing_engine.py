@@ -17,12 +17,12 @@ import numpy as np
 from mpillm.comms.transport import Buffer
 from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import UNREAD, Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.layout import Layout
 
 VOCAB, SIZE = 97, 4  # tokens per block
@@ -158,18 +158,18 @@ def make_engine(
         window_cache_tokens=n_window_blocks * SIZE if partial_window else 0,
         config=SimpleNamespace(widest_window=window, partial_window=partial_window),
     )
-    limits = EngineLimits(
+    config = SchedulerConfig(
         max_batch_size,
         max_num_tokens,
         SIZE,
-        chunked,
-        policy,
-        chunking if chunked else CHUNKINGS[1],
-        reuse,
+        enable_chunked_context=chunked,
+        batch_scheduler_policy=policy,
+        context_chunking_policy=chunking if chunked else CHUNKINGS[1],
+        enable_kv_cache_reuse=reuse,
     )
     random = np.random.default_rng(seed)
     worker: Any = FakeWorker(FakeGroups(n_stages, random, window, partial_window), n_ahead, random)
-    return Engine(info, limits, worker)
+    return Engine(info, config, worker)
 
 
 def sequence(i: int, prompt: list[int], n: int = 8, **options: Any) -> Sequence:
@@ -204,7 +204,7 @@ def check_blocks(engine: Engine) -> None:
 def check_empty(engine: Engine) -> None:
     assert not engine.has_work()
     assert engine.blocks.n_free == engine.blocks.n_blocks
-    assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
+    assert sorted(engine.scheduler._slots) == list(range(engine.config.max_batch_size))
     assert engine.scheduler._n_owed == 0
     for allocator in (
         engine.blocks,

@@ -18,6 +18,7 @@ from mpillm.roles.generation import Generation
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 from mpillm.roles.role import Role
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.loopback import Wire
 from tests.helpers.route import Network
 
@@ -54,7 +55,9 @@ class World:
             name = {"ctx": "context", "gen": "generation", "executor": "executor"}[role]
             core = DummyCore(
                 CoreConfig(
-                    "dummy", role=name, instance=i, rank=2 + i, max_batch_size=MAX_BATCH, options=options
+                    "dummy",
+                    engine_config(role=name, instance=i, max_batch_size=MAX_BATCH, core_options=options),
+                    rank=2 + i,
                 )
             )
             core.connect(wire.mover(2 + i), {j: Peer(2 + j, 1, 1) for j in range(n)})

@@ -21,7 +21,7 @@ from tests.helpers.gpu_steps_on_cpu import LateGpuCore
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core
 
-ON_GPU: dict[str, Any] = {"gpu_bytes": 8 << 30, "device": 0}
+ON_GPU: dict[str, Any] = {"gpu_bytes": 8 << 30, "gpu": 0}
 AS_ON_A_GPU: dict[str, Any] = {"kind": LateGpuCore}
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]  # one is longer than windows
 N_OUTPUT = 9

@@ -12,6 +12,7 @@ from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.extras.special import Special
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.loopback import Wire
 from tests.helpers.oracle import Tokens
 
@@ -26,7 +27,7 @@ def make_core(model: Path | str, connect: Any = None, kind: Any = TorchCore, **o
         "max_seq_len": 256,
         "enable_chunked_context": True,
     }
-    core: TorchCore = kind(CoreConfig("torch", model_path=str(model), **(defaults | options)))
+    core: TorchCore = kind(CoreConfig("torch", engine_config(model, **defaults | options)))
     if connect is not None:
         core.connect(*connect)
     core.load()

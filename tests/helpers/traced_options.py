@@ -12,19 +12,16 @@ from mpillm.options.fields import BY_NAME, FIELDS
 from tests.helpers.every_option import outcomes
 from tests.helpers.support import ROOT, Command, Starter, wait_until
 
-# Notes the option, the module and the function that reads it from the run's values, from a core's or from a
-# harness's, then does as `python -m mpillm`.
+# Notes the option, the module and the function that reads it from the values of the run, of an engine or of a
+# harness, then does as `python -m mpillm`.
 TRACER = """
 import os, sys
 from mpillm.nvidia.backends import HarnessConfig
-from mpillm.options.core_config import CoreConfig
-from mpillm.options.disagg_values import CORE
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.options.values import Values
 from mpillm.configurator import bound_fields
 
 seen, of_harness = set(), {}
-of_core = {place.in_core: place.field.name for place in CORE if place.in_core}
-of_core |= {"options": "core_options", "n_threads": "num_threads"}
 
 def note(name, frame):
     one = f"{name} {frame.f_globals['__name__']} {frame.f_code.co_name}"
@@ -40,9 +37,9 @@ def of_the_run(self, field):
     note(field.name, frame.f_back if frame.f_code.co_name == "__get__" else frame)
     return original(self, field)
 
-def of_a_core(self, name):
+def of_an_engine(self, name):
     if not name.startswith("_"):
-        note(of_core.get(name, name), sys._getframe(1))
+        note({"n_threads": "num_threads"}.get(name, name), sys._getframe(1))
     return object.__getattribute__(self, name)
 
 def of_a_harness(self, name):
@@ -53,7 +50,8 @@ def of_a_harness(self, name):
         note(of_harness[cls][name], sys._getframe(1))
     return object.__getattribute__(self, name)
 
-Values.__getitem__, CoreConfig.__getattribute__ = of_the_run, of_a_core
+Values.__getitem__ = of_the_run
+EngineConfig.__getattribute__ = SchedulerConfig.__getattribute__ = of_an_engine
 HarnessConfig.__getattribute__ = of_a_harness
 from mpillm.cli import main
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpillm.comms.communicators import InstanceComms
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.followers import STOP, follow
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -66,11 +67,11 @@ def test_two_ranks_guess_as_one(tmp_path: Path, kind: str, on_gpus: bool, dtype:
     comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
     options: dict[str, Any] = {"max_seq_len": 200, "dtype": dtype, "max_num_tokens": 70, "end_ids": ()}
     if on_gpus:
-        options |= {"gpu_bytes": 8 << 30, "device": 0}
+        options |= {"gpu_bytes": 8 << 30, "gpu": 0}
     of_ranks = {**options, "model_path": str(folder), "speculative_config": how, "n_threads": 1}
     of_ranks |= {"tokens_per_block": 8, "enable_chunked_context": True}
-    of_ranks |= {"device": world.rank} if on_gpus else {}
-    core = TorchCore(CoreConfig("torch", tp_size=2, tp_rank=world.rank, **of_ranks), comms)
+    of_ranks |= {"gpu": world.rank} if on_gpus else {}
+    core = TorchCore(CoreConfig("torch", engine_config(tp_size=2, tp_rank=world.rank, **of_ranks)), comms)
     core.load()
     if world.rank:
         follow(core, world)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpillm.comms.communicators import InstanceComms
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.followers import STOP, follow
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -66,9 +67,9 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     options |= {"tokens_per_block": 8, "enable_chunked_context": True, "max_num_tokens": 24, "n_threads": 1}
     on_one: dict[str, Any] = {}
     if on_gpus:
-        on_one = {"gpu_bytes": 8 << 30, "device": 0}
-        options |= on_one | {"device": world.rank}
-    core = TorchCore(CoreConfig("torch", tp_size=2, tp_rank=world.rank, **options), comms)
+        on_one = {"gpu_bytes": 8 << 30, "gpu": 0}
+        options |= on_one | {"gpu": world.rank}
+    core = TorchCore(CoreConfig("torch", engine_config(tp_size=2, tp_rank=world.rank, **options)), comms)
     core.load()
     assert core.takes_special and core.takes_adapters != on_gpus
     if world.rank:

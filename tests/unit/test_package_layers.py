@@ -49,7 +49,6 @@ speculation
 """
 # To be removed: what few requests ask for is known to the scheduler.
 ENGINE_ARROWS_UP = [
-    "mpillm.engine.schedule.engine_limits -> mpillm.engine.extras.beams",
     "mpillm.engine.schedule.engine_messages -> mpillm.engine.extras.lora",
     "mpillm.engine.schedule.scheduler -> mpillm.engine.extras.beams",
     "mpillm.engine.schedule.sequence -> mpillm.engine.extras.special",

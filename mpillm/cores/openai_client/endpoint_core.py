@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
-from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
     MOST_AT_ONCE,
@@ -44,7 +44,6 @@ from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.cores.openai_client.told import AnswerTokens, Told
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
-from mpillm.options.core_config import CoreConfig
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
@@ -135,7 +134,7 @@ class EndpointCore(LLMCore):
                 except ValueError as error:
                     raise ConfigError(f"--trtllm_server_urls {error}") from None
         with about("stop_words"):
-            for word in config.stop_words:
+            for word in config.engine.stop_words:
                 if not isinstance(word, str) and len(word) != 1:
                     raise ConfigError(
                         f"--stop_words {list(word)}: a server takes words as text, or single tokens;"
@@ -266,7 +265,7 @@ class EndpointCore(LLMCore):
     def _find_model(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, str]:
         config = self.config
         return find_model(
-            endpoint, self._options.model, config.model_path, limit_s, strict=config.names_model
+            endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.names_model
         )
 
     def _index_of(self, error: EndpointError) -> int | None:
@@ -407,9 +406,9 @@ class EndpointCore(LLMCore):
     # --- on the client's thread ---
 
     def _submit(self, requests: Batch) -> None:
-        words = tuple(word for word in self.config.stop_words if isinstance(word, str))
-        ids = tuple(word[0] for word in self.config.stop_words if not isinstance(word, str)) + (
-            self.config.end_ids or ()
+        words = tuple(word for word in self.config.engine.stop_words if isinstance(word, str))
+        ids = tuple(word[0] for word in self.config.engine.stop_words if not isinstance(word, str)) + (
+            self.config.engine.end_ids or ()
         )
         for request in requests.split():
             (row,) = request.rows
@@ -422,7 +421,7 @@ class EndpointCore(LLMCore):
                 float(row["top_p"]),
                 int(row["seed"]),
                 () if ignore else words,
-                self.config.end_ids or () if ignore else ids,
+                self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
             )
             on_more = self._tell if row["flags"] & RequestFlag.STREAM else None
@@ -517,5 +516,5 @@ class EndpointCore(LLMCore):
 
 
 def _folder(config: CoreConfig) -> Path | None:
-    path = Path(config.model_path) if config.model_path else None
+    path = Path(config.engine.model_path) if config.engine.model_path else None
     return path if path is not None and path.is_dir() else None

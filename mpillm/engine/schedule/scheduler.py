@@ -11,10 +11,11 @@ from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.window_blocks import WindowBlocks
+from mpillm.engine.shape.engine_config import SchedulerConfig
 
 
 class Scheduler:
-    """Fills a step with a token of every generating sequence, then with contexts as `chunking` says.
+    """Fills a step with a token of every generating sequence, then with contexts as its policy says.
 
     Sequences start first come, first served: when all earlier ones have started and the policy finds enough
     room in the KV cache. When a generating sequence finds no free block (possible only with `max_util`), the
@@ -27,30 +28,26 @@ class Scheduler:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         blocks: BlockAllocator,
-        tokens_per_block: int,
-        max_batch_size: int,
-        max_num_tokens: int,
-        chunked: bool,
         n_in_flight: int = 1,
-        policy: str = "max_util",
-        chunking: str = "first_come_first_served",
         window: int = 0,
         window_blocks: WindowBlocks | None = None,
     ) -> None:
-        """`policy`, `chunking`: TensorRT-LLM's batch_scheduler_policy, context_chunking_policy.
+        """Start without sequences.
 
-        `chunking` matters only if contexts are computed in chunks. `window`: the tokens that a token sees in
-        any layer, itself included, so that blocks of older ones can be given back; 0: all. `window_blocks`:
-        the blocks of layers with a window, if others have none.
+        Args:
+            n_in_flight: Steps.
+            window: The tokens that a token sees in any layer, itself included, so that blocks of older ones
+                can be given back; 0: all.
+            window_blocks: The blocks of layers with a window, if others have none.
         """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
-        self._tokens_per_block = tokens_per_block
-        self._max_batch_size = max_batch_size
-        self._max_num_tokens = max_num_tokens
-        self.context_piece = max_num_tokens  # most tokens of contexts in a step
-        self._chunked = chunked
+        self._tokens_per_block = config.tokens_per_block
+        self._max_num_tokens = config.max_num_tokens
+        self.context_piece = config.max_num_tokens  # most tokens of contexts in a step
+        self._chunked = config.enable_chunked_context
         self._window = window
         self._window_blocks = window_blocks
         self._n_in_flight = n_in_flight
@@ -58,12 +55,12 @@ class Scheduler:
             "max_util": self._room_to_start,
             "no_evict": self._room_to_end,
             "static": self._room_in_batch,
-        }[policy]
-        is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
+        }[config.batch_scheduler_policy]
+        is_even = self._chunked and config.context_chunking_policy == "equal_progress"
         self._add_contexts = self._add_evenly if is_even else self._add_in_order
         # Start at once whatever fits the cache, instead of waiting for a turn in a step.
-        self._starts_ahead = is_even or policy == "static"
-        self._slots = list(range(max_batch_size))
+        self._starts_ahead = is_even or config.batch_scheduler_policy == "static"
+        self._slots = list(range(config.max_batch_size))
         self._arrivals = 0
         self._reserved = 0  # sequences whose KV cache is arriving
         self._n_owed = 0  # blocks that started sequences and reservations may still need

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import Entry
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import architecture_of, parse_model
@@ -21,7 +22,6 @@ from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.shape.weight_files import read_header, weight_files
 from mpillm.files import as_written, read_object
-from mpillm.options.core_config import CoreConfig
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # Fields of variants that are not built, each with what it has to be.
@@ -52,7 +52,7 @@ class EagleConfig:
     ]  # of each tensor, as if it were a model's: its file, and its name there
 
 
-def eagle_config(config: CoreConfig, target: ModelConfig) -> EagleConfig | None:
+def eagle_config(config: EngineConfig, target: ModelConfig) -> EagleConfig | None:
     """Return the head that guesses for `target`; None if an instance has none. Raises as `read_eagle`."""
     if not config.speculative_config or config.role == "context":
         return None

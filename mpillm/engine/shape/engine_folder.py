@@ -23,8 +23,8 @@ from mpillm.files import read_object
 from mpillm.version import __version__
 
 if TYPE_CHECKING:
+    from mpillm.engine.shape.engine_config import EngineConfig
     from mpillm.engine.shape.model_config import ModelConfig
-    from mpillm.options.core_config import CoreConfig
 
 FORMAT = 1  # of the files: another number means other tensors
 # TensorRT-LLM's names
@@ -144,7 +144,7 @@ def read_engine(folder: Path) -> EngineFolder:
 
 @about("engine_dir", "load_format", "dtype", "quantization", "model_path")
 def check_engine(
-    engine: EngineFolder, built: ModelConfig, config: CoreConfig, model: ModelConfig, source: Path | None
+    engine: EngineFolder, built: ModelConfig, config: EngineConfig, model: ModelConfig, source: Path | None
 ) -> None:
     """ConfigError unless `engine`, of model `built`, is complete and fits `model` and `config`'s instance.
 

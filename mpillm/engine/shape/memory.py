@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.engine.shape.dtypes import N_BYTES
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import rank_bytes
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.quantization import held
 from mpillm.engine.shape.speculative_config import decode_rows
-from mpillm.options.core_config import CoreConfig
 
 if TYPE_CHECKING:
     from mpillm.engine.shape.model_config import ModelConfig
@@ -47,7 +47,7 @@ class GpuNeeds:
 
 
 def gpu_needs(
-    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
+    config: EngineConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
 ) -> GpuNeeds:
     """Return what each GPU of an instance needs at most. `quantization`: of the weights in memory."""
     width = N_BYTES[dtype]
@@ -61,9 +61,10 @@ def gpu_needs(
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     n_rows = decode_rows(config)
     # Graphs keep the memory of their largest step; others have theirs beside it.
-    in_graphs = max(n_rows, min(config.max_num_tokens, MOST_GRAPH_ROWS))
+    n_tokens = config.scheduler.max_num_tokens
+    in_graphs = max(n_rows, min(n_tokens, MOST_GRAPH_ROWS))
     step = (
-        width * per_row * (max(config.max_num_tokens, n_rows) + in_graphs)
+        width * per_row * (max(n_tokens, n_rows) + in_graphs)
         + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
         # Contexts that attention copies out of their blocks, a layer at a time.
         + width
@@ -101,7 +102,7 @@ class CacheBytes:
         return self.max_window_tokens if self.window_bytes and self.max_window_tokens < n_tokens else 0
 
 
-def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
+def cache_bytes(config: EngineConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
     """Return what an instance's KV cache takes on a GPU.
 
     `per_token`: of all layers, and of what is beside them.
@@ -109,32 +110,33 @@ def cache_bytes(config: CoreConfig, model: ModelConfig, kv_dtype: str, per_token
     """
     if config.role == "context" or not model.partial_window:
         return CacheBytes(per_token)
-    tp, pp, size = config.tp_size, config.pp_size, config.tokens_per_block
+    tp, pp, scheduler = config.tp_size, config.pp_size, config.scheduler
+    size = scheduler.tokens_per_block
     of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
     n_all = -(-model.n_layers // pp)
     n_window_layers, n_others = (model.kv_layers(pp, windowed=windowed) for windowed in (True, False))
     # Each sequence's window, whose ends may be in the middle of blocks, as may be what steps in flight add.
-    n_blocks = config.max_batch_size * (-(-model.partial_window // size) + 2)
-    n_blocks += -(-config.max_num_tokens * pp // size)
-    if config.enable_kv_cache_reuse:
+    n_blocks = scheduler.max_batch_size * (-(-model.partial_window // size) + 2)
+    n_blocks += -(-scheduler.max_num_tokens * pp // size)
+    if scheduler.enable_kv_cache_reuse:
         n_blocks *= 2  # what nobody holds any more stays for a while
     return CacheBytes(per_token - (n_all - n_others) * of_layer, n_window_layers * of_layer, n_blocks * size)
 
 
-def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
+def gpu_room(config: EngineConfig, needs: GpuNeeds, there: int) -> int:
     """Return the bytes of `there` that are left on each GPU for the KV cache.
 
     Raises ConfigError if they hold no block. `needs`: also those of a draft model or a head.
     """
-    room = there - needs.weights - needs.step - _GPU_OVERHEAD
-    if room < config.tokens_per_block * needs.per_token:
+    room, scheduler = there - needs.weights - needs.step - _GPU_OVERHEAD, config.scheduler
+    if room < scheduler.tokens_per_block * needs.per_token:
         guesses = (config.speculative_config or {}).get("speculative_model")
         beside = f" with {guesses} beside it" if guesses and config.role != "context" else ""
         raise ConfigError(
             f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
             f" {gibibytes(there)} free, and {gibibytes(needs.weights)} of weights and"
             f" {gibibytes(needs.step + _GPU_OVERHEAD)} for a step of"
-            f" max_num_tokens {config.max_num_tokens} and max_batch_size {config.max_batch_size}"
+            f" max_num_tokens {scheduler.max_num_tokens} and max_batch_size {scheduler.max_batch_size}"
             " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
             about=["tensor_parallelism"],
         )

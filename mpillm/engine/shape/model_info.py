@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
+from mpillm.core_names import DEFAULT
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.checkpoint_folder import check_scales, checkpoint_files
 from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.shape.eagle_config import EMBEDDING, EagleConfig, eagle_config
+from mpillm.engine.shape.engine_config import CORE_OPTIONS, FP8_CONTEXTS, EngineConfig
 from mpillm.engine.shape.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.shape.entries import BLOCK, int4_group, is_linear, rank_bytes
 from mpillm.engine.shape.layout import Layout
@@ -31,7 +33,6 @@ from mpillm.engine.shape.quantization import TYPES, held
 from mpillm.engine.shape.read_config import check_architecture, locate, parse_model, presets, with_own_head
 from mpillm.engine.shape.speculative_config import draft_config, most_rows
 from mpillm.files import excerpt, read_object
-from mpillm.options.core_config import CORE_OPTIONS, FP8_CONTEXTS, CoreConfig
 from mpillm.telemetry.free_memory import available_bytes
 
 _CHOICES = {
@@ -76,7 +77,7 @@ class ModelInfo:
         return () if self.head is None else self.head.layers
 
 
-def check_model(config: CoreConfig) -> ModelInfo:
+def check_model(config: EngineConfig) -> ModelInfo:
     """As `model_info`; raises ConfigError also if the model does not fit in free memory.
 
     Call it before any rank loads.
@@ -88,7 +89,7 @@ def check_model(config: CoreConfig) -> ModelInfo:
 
 
 @about("model_path")
-def check_fit(config: CoreConfig, info: ModelInfo, beside: int = 0) -> int:
+def check_fit(config: EngineConfig, info: ModelInfo, beside: int = 0) -> int:
     """Return the bytes that the ranks of this node need for their parts of the model.
 
     Raises ConfigError if they do not fit beside so many other bytes. Call it before any rank loads. Assumes
@@ -124,7 +125,7 @@ def check_fit(config: CoreConfig, info: ModelInfo, beside: int = 0) -> int:
 
 
 @about("model_path")
-def model_info(config: CoreConfig) -> ModelInfo:
+def model_info(config: EngineConfig) -> ModelInfo:
     """Return what can be known before loading; reads only JSON, safetensors headers and file sizes.
 
     ConfigError names the file, tensor or option: no such model, an unsupported architecture or field, a
@@ -134,11 +135,11 @@ def model_info(config: CoreConfig) -> ModelInfo:
     if not config.model_path:
         known = ", ".join(presets())
         raise ConfigError(
-            f"--core_type {config.core_type} needs --model_path: a folder, or one of {known}",
+            f"--core_type {DEFAULT} needs --model_path: a folder, or one of {known}",
             about=["core_type"],
         )
     for name, allowed in _CHOICES.items():
-        if (value := getattr(config, name)) not in allowed:
+        if (value := config.values[name]) not in allowed:
             raise ConfigError(
                 f"--{name} {value}: not one of {', '.join(allowed)}{nearest(value, allowed)}", about=[name]
             )
@@ -148,8 +149,8 @@ def model_info(config: CoreConfig) -> ModelInfo:
             about=["beam_width"],
         )
     for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
+        if config.values[name] < 1:
+            raise ConfigError(f"{name} {config.values[name]}: must be at least 1", about=[name])
     _check_options(config)
     source, folder = locate(config.model_path)
     raw = read_object(source)
@@ -201,8 +202,8 @@ def model_info(config: CoreConfig) -> ModelInfo:
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
         max_prompt_len=None
-        if config.enable_chunked_context or config.role == "generation"
-        else config.max_num_tokens,
+        if config.scheduler.enable_chunked_context or config.role == "generation"
+        else config.scheduler.max_num_tokens,
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
@@ -219,7 +220,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
     )
 
 
-def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
+def _check_layout(config: EngineConfig, model: ModelConfig) -> None:
     for name, count in (("attention heads", model.n_heads), ("KV heads", model.n_kv_heads)):
         if count % config.tp_size and config.tp_size % count:
             size = f"tensor_parallel_size {config.tp_size}"
@@ -244,8 +245,8 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
 
 
 @about("quantization")
-def _check_options(config: CoreConfig) -> None:
-    for name, value in config.options.items():
+def _check_options(config: EngineConfig) -> None:
+    for name, value in config.core_options.items():
         wrong = None
         if name not in CORE_OPTIONS:
             wrong = f"{name}: the torch core has no such option{nearest(name, CORE_OPTIONS)}"
@@ -257,8 +258,8 @@ def _check_options(config: CoreConfig) -> None:
             raise ConfigError(f"--core_options {wrong}", about=["core_options"])
 
 
-def _check_fp8_contexts(config: CoreConfig, model: ModelConfig, quantization: str, kv_dtype: str) -> None:
-    if not config.options.get(FP8_CONTEXTS):
+def _check_fp8_contexts(config: EngineConfig, model: ModelConfig, quantization: str, kv_dtype: str) -> None:
+    if not config.core_options.get(FP8_CONTEXTS):
         return
     wrong = None
     if (quantization, kv_dtype) != ("fp8", "fp8"):
@@ -269,7 +270,7 @@ def _check_fp8_contexts(config: CoreConfig, model: ModelConfig, quantization: st
         raise ConfigError(f"--core_options {FP8_CONTEXTS}:True: {wrong}", about=["core_options"])
 
 
-def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: str) -> str:
+def _quantization(config: EngineConfig, model: ModelConfig, layout: Layout, dtype: str) -> str:
     """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
     why_floats = _why_floats(config, model, layout, dtype)
     if config.quantization == "auto":
@@ -314,7 +315,7 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout, dtype:
     return quantization
 
 
-def _why_floats(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: str) -> str | None:
+def _why_floats(config: EngineConfig, model: ModelConfig, layout: Layout, dtype: str) -> str | None:
     """Return why a model's experts can't be MXFP4 in memory; None if they can."""
     if not model.n_experts:
         return "it has none"
@@ -327,7 +328,7 @@ def _why_floats(config: CoreConfig, model: ModelConfig, layout: Layout, dtype: s
     return None
 
 
-def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:
+def _kv_dtype(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
     """Return the KV cache's type: as configured, or fp8 if the checkpoint has scales, or the weights'."""
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
@@ -342,7 +343,7 @@ def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:
 
 
 def _gpu_needs(
-    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
+    config: EngineConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
 ) -> GpuNeeds:
     """Return what the model needs of each GPU, and what the draft model beside it does, if there is one."""
     needs = gpu_needs(config, model, dtype, kv_dtype, held(quantization, on_gpu=True))
@@ -352,7 +353,7 @@ def _gpu_needs(
     return needs
 
 
-def _head_needs(config: CoreConfig, head: EagleConfig | MtpConfig, dtype: str) -> GpuNeeds:
+def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str) -> GpuNeeds:
     """Return what a head, which is on one rank, needs there beside its model.
 
     An embedding is counted, which is more than its `fc`.
@@ -371,7 +372,7 @@ def _head_needs(config: CoreConfig, head: EagleConfig | MtpConfig, dtype: str) -
 
 
 def _lengths(
-    config: CoreConfig, model: ModelConfig, cache: CacheBytes, gpu_room: int | None
+    config: EngineConfig, model: ModelConfig, cache: CacheBytes, gpu_room: int | None
 ) -> tuple[int, int]:
     """Return the tokens in the KV cache and the longest sequence.
 
@@ -384,17 +385,17 @@ def _lengths(
             about=["max_seq_len"],
         )
     longest = wanted or model.max_position_embeddings
-    block = config.tokens_per_block
+    block = config.scheduler.tokens_per_block
     held_by_one = -(-longest // block) * block
     if config.kv_cache_tokens is None and gpu_room is None:
         room = max(longest, cache.tokens_in(_DEFAULT_KV_BYTES))
-        return -(-min(room, config.max_batch_size * held_by_one) // block) * block, longest
+        return -(-min(room, config.scheduler.max_batch_size * held_by_one) // block) * block, longest
     size = config.kv_cache_tokens
     if size is None:
         assert gpu_room is not None
         size = min(
-            cache.tokens_in(int(config.kv_cache_fraction * gpu_room)),
-            config.max_batch_size * held_by_one + block,
+            cache.tokens_in(int(config.kv_cache_free_gpu_mem_fraction * gpu_room)),
+            config.scheduler.max_batch_size * held_by_one + block,
         )
     elif gpu_room is not None and cache.of(size) > gpu_room:
         needed = f"a KV cache of {size} tokens needs {gibibytes(cache.of(size))} on a GPU"
@@ -410,7 +411,7 @@ def _lengths(
     return tokens, min(longest, tokens)
 
 
-def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tuple[int, ...]:
+def _end_ids(config: EngineConfig, raw: dict[str, Any], folder: Path | None) -> tuple[int, ...]:
     if config.end_ids is not None:
         return config.end_ids
     value, file = None, "generation_config.json"
@@ -428,7 +429,7 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
 
 
 @about("stop_words")
-def _stop_words(config: CoreConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:
+def _stop_words(config: EngineConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:
     """Return each stop word as tokens; the model's tokenizer encodes a text by itself."""
     texts = [word for word in config.stop_words if isinstance(word, str)]
     tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None

@@ -14,9 +14,9 @@ from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm.engine.shape.checkpoint_folder import checkpoint_files
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.speculative_config import MTP, SpeculativeConfig
-from mpillm.options.core_config import CoreConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MtpConfig:
 
 @about("speculative_config", "model_path")
 def mtp_config(
-    config: CoreConfig, raw: Mapping[str, Any], target: ModelConfig, folder: Path | None, quantization: str
+    config: EngineConfig, raw: Mapping[str, Any], target: ModelConfig, folder: Path | None, quantization: str
 ) -> MtpConfig | None:
     """Return the layer that guesses for `target`, whose config.json is `raw`; None if an instance wants none.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.options.core_config import CoreConfig
 
 NGRAM, DRAFT_TARGET, EAGLE, MTP = "NGram", "Draft_Target", "Eagle", "MTP"
 _LENGTH, _MTP_LENGTH = "max_draft_len", "num_nextn_predict_layers"
@@ -61,21 +61,22 @@ class SpeculativeConfig:
         return cls(**{_LENGTH if name == length else name: value for name, value in said.items()})
 
 
-def decode_rows(config: CoreConfig) -> int:
+def decode_rows(config: EngineConfig) -> int:
     """Return the rows of the largest step without contexts: last tokens, and guesses if there are some."""
+    n_sequences = config.scheduler.max_batch_size
     if not config.speculative_config or config.role == "context":
-        return config.max_batch_size
+        return n_sequences
     how = SpeculativeConfig.read(config.speculative_config)
-    n_guessed = min(config.max_batch_size, how.max_concurrency or config.max_batch_size)
-    return max(config.max_batch_size, min(n_guessed * (1 + how.max_draft_len), config.max_num_tokens))
+    n_guessed = min(n_sequences, how.max_concurrency or n_sequences)
+    return max(n_sequences, min(n_guessed * (1 + how.max_draft_len), config.scheduler.max_num_tokens))
 
 
-def most_rows(config: CoreConfig) -> int:
+def most_rows(config: EngineConfig) -> int:
     """Return the rows that no step has more of."""
-    return max(config.max_num_tokens, decode_rows(config))
+    return max(config.scheduler.max_num_tokens, decode_rows(config))
 
 
-def draft_config(config: CoreConfig) -> CoreConfig | None:
+def draft_config(config: EngineConfig) -> EngineConfig | None:
     """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
     if not config.speculative_config or config.role == "context":  # which has only first tokens to compute
         return None
@@ -101,6 +102,5 @@ def draft_config(config: CoreConfig) -> CoreConfig | None:
         ep_size=1,
         tp_rank=0,
         pp_rank=0,
-        ep_rank=0,
         node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one of each instance
     )

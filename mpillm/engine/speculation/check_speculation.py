@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from disagg.errors import ConfigError, about
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_fit, model_info
 from mpillm.engine.shape.speculative_config import EAGLE, MTP, SpeculativeConfig, draft_config
-from mpillm.options.core_config import CoreConfig
 
 
 @about("speculative_config")
-def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
+def check_speculation(config: EngineConfig, info: ModelInfo) -> None:
     """Raise ConfigError if there is no such speculation, or none for this model."""
     if config.speculative_config:
         how = SpeculativeConfig.read(config.speculative_config)
@@ -27,12 +27,15 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
 
 
 @about("speculative_config")
-def _check_head(config: CoreConfig, kind: str) -> None:
+def _check_head(config: EngineConfig, kind: str) -> None:
     """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
     for is_so, what in (
         (config.pp_size > 1, "in several pipeline stages, so far"),
         (config.role != "executor", "in disaggregated mode: a KV cache moves without them"),
-        (config.enable_kv_cache_reuse, "with --enable_kv_cache_reuse: reused blocks come without them"),
+        (
+            config.scheduler.enable_kv_cache_reuse,
+            "with --enable_kv_cache_reuse: reused blocks come without them",
+        ),
     ):
         if is_so:
             raise ConfigError(

@@ -14,6 +14,7 @@ from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.sequence import UNREAD, Sequence
 from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.tensors.staging import Sampled
 
 
@@ -43,24 +44,22 @@ class DraftModel:
     FEW = 2  # tokens that the cache lacks after guesses that were all right
     _N_UNSEEN = 0  # tokens at a sequence's start that never go through this model
 
-    def __init__(
-        self, worker: Worker, tokens_per_block: int, max_batch_size: int, max_num_tokens: int
-    ) -> None:
-        """`worker`: of one rank; it computes at most `max_num_tokens` tokens in a step."""
+    def __init__(self, worker: Worker, config: SchedulerConfig) -> None:
+        """`worker`: of one rank; `config`: the model's, which also bounds this one's steps."""
         self._worker = worker
         self._few = self.FEW
-        self._size = tokens_per_block
-        self._max_num_tokens = max_num_tokens
+        self._size = config.tokens_per_block
+        self._max_num_tokens = config.max_num_tokens
         info = worker.part.info
         self._max_seq_len = info.max_seq_len
-        self._blocks = BlockAllocator(info.kv_cache_tokens // tokens_per_block)
-        self._slots = list(range(max_batch_size))
+        self._blocks = BlockAllocator(info.kv_cache_tokens // self._size)
+        self._slots = list(range(config.max_batch_size))
         self._of: dict[Sequence, Drafting] = {}
 
     @staticmethod
-    def decode_rows(max_batch_size: int, max_num_tokens: int) -> int:
+    def decode_rows(config: SchedulerConfig) -> int:
         """Return the rows of the worker's largest step without contexts."""
-        return max(max_batch_size, min(DraftModel.FEW * max_batch_size, max_num_tokens))
+        return max(config.max_batch_size, min(DraftModel.FEW * config.max_batch_size, config.max_num_tokens))
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:

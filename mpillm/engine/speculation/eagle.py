@@ -20,6 +20,7 @@ from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.speculation.draft_model import Drafting, DraftModel
 from mpillm.engine.tensors.graphs import ladder
 from mpillm.engine.tensors.staging import last_of_each, to_device
@@ -35,21 +36,20 @@ class EagleDrafter(DraftModel):
         worker: Worker,
         head: EagleHead | MtpHead,
         features: Features,
-        tokens_per_block: int,
-        max_batch_size: int,
-        max_num_tokens: int,
+        config: SchedulerConfig,
         max_draft_len: int,
     ) -> None:
         """`worker` runs `head`; `features`: the model's."""
-        super().__init__(worker, tokens_per_block, max_batch_size, max_num_tokens)
+        super().__init__(worker, config)
         self._few = 1 + max_draft_len  # the tokens of a step whose guesses were all right
         self._head = head
         self._features = features
         # Hidden states: the model's of each place in its KV cache, then, for each slot, what the head made of
         # the last row there.
-        self._first_slot = (1 + worker.part.info.kv_cache_tokens // tokens_per_block) * tokens_per_block
+        self._first_slot = (1 + worker.part.info.kv_cache_tokens // self._size) * self._size
         with torch.inference_mode():
-            self._states = head.hidden.new_zeros(self._first_slot + max_batch_size, head.hidden.shape[1])
+            n_states = self._first_slot + config.max_batch_size
+            self._states = head.hidden.new_zeros(n_states, head.hidden.shape[1])
 
     def warm_up(self) -> None:
         """Run every kind of step, and `fuse`, so that tests compile nothing."""

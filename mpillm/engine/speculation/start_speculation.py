@@ -17,6 +17,7 @@ from mpillm.engine.run.gpu_steps import GpuSteps
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.shape.eagle_config import EagleConfig
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.model_info import ModelInfo, model_info
 from mpillm.engine.shape.mtp_config import MtpConfig
@@ -26,19 +27,18 @@ from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.weights.rank_weights import whole_embedding
-from mpillm.options.core_config import CoreConfig
 
 
-def start_speculation(config: CoreConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
+def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
     """Load the draft model, if there is one: it takes as long as any of its size. `worker`: the model's."""
     how = SpeculativeConfig.read(config.speculative_config or {})
     drafter = start_drafter(config, worker)
     watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
-    limits = config.max_num_tokens, how.max_draft_len, how.max_concurrency
+    limits = config.scheduler.max_num_tokens, how.max_draft_len, how.max_concurrency
     return Speculation(drafter, scheduler, *limits, watch)
 
 
-def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
+def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
     """Return what guesses; as `start_speculation`."""
     info = worker.part.info
     if info.head is not None:
@@ -49,32 +49,32 @@ def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
     if config.gpu_bytes is not None:  # `info` counts a token of its cache beside each of the model's
         beside = replace(beside, kv_cache_tokens=info.kv_cache_tokens)
     of_draft = draft_worker(beside, replace(model_info(beside), window_cache_tokens=0))
-    return DraftModel(of_draft, config.tokens_per_block, config.max_batch_size, config.max_num_tokens)
+    return DraftModel(of_draft, config.scheduler)
 
 
-def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
+def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
     """Return a rank of the draft model, warmed up. Both arguments: the draft model's."""
-    block, dummy = config.tokens_per_block, config.load_format == "dummy"
+    scheduler, dummy = config.scheduler, config.load_format == "dummy"
     if config.gpu_bytes is None:
-        return Worker.on_cpu(info, block, Groups(), dummy=dummy)
+        return Worker.on_cpu(info, scheduler.tokens_per_block, Groups(), dummy=dummy)
     worker = Worker.on_gpu(
         info,
-        block,
+        scheduler.tokens_per_block,
         Groups(),
-        config.max_batch_size,
+        scheduler.max_batch_size,
         dummy=dummy,
-        device=f"cuda:{config.device or 0}",
-        decode_rows=DraftModel.decode_rows(config.max_batch_size, config.max_num_tokens),
+        device=f"cuda:{config.gpu or 0}",
+        decode_rows=DraftModel.decode_rows(scheduler),
     )
-    worker.warm_up(config.max_num_tokens)
+    worker.warm_up(scheduler.max_num_tokens)
     return worker
 
 
-def _head_drafter(config: CoreConfig, head: EagleConfig | MtpConfig, worker: Worker) -> EagleDrafter:
+def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: Worker) -> EagleDrafter:
     """Load the head; its KV cache holds as many tokens as the model's."""
     how, part = SpeculativeConfig.read(config.speculative_config or {}), worker.part
     model = head.model
-    features, size = part.model.features, config.tokens_per_block
+    features = part.model.features
     assert features is not None
     on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
     group = model.n_heads // model.n_kv_heads
@@ -95,11 +95,11 @@ def _head_drafter(config: CoreConfig, head: EagleConfig | MtpConfig, worker: Wor
         head=None,
         window_cache_tokens=0,
     )
-    own = ModelPart(info, size, Groups(), made, part.dtype)
-    batch, rows = config.max_batch_size, decode_rows(config)
-    steps = CpuSteps(own, kernels) if on_gpu is None else GpuSteps(own, batch, kernels, rows)
-    limits = batch, config.max_num_tokens, how.max_draft_len
-    drafter = EagleDrafter(Worker(own, steps), made, features, size, *limits)
+    own = ModelPart(info, config.scheduler.tokens_per_block, Groups(), made, part.dtype)
+    steps: CpuSteps | GpuSteps = CpuSteps(own, kernels)
+    if on_gpu is not None:
+        steps = GpuSteps(own, config.scheduler.max_batch_size, kernels, decode_rows(config))
+    drafter = EagleDrafter(Worker(own, steps), made, features, config.scheduler, how.max_draft_len)
     if on_gpu is not None:
         drafter.warm_up()
     return drafter

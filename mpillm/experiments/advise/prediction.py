@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mpillm.experiments.advise.calibration import Calibration, step_costs
 from mpillm.experiments.advise.candidates import Candidate, Layout
 from mpillm.experiments.advise.simulated_instances import (
-    EngineSize,
     Instance,
     Listener,
     Request,
@@ -137,26 +136,25 @@ def _maker(candidate: Candidate, planned: Planned, calibration: Calibration) -> 
         hands_over = bool(candidate.ctx_instances) and not generates
         layout = candidate.ctx_layout if hands_over else candidate.layout
         which = 0 if hands_over or not candidate.ctx_instances else len(planned.cores) - 1
-        core = planned.cores[which]
+        scheduler = planned.cores[which].engine.scheduler
         if (slots := calibration.slots.get(layout)) is not None:
-            return SlotInstance(core.max_batch_size, slots, layout.ranks, hands_over, listener, at)
-        size = EngineSize(
-            core.max_batch_size,
-            core.max_num_tokens,
+            return SlotInstance(scheduler.max_batch_size, slots, layout.ranks, hands_over, listener, at)
+        return StepInstance(
+            scheduler,
             _kv_tokens(planned, which),
-            core.tokens_per_block,
-            core.enable_chunked_context,
-            core.batch_scheduler_policy,
-            core.context_chunking_policy,
+            calibration.steps[layout],
+            layout.ranks,
+            layout.pp,
+            hands_over,
+            listener,
         )
-        return StepInstance(size, calibration.steps[layout], layout.ranks, layout.pp, hands_over, listener)
 
     return make
 
 
 def _kv_tokens(planned: Planned, which: int) -> int:
-    tokens = getattr(planned.models[which], "kv_cache_tokens", None) or planned.cores[which].kv_cache_tokens
-    return int(tokens or _UNBOUNDED)
+    tokens = getattr(planned.models[which], "kv_cache_tokens", None)
+    return int(tokens or planned.cores[which].engine.kv_cache_tokens or _UNBOUNDED)
 
 
 def best(found: Sequence[Prediction], n: int) -> list[Prediction]:

@@ -10,6 +10,7 @@ from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.experiments.advise.step_times import StepTimes
 
 
@@ -30,19 +31,6 @@ class Request:
     def needs(self) -> int:
         """KV tokens that the leader counts for it."""
         return self.n_prompt + self.max_output
-
-
-@dataclass(frozen=True)
-class EngineSize:
-    """What bounds the steps of an engine, in the words of its options."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    kv_cache_tokens: int
-    tokens_per_block: int
-    chunked: bool
-    policy: str
-    chunking: str
 
 
 class Instance(Protocol):
@@ -97,7 +85,8 @@ class StepInstance:
 
     def __init__(
         self,
-        size: EngineSize,
+        config: SchedulerConfig,
+        kv_cache_tokens: int,
         times: StepTimes,
         ranks: int,
         stages: int,
@@ -106,20 +95,11 @@ class StepInstance:
     ) -> None:
         self.ranks = ranks
         self._times = times
-        self._size = size
         self._depth = stages
         self._hands_over = hands_over
         self._listener = listener
-        self._scheduler = Scheduler(
-            BlockAllocator(size.kv_cache_tokens // size.tokens_per_block),
-            size.tokens_per_block,
-            size.max_batch_size,
-            size.max_num_tokens,
-            size.chunked,
-            stages,
-            size.policy,
-            size.chunking,
-        )
+        blocks = BlockAllocator(kv_cache_tokens // config.tokens_per_block)
+        self._scheduler = Scheduler(config, blocks, stages)
         self._in_flight: deque[list[tuple[Sequence, bool]]] = deque()  # and whether it gets a token
         self._costs: deque[float] = deque()  # of each of them
         self._sequences: dict[int, tuple[Sequence, Request]] = {}  # by the sequence's id

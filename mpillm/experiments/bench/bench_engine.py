@@ -18,13 +18,13 @@ from launch.children import Children
 from launch.shared_files import LeftInShm
 from mpillm.data.dataset import Limits, load_dataset, unused_lengths
 from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.tensors.load_torch import load_torch
 from mpillm.experiments.bench.transformers_baseline import TransformersBaseline
 from mpillm.experiments.bench.vllm_baseline import VllmBaseline
 from mpillm.options import json_output
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import positive
@@ -105,22 +105,13 @@ EPILOG = """examples:
 def main(config: Options) -> int:
     """Print the table; 0 unless something could not be run."""
     dtype = config.dtype or "float32"
-    core = CoreConfig(
-        core_type="torch",
-        model_path=config.model_path,
-        dtype=dtype,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        n_threads=config.n_threads,
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=config.max_num_tokens,
-        enable_chunked_context=True,
-    )
-    info = check_model(core)
+    values = {**config.values, "dtype": dtype, "enable_chunked_context": True}
+    with_guesses = EngineConfig.of(values)
+    plain = replace(with_guesses, speculative_config=None)
+    info = check_model(plain)
     if info.folder is None:
         raise ConfigError(f"--model_path {config.model_path}: transformers needs a folder, not a preset")
     prompts = _prompts(info, config)
-    with_guesses = replace(core, speculative_config=config.speculative_config)
     check_speculation(with_guesses, info)
 
     load_torch()
@@ -129,7 +120,7 @@ def main(config: Options) -> int:
     from mpillm.experiments.bench.counted_engine import CountedEngine
 
     torch.set_num_threads(config.n_threads)
-    engine = CountedEngine(core, info)
+    engine = CountedEngine(plain, info)
     guessing: CountedEngine | None = None
     if config.speculative_config:
         guessing = CountedEngine(with_guesses, check_model(with_guesses))

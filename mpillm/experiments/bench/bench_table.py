@@ -14,13 +14,12 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import layer_bytes
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.experiments.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.options import json_output
-from mpillm.options.core_config import CoreConfig
-from mpillm.options.disagg_values import CORE
 from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import flag_dict, positive, rate, seconds
@@ -45,19 +44,12 @@ def fit_at_once(options: Mapping[str, Any], n_ranks: int) -> int:
     """
     tp_size, pp_size = (int(options.get(f"{name}_parallelism", 1)) for name in ("tensor", "pipeline"))
     gpus = TorchCore.gpus() if options.get("device") != "cpu" else ()
-    names = {place.field.name: place.in_core or place.field.name for place in CORE}
-    core = CoreConfig(
-        core_type="torch",
-        model_path=options["model_path"],
-        quantization=options["quantization"],
-        gpu_bytes=min((gpu.free for gpu in gpus), default=None),
-        tp_size=tp_size,
-        pp_size=pp_size,
-        **{names[name]: value for name, value in options.items() if name in names},
-    )
-    n_blocks = model_info(core).kv_cache_tokens // core.tokens_per_block
-    fit = n_blocks // math.ceil(int(options["max_seq_len"]) / core.tokens_per_block)
-    return min(fit, core.max_batch_size) * ((n_ranks - 1) // (tp_size * pp_size))
+    gpu_bytes = min((gpu.free for gpu in gpus), default=None)
+    config = EngineConfig.of(options, gpu_bytes=gpu_bytes, tp_size=tp_size, pp_size=pp_size)
+    scheduler = config.scheduler
+    n_blocks = model_info(config).kv_cache_tokens // scheduler.tokens_per_block
+    fit = n_blocks // math.ceil(int(options["max_seq_len"]) / scheduler.tokens_per_block)
+    return min(fit, scheduler.max_batch_size) * ((n_ranks - 1) // (tp_size * pp_size))
 
 
 def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[dict[str, Any], Drawn]:

@@ -18,14 +18,13 @@ from mpillm.engine.kernels.ops import choice_of
 from mpillm.engine.model.feed_forward import Mixture, Mlp
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
-from mpillm.engine.schedule.engine_limits import EngineLimits
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.start_speculation import start_speculation
 from mpillm.engine.tensors.staging import Sampled
-from mpillm.options.core_config import CoreConfig
 
 _SQUARE = 2048  # rows, inputs and outputs of a large product
 
@@ -50,13 +49,13 @@ class _CountingWorker(Worker):
 class CountedEngine:
     """The engine on a CPU, which counts what its steps compute."""
 
-    def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
-        limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
-        worker = _CountingWorker(Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False))
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        scheduler = config.scheduler
+        worker = _CountingWorker(Worker.on_cpu(info, scheduler.tokens_per_block, Groups(), dummy=False))
         self._steps = worker.counts
-        self._engine = Engine(info, limits, worker)
-        if core.speculative_config:
-            self._engine.speculation = start_speculation(core, worker, self._engine.scheduler)
+        self._engine = Engine(info, scheduler, worker)
+        if config.speculative_config:
+            self._engine.speculation = start_speculation(config, worker, self._engine.scheduler)
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
         sequences = self._added(prompts, n_output)

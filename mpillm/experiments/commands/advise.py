@@ -196,7 +196,7 @@ def _plans(
     modes = [config.mode] if config.given("mode") else ["aggregated", "disaggregated"]
     plans: dict[Candidate, Planned] = {}
     refused: dict[str, str] = {}
-    largest = plan_of([*words, "--mode=aggregated"], ranks).cores[0].max_batch_size
+    largest = plan_of([*words, "--mode=aggregated"], ranks).cores[0].engine.scheduler.max_batch_size
     # Without a model an instance of several ranks is no faster than one of one rank.
     allowed = layouts(ranks) if BackendRegistry.get(config.core_type).needs_model else [ONE_RANK]
     for candidate in candidates(ranks, allowed, modes, largest):
@@ -221,7 +221,7 @@ def _plans(
         folder,
         options.mpirun_options,
         words,
-        planned.cores[0].n_threads,
+        planned.cores[0].engine.n_threads,
         largest,
         test.settings.model,
         config.user_conf,

@@ -17,7 +17,7 @@ from disagg.errors import ConfigError, about, nearest
 from launch.outside import one_line
 from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.core_names import TRITON_URL
-from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
     MOST_AT_ONCE,
@@ -32,7 +32,6 @@ from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.mitten import configured
 from mpillm.triton.core.stream import Stream, Streams, open_channel
 from mpillm.triton.core.tensors import NO_END, Wanted, is_last, request_of, stop_of, tokens_of
@@ -128,7 +127,7 @@ class TritonGrpcCore(LLMCore):
                         " it has: model"
                     )
         with about("stop_words"):
-            for word in config.stop_words:
+            for word in config.engine.stop_words:
                 if isinstance(word, str):
                     raise ConfigError(
                         f"--stop_words {word}: this core sends tokens; write the word's, as in [[12, 13]]"
@@ -260,7 +259,7 @@ class TritonGrpcCore(LLMCore):
 
     def _ends_and_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
         """Return the end token and the stop words of a request, other end tokens among them."""
-        ends, words = self.config.end_ids or (), self.config.stop_words
+        ends, words = self.config.engine.end_ids or (), self.config.engine.stop_words
         if flags & _IGNORE_STOP:
             words = ()
         if flags & _IGNORE_END:

@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from launch.logs import log_to
-from mpillm.core_names import DEFAULT
 from mpillm.engine.extras.lora import Adapter, Adapters
 from mpillm.engine.extras.special import Special
+from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.files import excerpt
-from mpillm.options.core_config import CoreConfig
 from mpillm.triton.models.engine_metrics import EngineMetrics
 from mpillm.triton.models.engine_ranks import join, make_core
 from mpillm.triton.models.engine_thread import Answer, EngineThread, TakesSpecial
@@ -43,7 +42,7 @@ _CHECK_S = 0.1  # for requests that were cancelled, unless `cancellation_check_p
 _POLICIES = {"max_utilization": "max_util", "guaranteed_no_evict": "no_evict"}
 
 
-def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
+def engine_config(model_config: Mapping[str, Any]) -> EngineConfig:
     """What the engine is built from: the parameter `core_config` (JSON), under those of TensorRT-LLM's model.
 
     ConfigError: a parameter is wrong.
@@ -52,7 +51,7 @@ def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
     values: dict[str, Any] = given("core_config", _core_values) or {}
     stated = {
         "kv_cache_tokens": given("max_tokens_in_paged_kv_cache", int),
-        "kv_cache_fraction": given("kv_cache_free_gpu_mem_fraction", float),
+        "kv_cache_free_gpu_mem_fraction": given("kv_cache_free_gpu_mem_fraction", float),
         "enable_kv_cache_reuse": given("enable_kv_cache_reuse", as_bool),
         "enable_chunked_context": given("enable_chunked_context", as_bool),
         "batch_scheduler_policy": given("batch_scheduler_policy", _POLICIES.__getitem__),
@@ -60,10 +59,7 @@ def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
     if given("gpt_model_type", str) == "V1":
         stated["batch_scheduler_policy"] = "static"
     values |= {name: value for name, value in stated.items() if value is not None}
-    if values.get("end_ids") is not None:
-        values["end_ids"] = tuple(values["end_ids"])
-    values.setdefault("n_threads", len(os.sched_getaffinity(0)))
-    return CoreConfig(core_type=DEFAULT, **values)
+    return EngineConfig.of({"n_threads": len(os.sched_getaffinity(0)), **values})
 
 
 def _given(
@@ -86,9 +82,9 @@ def _core_values(text: str) -> dict[str, Any]:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("not an object")
-    hints = get_type_hints(CoreConfig)
+    hints = get_type_hints(SchedulerConfig) | get_type_hints(EngineConfig)
     for name, value in values.items():
-        if name == "core_type" or name not in hints or not _fits(value, hints[name]):
+        if name == "scheduler" or name not in hints or not _fits(value, hints[name]):
             raise ValueError(f"{excerpt(name)}: {excerpt(value)}")
     return values
 
@@ -129,13 +125,12 @@ class TritonPythonModel:
             cache_bytes = given("lora_cache_host_memory_bytes", int)
             self._adapters = Adapters(cache_bytes or _LORA_BYTES)
             self._max_beam_width = given("max_beam_width", int) or 1
-            core_options = core_config(config)
+            engine = engine_config(config)
             if line := in_vain({name: value.get("string_value", "") for name, value in parameters.items()}):
                 _log.warning("%s", line)
-            self._ranks = join(
-                core_options, text_parameter(parameters, "executor_worker_path") or sys.executable
-            )
-            core = make_core(core_options, self._ranks)
+            worker_path = text_parameter(parameters, "executor_worker_path")
+            self._ranks = join(engine, worker_path or sys.executable)
+            core = make_core(engine, self._ranks)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         began = time.monotonic()
@@ -145,7 +140,7 @@ class TritonPythonModel:
             self._ranks.follow(core)
             raise pb_utils.TritonModelException("rank 0 of the engine has ended")
         core.run_health_check()
-        _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
+        _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, engine.model_path)
         self._core = core
         self._metrics = EngineMetrics(cast(Any, core).engine, args["model_name"], args["model_version"])
         self._engine = EngineThread(

@@ -28,7 +28,7 @@ def _requests(engine: Engine) -> Mapping[str, float]:
     return {
         "context": step.contexts,
         "scheduled": step.contexts + step.generations,
-        "max": engine.limits.max_batch_size,
+        "max": engine.config.max_batch_size,
         "active": len(scheduler.running) + len(scheduler.waiting),
     }
 
@@ -40,7 +40,7 @@ def _memory(engine: Engine) -> Mapping[str, float]:
 def _blocks(engine: Engine) -> Mapping[str, float]:
     blocks = engine.blocks
     return {
-        "tokens_per": engine.limits.tokens_per_block,
+        "tokens_per": engine.config.tokens_per_block,
         "used": blocks.n_blocks - blocks.n_free,
         "free": blocks.n_free,
         "max": blocks.n_blocks,
@@ -59,7 +59,7 @@ def _inflight(engine: Engine) -> Mapping[str, float]:
 def _static(engine: Engine) -> Mapping[str, float]:
     return {
         "total_generation_tokens": engine.generated_tokens,
-        "empty_generation_slots": engine.limits.max_batch_size - len(engine.scheduler.running),
+        "empty_generation_slots": engine.config.max_batch_size - len(engine.scheduler.running),
         "total_context_tokens": engine.prompt_tokens,
     }
 
@@ -99,7 +99,7 @@ class EngineMetrics:
 
     def __init__(self, engine: Engine, model: str, version: str) -> None:
         self._engine = engine
-        is_static = engine.limits.policy == "static"
+        is_static = engine.config.batch_scheduler_policy == "static"
         self._families: list[Any] = []  # Triton's: they must live as long as their metrics
         self._gauges: list[tuple[_Family, dict[str, Any]]] = []
         self._told: dict[tuple[str, str], float] = {}

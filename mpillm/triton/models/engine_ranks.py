@@ -31,9 +31,10 @@ from launch.launcher import EveryRankError
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.lifeline import Lifeline, Lifelines
 from mpillm.comms.start import node_name, start_mpi
-from mpillm.cores.base import LLMCore
+from mpillm.core_names import DEFAULT
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.cores.registry import BackendRegistry
-from mpillm.options.core_config import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +53,7 @@ _LONGEST_SLEEP_S = 1200e-6
 _STOP = 1
 
 
-def join(config: CoreConfig, python: str) -> Ranks | None:
+def join(config: EngineConfig, python: str) -> Ranks | None:
     """Find or start the other ranks of an engine; None for one of a single rank.
 
     `python`: whose MPI library it is, and what runs the spawned ranks. ConfigError: they are not there.
@@ -78,7 +79,7 @@ def join(config: CoreConfig, python: str) -> Ranks | None:
     return Ranks(world)
 
 
-def _spawn(config: CoreConfig, python: str) -> Ranks:
+def _spawn(config: EngineConfig, python: str) -> Ranks:
     """Start the other ranks on this host, and send them what they are built from."""
     folder = str(Path(python).parent)
     clean = clean_environment(os.environ)
@@ -101,22 +102,25 @@ def _spawn(config: CoreConfig, python: str) -> Ranks:
     return Ranks(world)
 
 
-def spawned() -> tuple[Ranks, CoreConfig]:
-    """Join who has spawned this process; what its core is built from."""
+def spawned() -> tuple[Ranks, EngineConfig]:
+    """Join who has spawned this process; the configuration of its engine."""
     start_mpi([WORKER], _START_S, spawns=True)
     from mpi4py import MPI
 
     world = MPI.Comm.Get_parent().Merge(high=True)
-    config: CoreConfig = world.bcast(None, 0)
+    config: EngineConfig = world.bcast(None, 0)
     return Ranks(world), config
 
 
-def make_core(config: CoreConfig, ranks: Ranks | None) -> LLMCore:
+def make_core(config: EngineConfig, ranks: Ranks | None) -> LLMCore:
     """Make this rank's core, without weights. ConfigError."""
-    own = config if ranks is None else ranks.own(config)
-    kind = BackendRegistry.get(config.core_type)
-    kind.check(own)
-    return kind(own, None if ranks is None else ranks.comms)
+    kind = BackendRegistry.get(DEFAULT)
+    if ranks is None:
+        core = CoreConfig(DEFAULT, config)
+    else:
+        core = CoreConfig(DEFAULT, ranks.own(config), rank=ranks.rank)
+    kind.check(core)
+    return kind(core, None if ranks is None else ranks.comms)
 
 
 class Ranks:
@@ -135,16 +139,14 @@ class Ranks:
         address = world.bcast(self._lifelines.address if self._lifelines else None, 0)
         self._lifeline = Lifeline(address, self.rank) if self.rank else None
 
-    def own(self, config: CoreConfig) -> CoreConfig:
-        """Return what this rank's core is built from.
+    def own(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration of this rank's engine.
 
-        `config`: the engine's, with all of this host's threads.
+        `config`: the instance's, with all of this host's threads.
         """
         return dataclasses.replace(
             config,
             tp_rank=self.rank,
-            ep_rank=self.rank % config.ep_size,
-            rank=self.rank,
             n_threads=max(1, config.n_threads // self._node_ranks),
             node_ranks=self._node_ranks,
         )

@@ -20,6 +20,7 @@ from mpillm.comms.mover import Peer
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Metrics
 from mpillm.cores.dummy import VOCAB_SIZE, DummyCore, answer_tokens
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.loopback import Wire
 
 FIRST, FINAL = ResponseFlag.FIRST, ResponseFlag.FINAL
@@ -43,7 +44,9 @@ def expected(prompt: list[int], n: int) -> list[int]:
 
 
 def core(role: str = "executor", max_batch_size: int = 64, **options: Any) -> DummyCore:
-    made = DummyCore(CoreConfig("dummy", role=role, max_batch_size=max_batch_size, options=options))
+    made = DummyCore(
+        CoreConfig("dummy", engine_config(role=role, max_batch_size=max_batch_size, core_options=options))
+    )
     made.load()
     made.run_health_check()
     made.start_test()
@@ -275,7 +278,7 @@ def test_silent_drops_one_request() -> None:
 
 
 def test_raise_at_the_nth_request_of_the_test() -> None:
-    made = DummyCore(CoreConfig("dummy", options={"fault": "raise", "fault_at": 3}))
+    made = DummyCore(CoreConfig("dummy", engine_config(core_options={"fault": "raise", "fault_at": 3})))
     made.enqueue(requests([[1]] * 5))  # the warm-up's do not count
     made.start_test()
     made.enqueue(requests([[1]] * 2))
@@ -285,11 +288,19 @@ def test_raise_at_the_nth_request_of_the_test() -> None:
 
 def test_faults_are_of_one_rank() -> None:
     DummyCore(
-        CoreConfig("dummy", rank=2, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})
+        CoreConfig(
+            "dummy",
+            engine_config(core_options={"fault": "raise", "fault_phase": "load", "fault_rank": 3}),
+            rank=2,
+        )
     ).load()
     with pytest.raises(RuntimeError, match="injected fault in load"):
         DummyCore(
-            CoreConfig("dummy", rank=3, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})
+            CoreConfig(
+                "dummy",
+                engine_config(core_options={"fault": "raise", "fault_phase": "load", "fault_rank": 3}),
+                rank=3,
+            )
         ).load()
 
 
@@ -308,14 +319,14 @@ def test_faults_are_of_one_rank() -> None:
 )
 def test_bad_options(options: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        DummyCore.check(CoreConfig("dummy", options=options))
+        DummyCore.check(CoreConfig("dummy", engine_config(core_options=options)))
     assert all(word in str(error.value) for word in words)
 
 
 def test_its_kv_cache_bounds_a_sequence() -> None:
-    limits = DummyCore.check(CoreConfig("dummy", kv_cache_tokens=64))
+    limits = DummyCore.check(CoreConfig("dummy", engine_config(kv_cache_tokens=64)))
     assert limits is not None and limits.max_seq_len == 64, "or a longer one would wait for room for ever"
     with pytest.raises(
         ConfigError, match="--kv_cache_tokens 64: does not hold one sequence of --max_seq_len 65"
     ):
-        DummyCore.check(CoreConfig("dummy", kv_cache_tokens=64, max_seq_len=65))
+        DummyCore.check(CoreConfig("dummy", engine_config(kv_cache_tokens=64, max_seq_len=65)))

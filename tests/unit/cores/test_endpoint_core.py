@@ -103,8 +103,11 @@ def test_a_rank_that_sleeps_is_woken_by_a_failure() -> None:
             sleeping(core, 1)
 
 
+STOP_WORDS = '--stop_words=["###", [13]]'
+
+
 def test_what_a_request_says() -> None:
-    with ScriptedServer() as server, started(server, SERVER, end_ids=(9,), stop_words=("###", (13,))) as core:
+    with ScriptedServer() as server, started(server, SERVER, "--end_ids=9", STOP_WORDS) as core:
         core.enqueue(requests([[1, 2]], temperature=0.5, top_k=3, top_p=0.75, seed=7, min_output=2))
         core.enqueue(requests([[3]], id=20, flags=RequestFlag.IGNORE_STOP))
         Rows(core).until(2)

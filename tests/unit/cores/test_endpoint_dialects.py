@@ -206,6 +206,6 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 def test_stop_words_of_several_tokens() -> None:
     with (
         pytest.raises(ConfigError, match=r"--stop_words \[13, 13\]: a server takes"),
-        core_of("localhost:1", stop_words=((13, 13),)),
+        core_of("localhost:1", "--stop_words=[[13, 13]]"),
     ):
         pass

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
 from mpillm.engine.build_engine import build
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import layouts, read_engine
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.model_info import check_model, model_info
@@ -23,6 +23,7 @@ from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Built, Shards, whole_embedding
 from mpillm.engine.weights.sources import Checkpoint, save_preset
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
@@ -47,8 +48,8 @@ def prompts() -> Tokens:
     return [rng.integers(0, 512, n).tolist() for n in (1, 20, 47)]
 
 
-def config(model: Path | str, **options: Any) -> CoreConfig:
-    return CoreConfig("torch", model_path=str(model), **options)
+def config(model: Path | str, **options: Any) -> EngineConfig:
+    return engine_config(model, **options)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])

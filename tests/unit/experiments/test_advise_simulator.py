@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.errors import StageError
 from mpillm.experiments.advise.simulated_instances import (
-    EngineSize,
     Request,
     StepInstance,
 )
@@ -18,15 +18,7 @@ from mpillm.experiments.advise.simulated_slots import SlotInstance, SlotTimes
 from mpillm.experiments.advise.simulator import Make, Simulation, System, latencies
 from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes
 
-SIZE = EngineSize(
-    max_batch_size=8,
-    max_num_tokens=1024,
-    kv_cache_tokens=1 << 16,
-    tokens_per_block=32,
-    chunked=False,
-    policy="max_util",
-    chunking="first_come_first_served",
-)
+SCHEDULER = SchedulerConfig(max_batch_size=8, max_num_tokens=1024, tokens_per_block=32)
 CONTEXT_S, STEP_S = 0.5, 0.01
 BY_STEP = StepTimes((0, 1), (STEP_S, STEP_S), (0.0, 0.0, 0.0, 0.0))
 TIMES = replace(BY_STEP, slopes=(CONTEXT_S - STEP_S, 0.0, 0.0, 0.0))  # a context alone takes CONTEXT_S
@@ -37,9 +29,16 @@ def system(entries: int = 1, generations: int = 0, **changes: object) -> System:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def engines(times: StepTimes, size: EngineSize = SIZE, stages: int = 1, *, split: bool = False) -> Make:
+def engines(
+    times: StepTimes,
+    config: SchedulerConfig = SCHEDULER,
+    stages: int = 1,
+    *,
+    kv_cache_tokens: int = 1 << 16,
+    split: bool = False,
+) -> Make:
     return lambda generates, listener, at: StepInstance(
-        size, times, stages, stages, split and not generates, listener
+        config, kv_cache_tokens, times, stages, stages, split and not generates, listener
     )
 
 
@@ -92,19 +91,18 @@ def test_a_saturated_engine_computes_a_context_step_and_a_step_for_each_further_
 
 def test_a_prompt_that_fits_no_step_is_computed_in_chunks() -> None:
     one = same(1, n_prompt=1000, n_output=1)
-    size = replace(SIZE, max_num_tokens=256, chunked=True)
-    assert run(system(), engines(BY_STEP, size), one) == pytest.approx(4 * STEP_S)
+    config = replace(SCHEDULER, max_num_tokens=256, enable_chunked_context=True)
+    assert run(system(), engines(BY_STEP, config), one) == pytest.approx(4 * STEP_S)
 
 
 def test_a_cache_for_two_answers_runs_two_at_a_time() -> None:
-    size = replace(SIZE, kv_cache_tokens=2 * 64, policy="no_evict")
-    lasted = run(system(), engines(BY_STEP, size), same(8, n_prompt=40, n_output=20))
+    make = engines(BY_STEP, replace(SCHEDULER, batch_scheduler_policy="no_evict"), kv_cache_tokens=2 * 64)
+    lasted = run(system(), make, same(8, n_prompt=40, n_output=20))
     assert lasted == pytest.approx(4 * 20 * STEP_S)
 
 
 def test_a_small_cache_preempts_under_max_util_and_all_is_answered() -> None:
-    size = replace(SIZE, kv_cache_tokens=4 * 32)
-    few = run(system(), engines(BY_STEP, size), same(4, n_prompt=30, n_output=30))
+    few = run(system(), engines(BY_STEP, kv_cache_tokens=4 * 32), same(4, n_prompt=30, n_output=30))
     many = run(system(), engines(BY_STEP), same(4, n_prompt=30, n_output=30))
     assert many == pytest.approx(30 * STEP_S) and few > many
 
@@ -121,8 +119,8 @@ def test_a_handed_over_request_takes_its_context_its_handoff_and_its_steps() -> 
 
 def test_contexts_that_take_longer_decide_a_disaggregated_run() -> None:
     """A context at a time of `CONTEXT_S`; generation is through with each before the next comes."""
-    size = replace(SIZE, max_num_tokens=32)
-    lasted = run(system(1, 1), engines(TIMES, size, split=True), same(20))
+    config = replace(SCHEDULER, max_num_tokens=32)
+    lasted = run(system(1, 1), engines(TIMES, config, split=True), same(20))
     assert lasted == pytest.approx(20 * CONTEXT_S + 3 * STEP_S)
 
 

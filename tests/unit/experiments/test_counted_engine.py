@@ -8,7 +8,7 @@ import pytest
 
 from mpillm.engine.shape.model_info import check_model
 from mpillm.experiments.bench.counted_engine import CountedEngine
-from mpillm.options.core_config import CoreConfig
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.families import SHAPE, make_family
 
 HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS, VOCABULARY = (
@@ -26,7 +26,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS, VOCABULARY = (
 
 def engine(family: str, folder: Path) -> CountedEngine:
     make_family(family, folder)
-    core = CoreConfig(core_type="torch", model_path=str(folder), dtype="float32", n_threads=1)
+    core = engine_config(folder, dtype="float32", n_threads=1)
     return CountedEngine(core, check_model(core))
 
 

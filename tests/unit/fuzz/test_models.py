@@ -20,6 +20,7 @@ import pytest
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.data import fetch, gguf
 from mpillm.data.model_files import EngineConfig
 from mpillm.data.tokenizer import load_tokenizer
@@ -32,10 +33,10 @@ from mpillm.engine.shape.quantization import MODELOPT
 from mpillm.engine.shape.read_config import load_model_config, parse_model
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.shape.weight_files import INDEX
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.generation_config import GenerationConfig
 from mpillm.triton import peft_adapter
 from mpillm.trtllm import library
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 from tests.helpers.gguf_files import write_gguf
 
@@ -316,7 +317,7 @@ HOW = {"decoding_type": "MTP", "num_nextn_predict_layers": 2}
 def test_layer_that_guesses(folder: Path, config: Any, header: Any, how: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(config))
     (folder / "model.safetensors").write_bytes(safetensors(json_bytes(header), size_of(OF_GUESSES)))
-    core = CoreConfig("torch", model_path=str(folder), speculative_config=how)
+    core = engine_config(folder, speculative_config=how)
     mtp_config(core, config, load_model_config(str(folder)), folder, "none")
 
 
@@ -479,7 +480,7 @@ def test_engine(folder: Path, engine: Any, generation: Any) -> None:
 def test_limits_of_a_folder_for_trtllm(folder: Path, config: Any, generation: Any) -> None:
     (folder / "config.json").write_bytes(json_bytes(config))
     (folder / "generation_config.json").write_bytes(json_bytes(generation))
-    core = CoreConfig("trtllm_hlapi", model_path=str(folder))
+    core = CoreConfig("trtllm_hlapi", engine_config(folder))
     limits = library.folder_limits(core)
     assert 0 < limits.vocab_size < 1 << 63 and 0 < limits.max_seq_len < 1 << 63
     assert all(type(one) is int for one in library.end_ids(core))

@@ -26,6 +26,7 @@ pytest.importorskip("tritonclient.grpc")
 from tritonclient.grpc import InferResult, service_pb2
 
 from launch.outside import one_line
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
@@ -35,7 +36,6 @@ from mpillm.cores.openai_client.readiness import choose_dialect, find_model, fra
 from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, reading_of
 from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.report import tested_servers as report
 from mpillm.triton.client import text_client, token_client
 from mpillm.triton.client.connection import Connection

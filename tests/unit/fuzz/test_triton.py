@@ -133,8 +133,8 @@ def test_parameters_of_a_model(_: Path, core: str, others: dict[str, str]) -> No
     config = {"parameters": {name: {"string_value": text} for name, text in texts.items()}}
     args = {"model_name": "m", "model_version": "1", "model_config": json.dumps(config)}
 
-    def join(core_options: Any, program: str) -> None:
-        assert isinstance(program, str) and hash(core_options.end_ids) is not None
+    def join(config: Any, program: str) -> None:
+        assert isinstance(program, str) and hash(config.end_ids) is not None
         raise Built
 
     with (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.llmlib import (
     HarnessConfig,
@@ -26,9 +27,9 @@ from mpillm.llmlib import (
     WarmupManager,
 )
 from mpillm.llmlib import fields as llmlib_fields
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.fields import AllFields
 from mpillm.options.mitten import Configuration
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.support import wait_until
 
 STREAMING = {AllFields.scenarios: ("Server",), AllFields.max_output_len: 8}
@@ -276,9 +277,11 @@ def test_a_registered_class_and_what_it_declares() -> None:
     assert core is BackendRegistry.get(name) and core.needs_model and core.__name__ == "NeedsModel"
     with pytest.raises(ConfigError, match=r"gave 2, but this run has 3 instances, which need a core each"):
         core.check(CoreConfig("x", settings=Configuration(), n_instances=3))
-    core.check(CoreConfig("x", settings=Configuration(), n_instances=3, options={"n": 3}))
+    core.check(
+        CoreConfig("x", settings=Configuration(), n_instances=3, engine=engine_config(core_options={"n": 3}))
+    )
     with pytest.raises(ConfigError, match=r"get_num_cores_for_workload\(\) gave 0; must be at least 1"):
-        core.check(CoreConfig("x", settings=Configuration(), options={"n": 0}))
+        core.check(CoreConfig("x", settings=Configuration(), engine=engine_config(core_options={"n": 0})))
 
 
 class Lacking(LLMCore):

@@ -27,6 +27,7 @@ from mpillm.runtime.rank_roles import prefix_routing
 from mpillm.runtime.yaml_effects import check_leaders_yaml, check_yaml
 from tests.helpers.configured import DUMMY
 from tests.helpers.disagg_options import TORCH, cores, given, section
+from tests.helpers.engine_configs import engine_config
 
 
 def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
@@ -377,7 +378,10 @@ def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:
         def __init__(self, kv_dtype: str) -> None:
             self.kv_dtype = kv_dtype
 
-    both = [CoreConfig("torch", role="context"), CoreConfig("torch", role="generation")]
+    both = [
+        CoreConfig("torch", engine_config(role="context")),
+        CoreConfig("torch", engine_config(role="generation")),
+    ]
     check_handoff(both, [Model("float32"), Model("float32")])
     check_handoff(both, [None, None])
     with pytest.raises(

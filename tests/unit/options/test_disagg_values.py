@@ -93,7 +93,7 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
     assert config.to_json()[name] == {"value": expected, "source": where}
     _, (core,) = cores(config, 2)
     if place is not ROUTER:
-        assert getattr(core, place.in_core or name) == expected
+        assert core.engine.values[name] == expected
     chunked = {"enable_chunked_prefill": True} if name == "context_chunking_policy" else {}
     agreeing = given(file, f"--{name}", option, executors=section(**{name: value}) | chunked)
     assert (getattr(agreeing, name), agreeing.where(name)) == (expected, "command line")
@@ -232,11 +232,14 @@ def test_what_sections_have_alike_is_the_runs_and_the_rest_is_each_ones(file: Pa
         "source": f"{file}: context_servers.max_batch_size",
     }
     _, made = cores(config, 3)
-    assert [(core.role, core.max_num_tokens) for core in made] == [("context", 55), ("generation", 66)]
+    assert [(core.role, core.engine.scheduler.max_num_tokens) for core in made] == [
+        ("context", 55),
+        ("generation", 66),
+    ]
     with pytest.raises(ConfigError, match=r"--max_num_tokens 66, but .*context_servers.max_num_tokens is 55"):
         given(file, "--max_num_tokens", "66", context_servers=one, generation_servers=other)
     half = given(file, "--max_num_tokens", "66", context_servers={}, generation_servers=other)
-    assert [core.max_num_tokens for core in cores(half, 3)[1]] == [66, 66]
+    assert [core.engine.scheduler.max_num_tokens for core in cores(half, 3)[1]] == [66, 66]
 
 
 def test_a_prompt_must_fit_every_section(file: Path, tmp_path: Path) -> None:
@@ -336,7 +339,7 @@ def test_the_model_is_the_yamls(file: Path, tmp_path: Path) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors={})
     assert (config.model_path, config.where("model_path")) == ("tiny-llama", f"{file}: model")
     yaml, (core,) = cores(config, 2)
-    assert core.model_path == yaml.model == "tiny-llama"
+    assert core.engine.model_path == yaml.model == "tiny-llama"
     with pytest.raises(ConfigError, match="--core_type torch needs --model_path"):
         check_core(given(file, core=TORCH, executors={}))
     (tmp_path / "folder").mkdir()

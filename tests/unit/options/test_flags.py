@@ -4,7 +4,7 @@ cores refuse."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -72,30 +72,27 @@ def test_the_environment_is_laid_over_key_by_key(monkeypatch: pytest.MonkeyPatch
     assert [sources[key] for key in "abc"] == ["command line", variable, variable]
 
 
-def core(config: RunConfig) -> Any:
+def engine(config: RunConfig) -> SimpleNamespace:
     yaml = disagg_config(config, 2)
     plan = disagg.plan(yaml, 2)
     check_flags(config, plan)
     (made,) = core_configs(config, plan, [1], {})
-    return made
+    return SimpleNamespace(**made.engine.values)
 
 
 def test_a_core_gets_what_a_person_set_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a YAML states is tested in test_disagg_values.py."""
-    plain = core(parse_run(TORCH))
-    assert (plain.enable_chunked_context, plain.kv_cache_fraction, plain.batch_scheduler_policy) == (
-        False,
-        0.80,
-        "max_util",
-    )
+    plain = engine(parse_run(TORCH))
+    assert not plain.enable_chunked_context
+    assert (plain.kv_cache_free_gpu_mem_fraction, plain.batch_scheduler_policy) == (0.80, "max_util")
     flags = "max_batch_size:6,max_num_tokens:66,enable_chunked_context:true,kvcache_free_gpu_mem_frac:0.6"
     flags += ",batch_scheduler_policy:no_evict"
-    flagged = core(parse_run([*TORCH, "--trtllm_runtime_flags", flags]))
+    flagged = engine(parse_run([*TORCH, "--trtllm_runtime_flags", flags]))
     assert (flagged.max_batch_size, flagged.max_num_tokens, flagged.enable_chunked_context) == (6, 66, True)
-    assert (flagged.kv_cache_fraction, flagged.batch_scheduler_policy) == (0.6, "no_evict")
+    assert (flagged.kv_cache_free_gpu_mem_fraction, flagged.batch_scheduler_policy) == (0.6, "no_evict")
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "max_batch_size:7,max_num_tokens:77")
     options = parse_run([*TORCH, "--trtllm_runtime_flags", flags, "--max_batch_size", "8"])
-    both = core(options)
+    both = engine(options)
     assert (both.max_batch_size, both.max_num_tokens) == (8, 77)
     assert options.trtllm_runtime_flags["max_batch_size"] == 8
     assert (
@@ -143,16 +140,16 @@ def test_a_limit_that_nothing_states_is_the_engines(core_type: str) -> None:
         "command line: trtllm_build_flags",
         False,
     )
-    assert (core(config).max_batch_size, config.trtllm_runtime_flags["max_batch_size"]) == (6, 6)
+    assert (engine(config).max_batch_size, config.trtllm_runtime_flags["max_batch_size"]) == (6, 6)
     with pytest.raises(
         ConfigError, match="trtllm_runtime_flags max_num_tokens is 67, more than the 66 of trtllm_build_flags"
     ):
-        core(parse_run([*TORCH, flags, "--max_num_tokens", "67"]))
+        engine(parse_run([*TORCH, flags, "--max_num_tokens", "67"]))
 
 
 def test_no_inflight_batching_is_the_static_policy() -> None:
     config = parse_run([*TORCH, "--trtllm_runtime_flags", "use_inflight_batching:false"])
-    assert core(config).batch_scheduler_policy == "static"
+    assert engine(config).batch_scheduler_policy == "static"
     assert config.where("batch_scheduler_policy") == "command line: use_inflight_batching"
     assert config.trtllm_runtime_flags["batch_scheduler_policy"] == "static"
     assert parse_run(

@@ -96,12 +96,13 @@ SOURCES = {
 def test_a_core_reads_what_is_declared_for_it(core: str) -> None:
     folder = Path(mpillm.__file__).parent
     texts = [path.read_text() for pattern in SOURCES[core] for path in folder.glob(pattern)]
-    read = {name for text in texts for name in re.findall(r"\bconfig\.(\w+)", text)}
+    of = r"(?=\b(?:config|engine|scheduler|scheduling)\.(\w+))"
+    read = {name for text in texts for name in re.findall(of, text)}
     flags = {name for text in texts for name in re.findall(r'\bflags(?:\.get\(|\[)"(\w+)"', text)}
     for place in CORE:
-        name, field = place.in_core or place.field.name, place.field
+        field = place.field
         declared = any(core in use.cores or (not use.cores and not use.needs) for use in field.effect.uses)
-        assert declared == (name in read | flags), f"{core} and {field.name}"
+        assert declared == (field.name in read | flags), f"{core} and {field.name}"
 
 
 def on(core: str, *words: str) -> RunConfig:

@@ -131,7 +131,7 @@ def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
     tiny = ["--model_path", "tiny-llama", "--load_format", "dummy"]
     config = parse_run([*tiny, *guesses])
     (core,) = plan_run(config, joined(config, 2)).cores
-    assert core.speculative_config == {"decoding_type": "NGram", "max_draft_len": 4}
+    assert core.engine.speculative_config == {"decoding_type": "NGram", "max_draft_len": 4}
     named = "--speculative_config: MLPerf's rules forbid speculative decoding for llama2-70b: they allow it"
     for options, why in (
         (["--benchmarks", "llama2-70b", "--model_scale", "tiny"], named),
@@ -171,7 +171,7 @@ def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
     torch = ["--model_path", "tiny-llama", "--load_format", "dummy"]
     config = parse_run([*torch, *tuned, "--enable_chunked_context", "true"])
     (core,) = plan_run(config, joined(config, 2)).cores
-    assert core.enable_max_num_tokens_tuning
+    assert core.engine.enable_max_num_tokens_tuning
     named = "--enable_max_num_tokens_tuning"
     config = parse_run([*torch, *tuned])
     with pytest.raises(ConfigError, match=f"^{named} has no effect without --enable_chunked_context true$"):

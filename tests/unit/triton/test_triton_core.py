@@ -19,8 +19,8 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from mpillm.comms.messages import Refusal, ResponseFlag
+from mpillm.cores.base import CoreConfig
 from mpillm.nvidia.configs import TritonHarnessConfig
-from mpillm.options.core_config import CoreConfig
 from mpillm.triton.core import core as module
 from mpillm.triton.core.triton_ready import Model, find_models, until_ready
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mpillm.cores.base import LLMCore
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.cores.registry import BackendRegistry
-from mpillm.options.core_config import CoreConfig
 from mpillm.options.options import parse_run
 from tests.helpers.configured import command_line as command_line
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.trtllm_cores import SINGLE
 
 STAND_INS = Path(__file__).parents[2] / "helpers/stand_ins"
@@ -71,16 +71,18 @@ def make(folder: Path, stand_in: None) -> Iterator[Callable[..., Any]]:
         core_class = BackendRegistry.get(name)
         core_config = CoreConfig(
             name,
+            engine_config(
+                folder,
+                engine_dir=str(folder),
+                core_options=config.core_options,
+                **{
+                    "end_ids": (7,),
+                    "max_batch_size": 4,
+                    "enable_chunked_context": config.enable_chunked_context,
+                    **more,
+                },
+            ),
             settings=core_class.settings(config),
-            engine_dir=str(folder),
-            model_path=str(folder),
-            options=config.core_options,
-            **{
-                "end_ids": (7,),
-                "max_batch_size": 4,
-                "enable_chunked_context": config.enable_chunked_context,
-                **more,
-            },
         )
         if check:
             return core_class.check(core_config)

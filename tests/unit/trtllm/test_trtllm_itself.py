@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
-from mpillm.cores.base import LLMCore
-from mpillm.options.core_config import CoreConfig
+from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.options.options import parse_run
 from mpillm.trtllm.executor import TrtllmExecutorCore
 from mpillm.trtllm.hlapi import TrtllmHlApiCore
+from tests.helpers.engine_configs import engine_config
 
 pytestmark = pytest.mark.trtllm
 RECORD = json.loads((Path(__file__).parents[2] / "data/trtllm/record.json").read_text(encoding="utf-8"))
@@ -33,10 +33,7 @@ def made(core: type[LLMCore], folder: Path, *options: str) -> Any:
     config = parse_run([f"--engine_dir={folder}", f"--model_path={folder}", *options])
     given = CoreConfig(
         config.core_type,
-        engine_dir=str(folder),
-        model_path=str(folder),
-        end_ids=(7, 8),
-        enable_chunked_context=True,
+        engine_config(folder, engine_dir=str(folder), end_ids=(7, 8), enable_chunked_context=True),
         settings=core.settings(config),
     )
     return core(given)

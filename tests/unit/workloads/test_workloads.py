@@ -12,7 +12,6 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
@@ -25,6 +24,7 @@ from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
 from mpillm.options.workload_options import defaults_of
 from mpillm.submission.references import read_references
+from tests.helpers.engine_configs import engine_config
 
 # What MLPerf Inference says: LoadGen's model, samples, longest answer, TTFT and TPOT limits of Server in ms.
 OFFICIAL = {
@@ -181,12 +181,7 @@ def test_presets_fit_the_workloads(name: str) -> None:
         defaults = {field.name: value for field, value in defaults_of(workload, "Server").items()}
         model_path = preset if scale == "full" else workload.model_path
         info = model_info(
-            CoreConfig(
-                "torch",
-                model_path=model_path,
-                max_seq_len=defaults["max_seq_len"],
-                stop_words=workload.stop_words,
-            )
+            engine_config(model_path, max_seq_len=defaults["max_seq_len"], stop_words=workload.stop_words)
         )
         assert (
             info.end_ids == workload.end_ids

@@ -19,6 +19,7 @@ from mpillm.cores.base import CoreConfig
 from mpillm.engine.build_engine import build
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded, widened
 from mpillm.engine.calibrate import kv_scales
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
@@ -26,6 +27,7 @@ from mpillm.engine.tensors.rounding import FP8, to_fp8, widen
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from mpillm.runtime.core_configs import check_handoff
+from tests.helpers.engine_configs import changed, engine_config
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
 from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.oracle import Tokens
@@ -256,23 +258,23 @@ def test_an_engine_has_its_scales(
 
 def test_instances_that_hand_over_have_one_type() -> None:
     cores = [
-        CoreConfig("torch", role=role, model_path="tiny-llama", kv_cache_dtype="fp8")
+        CoreConfig("torch", engine_config("tiny-llama", role=role, kv_cache_dtype="fp8"))
         for role in ("context", "generation")
     ]
-    check_handoff(cores, map(model_info, cores))
-    cores[1] = CoreConfig("torch", role="generation", model_path="tiny-llama")
+    check_handoff(cores, (model_info(core.engine) for core in cores))
+    cores[1] = CoreConfig("torch", engine_config("tiny-llama", role="generation"))
     with pytest.raises(
         ConfigError,
         match="context instances have a KV cache in fp8 and generation instances have a KV cache in float32",
     ):
-        check_handoff(cores, map(model_info, cores))
+        check_handoff(cores, (model_info(core.engine) for core in cores))
 
 
 # --- memory ---
 
 
-def config(**options: Any) -> CoreConfig:
-    return CoreConfig("torch", model_path="llama3.1-8b", max_batch_size=4096, max_seq_len=8192, **options)
+def config(**options: Any) -> EngineConfig:
+    return engine_config("llama3.1-8b", max_batch_size=4096, max_seq_len=8192, **options)
 
 
 def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
@@ -293,18 +295,16 @@ def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
 
 def test_heads_that_fp8_does_not_fit(tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
-    changed = json.loads((tmp_path / "config.json").read_text()) | {"head_dim": 8}
-    (tmp_path / "config.json").write_text(json.dumps(changed))
-    core = CoreConfig(
-        "torch", model_path=str(tmp_path), load_format="dummy", kv_cache_dtype="fp8", max_seq_len=64
-    )
+    narrow = json.loads((tmp_path / "config.json").read_text()) | {"head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(narrow))
+    core = engine_config(tmp_path, load_format="dummy", kv_cache_dtype="fp8", max_seq_len=64)
     assert model_info(core).kv_dtype == "fp8"
     with pytest.raises(
         ConfigError,
         match=r"--kv_cache_dtype fp8: heads of .* have 8 values; on a GPU fp8 needs a multiple of 16",
     ):
-        model_info(CoreConfig(**vars(core) | {"gpu_bytes": 8 << 30}))
+        model_info(changed(core, gpu_bytes=8 << 30))
     with pytest.raises(
         ConfigError, match=r"--kv_cache_dtype fp9: not one of auto, bfloat16, fp8 \(did you mean 'fp8'\?\)"
     ):
-        model_info(CoreConfig(**vars(core) | {"kv_cache_dtype": "fp9"}))
+        model_info(changed(core, kv_cache_dtype="fp9"))

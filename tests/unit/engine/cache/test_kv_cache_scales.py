@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.cli import main
-from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.calibrate import kv_scales
@@ -23,6 +22,7 @@ from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Tokens
@@ -164,4 +164,4 @@ def test_what_is_refused_of_a_checkpoint(
 ) -> None:
     changed = {name: x for name, x in (scales_of_heads() | scales).items() if x is not None}
     with pytest.raises(ConfigError, match=message):
-        model_info(CoreConfig("torch", model_path=str(with_scales(tmp_path / "model", changed, **scheme))))
+        model_info(engine_config(str(with_scales(tmp_path / "model", changed, **scheme))))

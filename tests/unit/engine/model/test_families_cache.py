@@ -11,6 +11,7 @@ from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.families import make_family
 from tests.helpers.gpu_steps_on_cpu import GpuCore
@@ -79,7 +80,9 @@ def test_where_blocks_are_given_back(tmp_path: Path) -> None:
 
 def test_what_a_scheduler_takes_back() -> None:
     """Whole blocks that no later token sees, once; none of a sequence that hands its cache over."""
-    scheduler = Scheduler(BlockAllocator(20), 4, 4, 64, True, window=8)
+    scheduler = Scheduler(
+        SchedulerConfig(4, 64, 4, enable_chunked_context=True), BlockAllocator(20), window=8
+    )
     grows, kept = (
         Sequence(i, [1] * 21, 12, 0, SamplingParams(), hand_over=hands_over)
         for i, hands_over in enumerate((False, True))

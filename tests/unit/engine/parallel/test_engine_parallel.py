@@ -20,6 +20,7 @@ from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.layout import Layout, share
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
@@ -130,7 +131,9 @@ def make_sequence(
 def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
     """Steps arrive whole while sequences grow, end and are evicted. The messages name each block once."""
     random = np.random.default_rng(1)
-    scheduler = Scheduler(BlockAllocator(n_blocks), 4, 8, 16, True, n_in_flight)
+    scheduler = Scheduler(
+        SchedulerConfig(8, 16, 4, enable_chunked_context=True), BlockAllocator(n_blocks), n_in_flight
+    )
     for i in range(30):
         sampling = SamplingParams(0.5, 7, 0.25, 2**32 - 1) if i % 7 == 3 else None
         scheduler.add(make_sequence(i, int(random.integers(1, 60)), sampling, min_output=i % 3))
@@ -173,7 +176,7 @@ def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
 
 
 def test_generating_sequences_are_spread_over_the_stages() -> None:
-    scheduler = Scheduler(BlockAllocator(100), 4, 8, 64, True, 3)
+    scheduler = Scheduler(SchedulerConfig(8, 64, 4, enable_chunked_context=True), BlockAllocator(100), 3)
     for i in range(8):
         scheduler.add(make_sequence(i, 4))
     (first,) = [scheduler.plan()]

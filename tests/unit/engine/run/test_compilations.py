@@ -11,6 +11,7 @@ import pytest
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.run import compilations
+from tests.helpers.engine_configs import engine_config
 
 
 class Triton:
@@ -77,7 +78,7 @@ def test_a_core_counts_from_the_start_of_the_test(monkeypatch: pytest.MonkeyPatc
     triton = Triton(monkeypatch, is_old=False)
     compilations.watch_triton()
     # it leads no instance
-    core = TorchCore(CoreConfig("torch", model_path="tiny-llama", tp_size=2, tp_rank=1))
+    core = TorchCore(CoreConfig("torch", engine_config("tiny-llama", tp_size=2, tp_rank=1)))
     triton.compile("_embed 1")
     core.start_test()
     assert core.compiled_in_test() == []

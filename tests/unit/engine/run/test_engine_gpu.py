@@ -5,7 +5,6 @@ Its kernels: tests/gpu.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from mpillm.comms.messages import ResponseFlag
 from mpillm.comms.transport import Buffer
-from mpillm.cores.base import CoreConfig
 from mpillm.engine.engine import Engine
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.engine_messages import PLAN
@@ -25,6 +23,7 @@ from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.graphs import ladder, too_slow
 from mpillm.engine.tensors.staging import Sampled
 from tests.helpers import plain_kernels
+from tests.helpers.engine_configs import changed, engine_config
 from tests.helpers.gpu_steps_on_cpu import GpuCore, LateWorker, make_engine
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
@@ -58,7 +57,7 @@ def answer(
     assert most == 1 + engine.worker.steps.n_ahead
     assert sorted(p.sequence.id for p in progress if p.is_final) == list(range(len(prompts)))
     assert engine.blocks.n_free == engine.blocks.n_blocks
-    assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
+    assert sorted(engine.scheduler._slots) == list(range(engine.config.max_batch_size))
     return [sequence.output for sequence in sequences]
 
 
@@ -257,7 +256,7 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     ):
         monkeypatch.setattr(plain_kernels, name, noting(name, place, getattr(plain_kernels, name)))
     engine = make_engine(Path(model), max_seq_len=90, **options)
-    engine.worker.warm_up(engine.limits.max_num_tokens)
+    engine.worker.warm_up(engine.config.max_num_tokens)
     warmed = dict(rows)
     rows.clear()
     cache = engine.worker.part.cache
@@ -313,21 +312,19 @@ def test_the_ladder() -> None:
 def test_what_fits_on_a_gpu() -> None:
     from disagg.errors import ConfigError
 
-    config = CoreConfig(
-        "torch", model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=1024, max_num_tokens=8192
-    )
+    config = engine_config("llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=1024, max_num_tokens=8192)
     info = check_model(config)
     assert info.dtype == "bfloat16"
     assert 75 << 30 < info.kv_cache_tokens * 131072 < 0.8 * ((139 << 30) - info.n_bytes)
-    half = check_model(dataclasses.replace(config, kv_cache_fraction=0.4))
+    half = check_model(changed(config, kv_cache_free_gpu_mem_fraction=0.4))
     assert abs(2 * half.kv_cache_tokens - info.kv_cache_tokens) < 200
-    assert check_model(dataclasses.replace(config, kv_cache_tokens=70000)).kv_cache_tokens == 70000 // 32 * 32
-    small = dataclasses.replace(config, gpu_bytes=15 << 30, max_batch_size=8)
+    assert check_model(changed(config, kv_cache_tokens=70000)).kv_cache_tokens == 70000 // 32 * 32
+    small = changed(config, gpu_bytes=15 << 30, max_batch_size=8)
     with pytest.raises(
         ConfigError,
         match=r"llama3\.1-8b does not fit: a GPU of instance 0 has 15\.0 GiB free, and 15\.0 GiB of weights",
     ):
         check_model(small)
-    assert check_model(dataclasses.replace(small, tp_size=2)).kv_cache_tokens > 50_000
+    assert check_model(changed(small, tp_size=2)).kv_cache_tokens > 50_000
     with pytest.raises(ConfigError, match=r"KV cache of 2000000 tokens needs 244\.1 GiB on a GPU"):
-        check_model(dataclasses.replace(config, kv_cache_tokens=2_000_000))
+        check_model(changed(config, kv_cache_tokens=2_000_000))

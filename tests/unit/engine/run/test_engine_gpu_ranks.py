@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from mpillm.cores.base import CoreConfig
 from mpillm.engine.kernels.ops import Partial
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.shared_rows import SharedRows
@@ -21,6 +20,7 @@ from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers import plain_kernels
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.torch_cores import make_core
 
 
@@ -79,14 +79,8 @@ def test_all_ranks_of_an_instance_warm_up_together(
 
     def warm_up(rank: int) -> None:
         tp_rank, pp_rank = (rank, 0) if shape == (2, 1) else (0, rank)
-        config = CoreConfig(
-            "torch",
-            model_path=str(folder),
-            tp_size=shape[0],
-            pp_size=shape[1],
-            tp_rank=tp_rank,
-            pp_rank=pp_rank,
-            max_seq_len=64,
+        config = engine_config(
+            folder, tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
         )
         groups = ThreadGroups(Layout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
         worker = Worker.on_gpu(
@@ -117,9 +111,7 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
     ]
 
     def run(rank: int, tp_size: int) -> list[list[int]]:
-        config = CoreConfig(
-            "torch", model_path=str(folder), dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64
-        )
+        config = engine_config(folder, dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64)
         groups = ThreadGroups(Layout(tp_size, 1, tp_rank=rank), meeting, brought, queue.Queue())
         kernels = types.SimpleNamespace(**vars(plain_kernels))
 

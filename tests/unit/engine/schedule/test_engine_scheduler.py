@@ -9,11 +9,12 @@ from collections import deque
 import numpy as np
 import pytest
 
+from mpillm.engine.refusal import refusal
 from mpillm.engine.schedule.block_allocator import BlockAllocator
-from mpillm.engine.schedule.engine_limits import refusal
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from tests.helpers.hashing_engine import (
     CHUNKINGS,
     POLICIES,
@@ -54,7 +55,7 @@ def test_every_answer_is_right_and_every_block_comes_back(
     ended: dict[int, bool] = {}  # whether the end was that of a cancelled one
     for _ in range(20_000):
         if to_come and random.random() < 0.3:
-            assert refusal(to_come[0], engine.info, engine.limits) is None
+            assert refusal(to_come[0], engine.info, engine.config) is None
             engine.add(to_come.popleft())
         if random.random() < 0.15:
             n_added = len(sequences) - len(to_come)
@@ -132,7 +133,7 @@ def test_a_static_batch_runs_to_its_end(chunking: str, n_stages: int) -> None:
             batches.append(running)
     assert ended == set(range(40))
     assert sorted(itertools.chain.from_iterable(batches)) == list(range(40))
-    assert max(map(len, batches)) == engine.limits.max_batch_size, "a batch is not what fits one step"
+    assert max(map(len, batches)) == engine.config.max_batch_size, "a batch is not what fits one step"
 
 
 # --- chunking ---
@@ -140,9 +141,10 @@ def test_a_static_batch_runs_to_its_end(chunking: str, n_stages: int) -> None:
 
 def chunks(chunking: str, lengths: list[int], max_num_tokens: int, n_in_flight: int = 1) -> list[int]:
     """Return the number of tokens of each sequence in the first step."""
-    scheduler = Scheduler(
-        BlockAllocator(1000), SIZE, 16, max_num_tokens, True, n_in_flight, "max_util", chunking
+    config = SchedulerConfig(
+        16, max_num_tokens, SIZE, enable_chunked_context=True, context_chunking_policy=chunking
     )
+    scheduler = Scheduler(config, BlockAllocator(1000), n_in_flight)
     for i, n in enumerate(lengths):
         scheduler.add(sequence(i, [1] * n))
     found = dict.fromkeys(range(len(lengths)), 0) | {s.id: n for s, n in scheduler.plan()}
@@ -162,7 +164,10 @@ def test_chunks() -> None:
 def test_equal_progress_is_equal() -> None:
     """In each step all sequences that want more get the same, give or take a token, and a step is full as
     long as any wants more."""
-    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, True, 1, "max_util", "equal_progress")
+    config = SchedulerConfig(
+        16, 50, SIZE, enable_chunked_context=True, context_chunking_policy="equal_progress"
+    )
+    scheduler = Scheduler(config, BlockAllocator(1000))
     sequences = [sequence(i, [1] * n) for i, n in enumerate([300, 90, 200, 40])]
     for s in sequences:
         scheduler.add(s)
@@ -191,7 +196,7 @@ def plans(scheduler: Scheduler, n_steps: int) -> list[dict[int, int]]:
 
 def test_a_prompt_as_long_as_a_step_takes_turns_with_decode() -> None:
     """It never fits beside a generating sequence: it would wait until none is left."""
-    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, chunked=False)
+    scheduler = Scheduler(SchedulerConfig(16, 50, SIZE), BlockAllocator(1000))
     sequences = [sequence(i, [1] * n) for i, n in enumerate([50, 50, 20, 20, 49])]
     for s in sequences:
         scheduler.add(s)
@@ -208,7 +213,7 @@ def test_a_prompt_as_long_as_a_step_takes_turns_with_decode() -> None:
 
 def test_a_preempted_sequence_longer_than_a_step_goes_in_pieces() -> None:
     """With its answer it is longer than any prompt may be, and steps never have more than their tokens."""
-    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, chunked=False)
+    scheduler = Scheduler(SchedulerConfig(16, 50, SIZE), BlockAllocator(1000))
     first, second = sequence(0, [1] * 40), sequence(1, [1] * 30)
     second.output += [1] * 75
     for s in (first, second):

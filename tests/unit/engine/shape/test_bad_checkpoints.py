@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
 from mpillm.engine.shape.families import FAMILIES
 from mpillm.engine.shape.model_info import model_info
+from tests.helpers.engine_configs import engine_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def refusal(folder: Path) -> str:
     """Return the message; a call of `model_info` reads headers and scales only."""
     with pytest.raises(ConfigError) as caught:
-        model_info(CoreConfig("torch", model_path=str(folder), max_seq_len=200))
+        model_info(engine_config(folder, max_seq_len=200))
     message = str(caught.value)
     assert str(folder) in message and "\n" not in message
     return message
@@ -57,7 +57,7 @@ def test_a_tensor_is_missing_or_has_another_shape(
     models: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
     whole = load_file(models[family] / FILE)
-    model_info(CoreConfig("torch", model_path=str(models[family]), max_seq_len=200))
+    model_info(engine_config(str(models[family]), max_seq_len=200))
     for name, x in whole.items():
         others = {other: y for other, y in whole.items() if other != name}
         message = refusal(copied(models[family], others, tmp_path / "missing"))

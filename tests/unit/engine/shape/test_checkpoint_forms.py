@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 torch = pytest.importorskip("torch")
@@ -145,8 +146,8 @@ def test_blocks_are_multiplied_as_in_transformers() -> None:
     assert torch.equal(dequantize_blocks(numbers, scales, slice(None), slice(None)), wanted)
 
 
-def core_config(folder: Path) -> CoreConfig:
-    return CoreConfig("torch", model_path=str(folder))
+def core_config(folder: Path) -> EngineConfig:
+    return engine_config(folder)
 
 
 def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path: Path) -> None:

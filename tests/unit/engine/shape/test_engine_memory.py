@@ -11,8 +11,10 @@ import mpillm.engine.shape.model_info
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.memory import load_bytes
 from mpillm.engine.shape.model_info import check_model, model_info
+from tests.helpers.engine_configs import engine_config
 
 GIB = 2**30
 
@@ -27,8 +29,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
     return have
 
 
-def config(model: str, **options: Any) -> CoreConfig:
-    return CoreConfig("torch", model_path=model, load_format="dummy", **options)
+def config(model: str, **options: Any) -> EngineConfig:
+    return engine_config(model, load_format="dummy", **options)
 
 
 # What the published models are known to have, in numbers and heads.
@@ -72,10 +74,10 @@ def test_a_draft_model_must_fit_beside_the_model(node: Any) -> None:
     )
     alone = load_bytes(model_info(guessing).config, model_info(guessing).layout, "bfloat16", "none") / GIB
     node(2.2 * alone + 1)
-    TorchCore.check(guessing)
+    TorchCore.check(CoreConfig("torch", guessing))
     node(1.5 * alone + 1)
     with pytest.raises(ConfigError, match=r"llama3.2-1b does not fit: .* of the model that it guesses for"):
-        TorchCore.check(guessing)
+        TorchCore.check(CoreConfig("torch", guessing))
     check_model(guessing)
 
 
@@ -142,9 +144,8 @@ def test_a_tied_embedding_is_there_twice(node: Any) -> None:
 )
 def test_a_gpu_keeps_what_a_step_takes(model: str, max_num_tokens: int, measured: float) -> None:
     """At least the GiB that an H200 had in use beside weights and KV cache after the largest steps."""
-    core = CoreConfig(
-        core_type="torch",
-        model_path=model,
+    core = engine_config(
+        model,
         quantization="fp8",
         kv_cache_dtype="fp8",
         gpu_bytes=140 << 30,
@@ -152,7 +153,7 @@ def test_a_gpu_keeps_what_a_step_takes(model: str, max_num_tokens: int, measured
         max_num_tokens=max_num_tokens,
         max_seq_len=2048,
         enable_chunked_context=True,
-        kv_cache_fraction=1.0,
+        kv_cache_free_gpu_mem_fraction=1.0,
     )
     info = check_model(core)
     per_token = info.config.kv_bytes_per_token("fp8", 1, 1)

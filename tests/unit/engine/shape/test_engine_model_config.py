@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.shape.read_config import load_model_config, preset_json
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
+from tests.helpers.engine_configs import engine_config
 
 GPT2 = {  # beside Llama's fields
     "architectures": ["GPT2LMHeadModel"],
@@ -28,8 +29,8 @@ GPT2 = {  # beside Llama's fields
 }
 
 
-def config(model_path: Path | str | None, **options: Any) -> CoreConfig:
-    return CoreConfig("torch", model_path=None if model_path is None else str(model_path), **options)
+def config(model_path: Path | str | None, **options: Any) -> EngineConfig:
+    return engine_config(model_path, **options)
 
 
 def write_checkpoint(folder: Path, change: dict[str, Any] | None = None) -> Path:
@@ -126,9 +127,10 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     code = (
         "import sys; from mpillm.cores.registry import BackendRegistry; from mpillm.cores.base import"
-        " CoreConfig; BackendRegistry.get('torch').check(CoreConfig('torch',"
-        f" model_path={str(tmp_path)!r})); assert not {{'torch', 'safetensors', 'transformers'}} &"
-        " set(sys.modules)"
+        " CoreConfig; from mpillm.engine.shape.engine_config import EngineConfig;"
+        f" config = CoreConfig('torch', EngineConfig(model_path={str(tmp_path)!r}));"
+        " BackendRegistry.get('torch').check(config);"
+        " assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -155,17 +157,17 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
             r"stop_words \(512,\): tokens \[512\]; must be one or more, each from 0 to 511",
         ),
         ({"stop_words": ((),)}, r"stop_words \(\): tokens \[\]; must be one or more"),
-        ({"options": {"ttft_ms": 3}}, "core_options ttft_ms: the torch core has no such option"),
-        ({"options": {"use_custom_all_reduce": 3}}, "use_custom_all_reduce:3: not true or false"),
-        ({"options": {"use_custom_all_reduce": True}}, "use_custom_all_reduce:True: only for GPUs"),
-        ({"options": {"use_fp8_context_fmha": True}}, "use_fp8_context_fmha:True: only for GPUs"),
+        ({"core_options": {"ttft_ms": 3}}, "core_options ttft_ms: the torch core has no such option"),
+        ({"core_options": {"use_custom_all_reduce": 3}}, "use_custom_all_reduce:3: not true or false"),
+        ({"core_options": {"use_custom_all_reduce": True}}, "use_custom_all_reduce:True: only for GPUs"),
+        ({"core_options": {"use_fp8_context_fmha": True}}, "use_fp8_context_fmha:True: only for GPUs"),
         (
-            {"options": {"use_fp8_context_fmha": True}, "gpu_bytes": 1 << 40, "quantization": "fp8"},
+            {"core_options": {"use_fp8_context_fmha": True}, "gpu_bytes": 1 << 40, "quantization": "fp8"},
             "use_fp8_context_fmha:True: only with weights and a KV cache in fp8; they are in fp8 and float32",
         ),
         (
             {
-                "options": {"use_fp8_context_fmha": True},
+                "core_options": {"use_fp8_context_fmha": True},
                 "gpu_bytes": 1 << 40,
                 "quantization": "fp8",
                 "kv_cache_dtype": "fp8",

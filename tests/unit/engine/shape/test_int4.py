@@ -11,7 +11,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.options.core_config import CoreConfig
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.families import make_family
 from tests.helpers.int4 import CONFIGS, pack_int4
 
@@ -53,7 +53,7 @@ def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, 
     assert torch.equal(source.get(name, rows, columns).half().float(), wanted)
     held = [source.get(part(name), rows, columns) for part in (blocks_name, scale_name)]
     assert torch.equal(int4.widened(*held).half().float(), wanted)
-    info = model_info(CoreConfig("torch", model_path=str(tmp_path)))
+    info = model_info(engine_config(tmp_path))
     weights = open_weights(info, Layout(), "cpu", dummy=False)
     q, k, v = (dict(model.named_parameters())[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
     numbers, scales = weights.matrix("model.layers.0.self_attn.qkv_proj")
@@ -97,8 +97,8 @@ def test_a_built_engine_and_dummy_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     written(folder, "gptq", 64)
     build(folder, tmp_path / "engine", tp_size=2)
-    core = CoreConfig("torch", model_path=str(folder), tp_size=2, engine_dir=str(tmp_path / "engine"))
-    of_folder = CoreConfig("torch", model_path=str(folder), tp_size=2)
+    core = engine_config(folder, tp_size=2, engine_dir=str(tmp_path / "engine"))
+    of_folder = engine_config(folder, tp_size=2)
     infos = [model_info(config) for config in (core, of_folder)]
     assert [info.quantization for info in infos] == ["int4"] * 2 and infos[0].n_bytes == infos[1].n_bytes
     name = "model.layers.1.mlp.down_proj"
@@ -132,7 +132,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
     def info(**options: Any) -> object:
-        return model_info(CoreConfig("torch", model_path=str(folder), **options))
+        return model_info(engine_config(folder, **options))
 
     with pytest.raises(
         ConfigError, match=r"a rank holds 64 inputs of .*; int4 needs multiples of its group, 128"
@@ -169,4 +169,4 @@ def test_scales_of_tensors_with_a_prefix_are_checked(tmp_path: Path) -> None:
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    assert model_info(CoreConfig("torch", model_path=str(tmp_path))).quantization == "int4"
+    assert model_info(engine_config(tmp_path)).quantization == "int4"

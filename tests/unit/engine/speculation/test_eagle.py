@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.kernels import linear
 from mpillm.engine.kernels.cpu_products import cpu_products
@@ -20,6 +20,7 @@ from mpillm.engine.run.cpu_steps import CpuSteps
 from mpillm.engine.shape.eagle_config import read_eagle
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers.eagle_heads import NaiveHead, Seen, answer_with_guesses, check_guesses, eagle, save_head
+from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.gpu_steps_on_cpu import KINDS, GpuCore
 from tests.helpers.guesses import N_OUTPUT
@@ -192,37 +193,37 @@ def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> N
 
 
 def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path, tmp_path: Path) -> None:
-    config = make_core(folder, max_batch_size=1000, max_seq_len=4096).config
-    config = dataclasses.replace(config, gpu_bytes=3 << 30)
-    guessing = dataclasses.replace(config, speculative_config=eagle(head_folder, 1))
+    config = make_core(folder, max_batch_size=1000, max_seq_len=4096).config.engine
+    config = changed(config, gpu_bytes=3 << 30)
+    guessing = changed(config, speculative_config=eagle(head_folder, 1))
     plain, beside = check_model(config), check_model(guessing)
     per_token, of_head = (
         model.kv_bytes_per_token("float32")
         for model in (plain.config, read_eagle(head_folder, plain.config).model)
     )
     room, left = (info.kv_cache_tokens * per_token for info in (plain, beside))
-    fraction = config.kv_cache_fraction
+    fraction = config.kv_cache_free_gpu_mem_fraction
     assert (
         left + beside.kv_cache_tokens * of_head
         < room - fraction * (head_folder / "model.safetensors").stat().st_size
     )
     assert beside.feature_layers == (0, 2, 4)
-    TorchCore.check(guessing)
+    TorchCore.check(CoreConfig("torch", guessing))
     add_embedding(head_folder, tmp_path / "head", 512)
-    with_embedding = dataclasses.replace(guessing, speculative_config=eagle(tmp_path / "head", 1))
+    with_embedding = changed(guessing, speculative_config=eagle(tmp_path / "head", 1))
     lost = beside.kv_cache_tokens - check_model(with_embedding).kv_cache_tokens
     of_row = 4 * plain.config.hidden_size
     assert lost * (per_token + of_head + of_row) > 0.9 * fraction * 512 * of_row
     with pytest.raises(ConfigError, match="/head0 beside it does not fit"):
-        check_model(dataclasses.replace(guessing, gpu_bytes=1 << 30))
+        check_model(changed(guessing, gpu_bytes=1 << 30))
 
 
 def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> None:
-    config = make_core(folder).config
+    config = make_core(folder).config.engine
 
     def refused(head: Path = head_folder, **options: Any) -> str:
         with pytest.raises(ConfigError) as error:
-            TorchCore.check(dataclasses.replace(config, speculative_config=eagle(head), **options))
+            TorchCore.check(CoreConfig("torch", changed(config, speculative_config=eagle(head), **options)))
         assert "speculative_config" in error.value.about
         return str(error.value)
 

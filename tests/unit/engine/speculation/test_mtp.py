@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,9 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers.eagle_heads import answer_with_guesses, check_guesses
+from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.gpu_steps_on_cpu import KINDS
 from tests.helpers.guesses import N_OUTPUT
@@ -83,18 +84,18 @@ def test_a_rounded_model_guesses(made: tuple[Path, NaiveMtp], asked: Tokens, qua
 
 
 def test_memory_of_a_gpu_is_kept_for_it(made: tuple[Path, NaiveMtp]) -> None:
-    config = dataclasses.replace(make_core(made[0], max_batch_size=1000).config, gpu_bytes=1680 << 20)
+    config = changed(make_core(made[0], max_batch_size=1000).config.engine, gpu_bytes=1680 << 20)
     plain = check_model(config)
-    beside = check_model(dataclasses.replace(config, speculative_config=mtp(1)))
+    beside = check_model(changed(config, speculative_config=mtp(1)))
     assert beside.kv_cache_tokens < plain.kv_cache_tokens and beside.feature_layers == (3,)
 
 
 def test_what_is_refused(made: tuple[Path, NaiveMtp], folder: Path, tmp_path: Path) -> None:
-    config = make_core(made[0]).config
+    config = make_core(made[0]).config.engine
 
     def refused(**options: Any) -> str:
         with pytest.raises(ConfigError) as error:
-            TorchCore.check(dataclasses.replace(config, **{"speculative_config": mtp(), **options}))
+            TorchCore.check(CoreConfig("torch", changed(config, **{"speculative_config": mtp(), **options})))
         return str(error.value)
 
     for options, what in (

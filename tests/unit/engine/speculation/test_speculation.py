@@ -53,7 +53,7 @@ class Guesses:
 
 
 def speculating(engine: Engine, random: np.random.Generator, share_right: float = 0.7, **options: Any) -> Any:
-    most = engine.limits.max_num_tokens
+    most = engine.config.max_num_tokens
     guesses = Guesses(share_right, random, engine.info.config.partial_window)
     engine.speculation = Speculation(guesses, engine.scheduler, most, 5, **options)
     return engine.speculation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,20 @@ import pytest
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.gpu_steps import GpuSteps
 from mpillm.engine.run.worker import Follower, Worker
 from mpillm.engine.schedule.sequence import UNREAD
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.speculation import start_speculation
 from mpillm.engine.speculation.draft_model import DraftModel
-from mpillm.options.core_config import CoreConfig
 from tests.helpers import plain_kernels
+from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_steps_on_cpu import LateGpuCore
 from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
@@ -77,7 +78,7 @@ def test_greedy_tokens_are_the_plain_ones(
     assert any(of_decode)
     assert not (options and all(of_decode))  # some beside contexts
     assert max(len(step.tokens) for step in with_guesses if len(step.tokens) == len(step.wanted)) <= (
-        decode_rows(core.config)
+        decode_rows(core.config.engine)
     )
 
 
@@ -100,17 +101,17 @@ def test_a_draft_model(
     """Its decode steps have a token for each of their rows, and from the second guess on nobody waits."""
     steps: list[Step] = []
 
-    def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
-        size, limits = config.tokens_per_block, (config.max_batch_size, config.max_num_tokens)
+    def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
+        scheduler = config.scheduler
         worker = Worker.on_gpu(
             info,
-            size,
+            scheduler.tokens_per_block,
             Groups(),
-            config.max_batch_size,
+            scheduler.max_batch_size,
             dummy=False,
             device="cpu",
             kernels=plain_kernels,
-            decode_rows=DraftModel.decode_rows(*limits),
+            decode_rows=DraftModel.decode_rows(scheduler),
         )
         run = worker.run
 
@@ -135,7 +136,7 @@ def test_a_draft_model(
     assert all(len(step.wanted) == len(step.tokens) for step in of_decode)
     assert any(span.is_few for step in of_decode for span in step.spans)
     rows = max(len(step.tokens) for step in of_decode)
-    assert rows <= DraftModel.decode_rows(core.config.max_batch_size, core.config.max_num_tokens)
+    assert rows <= DraftModel.decode_rows(core.config.engine.scheduler)
     unread = [step for step in steps if UNREAD in step.tokens]
     assert unread
     assert all(set(step.tokens) == {UNREAD} for step in unread)
@@ -182,46 +183,45 @@ def test_a_request_is_cancelled_beside_guesses(folder: Path, repetitive: Tokens,
 
 
 def test_memory_is_kept_for_the_rows_of_guesses() -> None:
-    config = make_core("tiny-llama").config
-    config = dataclasses.replace(
+    config = make_core("tiny-llama").config.engine
+    config = changed(
         config, model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=64, max_num_tokens=2048
     )
-    guessing = dataclasses.replace(config, speculative_config=NGRAM)
+    guessing = changed(config, speculative_config=NGRAM)
     assert decode_rows(config) == 64
     assert decode_rows(guessing) == 320
-    assert decode_rows(dataclasses.replace(guessing, max_num_tokens=100)) == 100
-    assert decode_rows(dataclasses.replace(guessing, role="context")) == 64
-    few = dataclasses.replace(guessing, speculative_config=NGRAM | {"max_concurrency": 8})
+    assert decode_rows(changed(guessing, max_num_tokens=100)) == 100
+    assert decode_rows(changed(guessing, role="context")) == 64
+    few = changed(guessing, speculative_config=NGRAM | {"max_concurrency": 8})
     assert decode_rows(few) == 64
     sizes = [
-        check_model(dataclasses.replace(c, max_batch_size=4096, max_seq_len=None)).kv_cache_tokens
-        for c in (config, dataclasses.replace(guessing, max_num_tokens=20480))
+        check_model(changed(c, max_batch_size=4096, max_seq_len=None)).kv_cache_tokens
+        for c in (config, changed(guessing, max_num_tokens=20480))
     ]
     assert sizes[1] < sizes[0]
 
 
 def test_memory_is_kept_for_a_draft_model() -> None:
     """The KV caches of both hold as many tokens."""
-    config = make_core("tiny-llama").config
-    config = dataclasses.replace(
+    config = make_core("tiny-llama").config.engine
+    config = changed(
         config, model_path="llama3.1-8b", gpu_bytes=60 << 30, max_batch_size=2048, max_seq_len=4096
     )
     ngram, target = (
-        dataclasses.replace(config, speculative_config=said)
-        for said in (NGRAM, draft_target(Path("llama3.2-1b"), 4))
+        changed(config, speculative_config=said) for said in (NGRAM, draft_target(Path("llama3.2-1b"), 4))
     )
     plain, beside = (check_model(c) for c in (ngram, target))
-    draft = check_model(dataclasses.replace(config, model_path="llama3.2-1b"))
+    draft = check_model(changed(config, model_path="llama3.2-1b"))
     taken = (plain.kv_cache_tokens - beside.kv_cache_tokens) * plain.config.kv_bytes_per_token("bfloat16")
-    fraction = config.kv_cache_fraction
+    fraction = config.kv_cache_free_gpu_mem_fraction
     of_cache = beside.kv_cache_tokens * draft.config.kv_bytes_per_token("bfloat16")
     assert taken > fraction * draft.n_bytes + of_cache
     assert taken < fraction * (draft.n_bytes + (6 << 30)) + of_cache
-    TorchCore.check(target)
-    context = dataclasses.replace(target, role="context")
-    assert check_model(context) == check_model(dataclasses.replace(config, role="context"))
+    TorchCore.check(CoreConfig("torch", target))
+    context = changed(target, role="context")
+    assert check_model(context) == check_model(changed(config, role="context"))
     with pytest.raises(ConfigError, match=r"llama3.1-8b with llama3.2-1b beside it does not fit"):
-        check_model(dataclasses.replace(target, gpu_bytes=19 << 30))
+        check_model(changed(target, gpu_bytes=19 << 30))
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
+from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.engine_configs import changed
 from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
@@ -143,9 +144,9 @@ def test_bfloat16_runs(folder: Path, repetitive: Tokens) -> None:
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     def refused(**options: Any) -> str:
-        config = make_core(folder).config
+        config = make_core(folder).config.engine
         with pytest.raises(ConfigError) as error:
-            TorchCore.check(dataclasses.replace(config, **options))
+            TorchCore.check(CoreConfig("torch", changed(config, **options)))
         assert "speculative_config" in error.value.about
         return str(error.value)
 

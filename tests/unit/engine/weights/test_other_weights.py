@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.engine_configs import engine_config
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        model_info(CoreConfig("torch", model_path=str(folder)))
+        model_info(engine_config(folder))
     return str(caught.value)
 
 
@@ -71,7 +71,7 @@ def test_shards_without_an_index(model: Path, tmp_path: Path) -> None:
     for i, part in enumerate((names[:7], names[7:]), 1):
         file = tmp_path / f"model-{i:05}-of-00002.safetensors"
         safetensors.save_file({name: tensors[name] for name in part}, file)
-    assert model_info(CoreConfig("torch", model_path=str(tmp_path))).folder == tmp_path
+    assert model_info(engine_config(tmp_path)).folder == tmp_path
     assert torch.equal(safetensors.load_file(file)[names[-1]], tensors[names[-1]])
     file.unlink()
     assert "model-00002-of-00002.safetensors: no such file" in refusal(tmp_path)

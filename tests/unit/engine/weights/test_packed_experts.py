@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.engine.shape.entries import blocks_name, scale_name
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.options.core_config import CoreConfig
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.families import make_family, pack_experts
 
 torch = pytest.importorskip("torch")
@@ -112,7 +112,7 @@ def test_where_experts_stay_as_they_are(folders: tuple[Path, Any], tmp_path: Pat
     folder, _ = folders
 
     def held(**options: Any) -> tuple[str, int]:
-        info = model_info(CoreConfig("torch", model_path=str(folder), **options))
+        info = model_info(engine_config(folder, **options))
         return info.quantization, info.n_bytes
 
     gpu: dict[str, Any] = {"gpu_bytes": 8 << 30}
@@ -131,7 +131,7 @@ def test_where_experts_stay_as_they_are(folders: tuple[Path, Any], tmp_path: Pat
         with pytest.raises(ConfigError, match=message):
             held(quantization="mxfp4", **options)
     with pytest.raises(ConfigError, match="can't be in MXFP4: it has none"):
-        model_info(CoreConfig("torch", model_path="tiny-llama", quantization="mxfp4"))
+        model_info(engine_config("tiny-llama", quantization="mxfp4"))
     assert held(quantization="fp8")[0] == "fp8"
 
 
@@ -139,9 +139,7 @@ def test_an_engine_of_them(folders: tuple[Path, Any], tmp_path: Path) -> None:
     """A rank's file holds their bytes, and a run of it computes with these."""
     folder, _ = folders
     build(folder, tmp_path / "engine", tp_size=2)
-    core = CoreConfig(
-        "torch", model_path=str(folder), engine_dir=str(tmp_path / "engine"), tp_size=2, tp_rank=1
-    )
+    core = engine_config(folder, engine_dir=str(tmp_path / "engine"), tp_size=2, tp_rank=1)
     info = model_info(core)
     assert info.quantization == "mxfp4"
     config = dataclasses.replace(info.config, stored="mxfp4")  # of the checkpoint

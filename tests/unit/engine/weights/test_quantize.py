@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.layout import Layout
 from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.engine.shape.read_config import load_model_config
@@ -29,6 +29,7 @@ from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
+from tests.helpers.engine_configs import engine_config
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.quantized_models import dequantized
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
@@ -56,8 +57,8 @@ def prompts() -> Tokens:
     return [rng.integers(0, 512, n).tolist() for n in (1, 2, 17, 33, 60, 5, 88, 12)]
 
 
-def config(model: Path | str, **options: Any) -> CoreConfig:
-    return CoreConfig("torch", model_path=str(model), **({"max_seq_len": 128} | options))
+def config(model: Path | str, **options: Any) -> EngineConfig:
+    return engine_config(model, **{"max_seq_len": 128} | options)
 
 
 def logits(core: TorchCore, prompt: list[int]) -> torch.Tensor:

@@ -1,30 +1,14 @@
-"""How much an engine computes at once, and which requests it can therefore never answer."""
+"""Requests that an engine can never answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpillm.engine.extras.beams import Beams
 from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.model_info import ModelInfo
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much an engine computes at once, and in which order."""
-
-    max_batch_size: int
-    max_num_tokens: int  # in one step
-    tokens_per_block: int
-    chunked: bool = True
-    policy: str = "max_util"  # see `Scheduler`
-    chunking: str = "first_come_first_served"
-    reuse: bool = False  # share the blocks of a common prefix
-    # Tokens of arriving KV caches that the buffers have room for. One larger cache may arrive alone.
-    max_moving_tokens: int | None = None
-
-
-def refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> str | None:
+def refusal(sequence: Sequence, info: ModelInfo, config: SchedulerConfig) -> str | None:
     """Return why an engine can never answer `sequence`, or None."""
     n = len(sequence.prompt)
     if n == 0 or sequence.max_output == 0:
@@ -37,15 +21,15 @@ def refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> str | 
     n_total = n + (1 if sequence.hand_over else sequence.max_output)
     if n_total > info.max_seq_len:
         return f"{n} prompt tokens and {n_total - n} output tokens exceed max_seq_len {info.max_seq_len}"
-    if n > limits.max_num_tokens and not limits.chunked:
-        return f"{n} prompt tokens exceed max_num_tokens {limits.max_num_tokens}, and chunked context is off"
-    if sequence.width > 1 and (why := _beam_refusal(sequence, info, limits)):
+    if n > config.max_num_tokens and not config.enable_chunked_context:
+        return f"{n} prompt tokens exceed max_num_tokens {config.max_num_tokens}, and chunked context is off"
+    if sequence.width > 1 and (why := _beam_refusal(sequence, info, config)):
         return why
     return sequence.special.refusal(info.vocab_size) if sequence.special is not None else None
 
 
-def _beam_refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> str | None:
-    width, size = sequence.width, limits.tokens_per_block
+def _beam_refusal(sequence: Sequence, info: ModelInfo, config: SchedulerConfig) -> str | None:
+    width, size = sequence.width, config.tokens_per_block
     if info.window_cache_tokens:
         return f"beam_width {width}: not on a GPU where layers with a window have a KV cache of their own"
     ends = sequence.special.ends if sequence.special is not None else None
@@ -53,10 +37,10 @@ def _beam_refusal(sequence: Sequence, info: ModelInfo, limits: EngineLimits) -> 
     there = info.kv_cache_tokens // size
     if n > there:
         return f"beam_width {width} needs {n * size} tokens of KV cache, of which there are {there * size}"
-    if width > min(limits.max_batch_size, limits.max_num_tokens):
+    if width > min(config.max_batch_size, config.max_num_tokens):
         return (
-            f"beam_width {width} exceeds max_batch_size {limits.max_batch_size}"
-            f" or max_num_tokens {limits.max_num_tokens}"
+            f"beam_width {width} exceeds max_batch_size {config.max_batch_size}"
+            f" or max_num_tokens {config.max_num_tokens}"
         )
     n_ends = len(set(info.end_ids if ends is None else ends))
     if Beams.candidates(width, n_ends) > info.vocab_size:
