@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.helpers.layouts import Answers, check, layout, oracle
-from tests.helpers.support import ROOT, USAGE, Starter
+from tests.helpers.support import USAGE, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
 from mpillm.engine.build_engine import build  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402 - needs torch

@@ -10,6 +10,7 @@ affair (`opaque_state` beside it).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -220,7 +221,12 @@ class DisaggRoutes:
         loop = asyncio.get_running_loop()
         await share.acquire()
         future = self._fetchers.submit(work)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(share.release))
+
+        def release(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(share.release)
+
+        future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
     def opened(self, answer: Answer, arrival: Arrival) -> None:

@@ -236,8 +236,7 @@ def test_tables_of_models(_: Path, data: bytes) -> None:
 @cache
 def core() -> Any:
     """Return a client of tritonserver that has connected to none."""
-    with mock.patch.object(triton_core, "TritonHarnessConfig", lambda: TritonHarnessConfig()):
-        return triton_core.TritonGrpcCore(CoreConfig("triton_grpc"))
+    return triton_core.TritonGrpcCore(CoreConfig("triton_grpc", settings=TritonHarnessConfig()))
 
 
 @fuzz(

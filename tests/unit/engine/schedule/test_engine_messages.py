@@ -11,7 +11,6 @@ import torch
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
 from mpillm.engine.extras.lora import AdapterTensors
-from mpillm.engine.parallel import groups
 from mpillm.engine.parallel.groups import HIDDEN
 from mpillm.engine.schedule import engine_messages
 from mpillm.engine.schedule.engine_messages import Notice, Room
@@ -61,10 +60,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
 }
 MESSAGES: dict[Tag, Message[Any]] = {
-    value.tag: value
-    for module in (engine_messages, groups)
-    for value in vars(module).values()
-    if isinstance(value, Message)
+    value.tag: value for value in vars(engine_messages).values() if isinstance(value, Message)
 }
 
 
