@@ -547,4 +547,5 @@ def by_expert(
         [Linear(weight.cpu().float()) for weight in weights],
         None if biases is None else list(biases.cpu().float()),
     )
-    return linear(x.cpu().float(), Choice(*(part.cpu() for part in choice))).to(x)
+    order, ends = (places.cpu().long() for places in (choice.order, choice.ends))  # GPUs have int32
+    return linear(x.cpu().float(), Choice(choice.weights.cpu(), order, ends)).to(x)
