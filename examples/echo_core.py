@@ -30,7 +30,7 @@ class EchoCore(LLMCore):
 
     def credits(self) -> Credits:
         """Return the credits: what the leader may send before answers return."""
-        return Credits(requests=self.config.max_batch_size, tokens=1 << 20)
+        return Credits(requests=self.config.engine.scheduler.max_batch_size, tokens=1 << 20)
 
     def enqueue(self, requests: Batch) -> None:
         self._waiting.extend(requests.split())

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.support import INSTANCE_LOST, Starter, wait_until
 
 
-@pytest.mark.parametrize(("who", "said"), [("rank 0", "killed"), ("mpirun", "ended by SIGKILL")])
+@pytest.mark.parametrize(("who", "said"), [("rank 0", "killed"), ("mpirun", "ended by signal 9 (SIGKILL)")])
 def test_a_test_leaves_what_its_instances_did(one: Starter, who: str, said: str) -> None:
     """And a page, which the launcher writes."""
     endless = ("--core_type", "dummy", "--scenarios=Server", "--server_target_qps=50", "--min_duration=300")
