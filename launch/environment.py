@@ -13,6 +13,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
 from launch.launcher import OPEN_MPI, EveryRankError, find_launcher
+from launch.outside import whole_number
 
 EXIT_FILE = "MPILLM_EXIT_FILE"
 """Path of the file in which rank 0 leaves its exit code for the launcher.
@@ -118,13 +119,13 @@ def _whole_allocation(env: Mapping[str, str]) -> dict[str, str]:
 
     Those of the step name the job's nodes, but the step's tasks: Open MPI takes nodes without one for none.
     """
-    job, step = (env.get(f"SLURM_{what}_NUM_NODES", "") for what in ("JOB", "STEP"))
-    cpus, each = env.get("SLURM_JOB_CPUS_PER_NODE", ""), env.get("SLURM_CPUS_PER_TASK", "1")
-    if not (job.isdecimal() and step.isdecimal() and int(step) < int(job) and cpus and each.isdecimal()):
+    job, step = (whole_number(env.get(f"SLURM_{what}_NUM_NODES", "")) for what in ("JOB", "STEP"))
+    cpus, each = env.get("SLURM_JOB_CPUS_PER_NODE", ""), whole_number(env.get("SLURM_CPUS_PER_TASK", "1"))
+    if job is None or step is None or step >= job or not cpus or each is None:
         return {}
     # As "72(x2),36": numbers of CPUs, and of nodes in a row.
-    tasks = re.sub(r"\d+(?![\d)])", lambda found: str(max(1, int(found[0]) // max(1, int(each)))), cpus)
-    return {"SLURM_NNODES": job, "SLURM_TASKS_PER_NODE": tasks}
+    tasks = re.sub(r"\d{1,18}(?![\d)])", lambda found: str(max(1, int(found[0]) // max(1, each))), cpus)
+    return {"SLURM_NNODES": str(job), "SLURM_TASKS_PER_NODE": tasks}
 
 
 def rank_environment(

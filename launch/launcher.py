@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagg.errors import ConfigError
+from launch.outside import whole_number
 
 RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-server")
 """The mpillm commands that may run as several ranks of one launcher."""
@@ -48,7 +49,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
     """
 
     def number(name: str) -> int | None:
-        return int(env[name]) if env.get(name, "").isdecimal() else None
+        return whole_number(env.get(name, ""))
 
     def started(name: str, size: str, rank: str, protocol: Protocol, is_srun: bool = False) -> list[Launcher]:
         return [Launcher(name, number(size), number(rank), protocol, is_srun)] if rank in env else []

@@ -17,6 +17,7 @@ from disagg import rank_list
 from launch.callers import unreached
 from launch.interfaces import Interface
 from launch.openmpi_tcp import why_apart
+from launch.outside import whole_number
 
 _TRIED = 256  # ports
 
@@ -119,7 +120,7 @@ def _openmpi(env: Mapping[str, str]) -> bool:
 def _openmpi_ports(env: Mapping[str, str]) -> tuple[int, int]:
     """Return the first and the last port at which Open MPI's TCP transport may listen."""
     first, n = (
-        int(text) if (text := env.get(f"OMPI_MCA_btl_tcp_port_{name}_v4", "")).isdecimal() else other
+        other if (port := whole_number(env.get(f"OMPI_MCA_btl_tcp_port_{name}_v4", ""))) is None else port
         for name, other in (("min", 1024), ("range", 65535))
     )
     return first, min(first + n - 1, 65535)

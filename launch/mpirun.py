@@ -52,6 +52,7 @@ from launch.launcher import RANK_COMMANDS
 from launch.masking import MASK, masked_words
 from launch.mpi_ports import unreached_ranks
 from launch.mpirun_words import PLACEMENT, USAGE, has_option, parse_arguments, spans_hosts
+from launch.outside import whole_number
 from launch.own_messages import FAILED
 from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
@@ -141,8 +142,8 @@ def usable_cores() -> int:
 def slots(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that Open MPI starts without --oversubscribe: in a Slurm job, of its
     tasks."""
-    tasks = env.get("SLURM_NTASKS", "")
-    return min(usable_cores(), int(tasks)) if tasks.isdecimal() else usable_cores()
+    tasks = whole_number(env.get("SLURM_NTASKS", ""))
+    return usable_cores() if tasks is None else min(usable_cores(), tasks)
 
 
 def exit_code(told: int | None, status: int, interrupted: int | None = None, survive: bool = True) -> int:

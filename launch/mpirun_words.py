@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from disagg.errors import ConfigError, nearest
 from launch.launcher import RANK_COMMANDS
+from launch.outside import whole_number
 from launch.supervisor import START_DEADLINE_S
 
 USAGE = """\
@@ -137,4 +138,4 @@ def spans_hosts(options: Sequence[str], env: Mapping[str, str]) -> bool:
     if has_option(options, HOSTS) or env.get("PBS_NODEFILE") or env.get("LSBHOSTS"):
         return True
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
-    return nodes.isdecimal() and int(nodes) > 1
+    return (whole_number(nodes) or 0) > 1

@@ -15,6 +15,7 @@ from typing import TextIO
 from launch.masking import without_known
 
 _MOST = 200  # characters of a line
+_MAX_DIGITS = 18  # int() refuses thousands of digits
 
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -32,6 +33,11 @@ def one_line(text: str | bytes, most: int = _MOST) -> str:
         text = text[: 4 * most + 4].decode(errors="backslashreplace")
     shown = _LINE_CONTROLS.sub(_escape, text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 2]} …"
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that `text` writes in decimal digits; None for other text, or over 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
 def printable(text: str) -> str:

@@ -32,6 +32,7 @@ from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
 from launch.masking import masked_words
 from launch.mpirun import INSTANCE_LOST
+from launch.outside import whole_number
 from launch.ownership import other_owner, trusted_owners
 from launch.places import RUNS
 
@@ -78,9 +79,10 @@ examples:
 
 
 def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text)
+    if not number:
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
-    return int(text)
+    return number
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from launch.environment import EXIT_FILE
 from launch.exits import Exits, RankExit, sentence
 from launch.launcher import find_launcher
+from launch.outside import whole_number
 from launch.prctl import KEEPER
 
 # Hydra's ranks have none of the first three. Without `mpillm mpirun` they have one parent.
@@ -67,13 +68,13 @@ def ranks_here() -> int | None:
     Unlike `siblings` it counts those that have not started yet.
     """
     told = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
-    return next((int(text) for text in told if text.isdecimal()), None)
+    return next((number for text in told if (number := whole_number(text)) is not None), None)
 
 
 def _place(env: Mapping[str, str]) -> int | None:
     """Return which of its host's ranks a process is."""
     told = (env.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"))
-    return next((int(text) for text in told if text.isdecimal()), None)
+    return next((number for text in told if (number := whole_number(text)) is not None), None)
 
 
 def siblings() -> dict[int, Sibling]:

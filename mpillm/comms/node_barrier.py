@@ -14,6 +14,8 @@ import struct
 import time
 from collections.abc import Callable
 
+from launch.outside import whole_number
+
 _PATIENCE_S = 2.0  # nobody has come for so long: don't wait for the rest, which may be another program's
 _RETRY_S = 0.005
 _UID = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
@@ -21,9 +23,10 @@ _UID = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
 
 def wait_for_node() -> None:
     """Wait until all ranks that Open MPI's mpirun has started on this node have come here."""
-    namespace, size = os.environ.get("PMIX_NAMESPACE"), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    if namespace and size.isdecimal():
-        meet(f"mpillm-start-{namespace}", int(size))
+    namespace = os.environ.get("PMIX_NAMESPACE")
+    size = whole_number(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", ""))
+    if namespace and size is not None:
+        meet(f"mpillm-start-{namespace}", size)
 
 
 def meet(name: str, n: int, patience_s: float = _PATIENCE_S) -> None:

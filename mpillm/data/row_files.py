@@ -157,7 +157,7 @@ def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
     try:
         with zipfile.ZipFile(stream) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
+            members = [member for member in archive.infolist() if not member.filename.endswith("/")]
             if len(members) != 1:
                 names = ", ".join(member.filename[:60] for member in members[:5]) or "nothing"
                 raise ConfigError(

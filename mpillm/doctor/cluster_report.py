@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from launch.outside import whole_number
 from mpillm.doctor.findings import Status
 from mpillm.doctor.steps import Step, must_be_named, must_be_valid
 from mpillm.errors import ExitCode
@@ -41,8 +42,8 @@ def slurm_pmi(library: str) -> str:
 def ranks_of(mpirun: Sequence[str]) -> int:
     """Return how many ranks these words of mpirun start. Raises ConfigError if they do not say."""
     for option, value in itertools.pairwise(mpirun):
-        if option in ("-n", "-np", "--np", "-c") and value.isdecimal() and int(value) > 1:
-            return int(value)
+        if option in ("-n", "-np", "--np", "-c") and (number := whole_number(value) or 0) > 1:
+            return number
     raise ConfigError(
         f"--mpirun {shlex.join(mpirun)!r} must have -n N, with two ranks or more", about=["mpirun"]
     )

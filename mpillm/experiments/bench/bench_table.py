@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError
+from launch.outside import whole_number
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import layer_bytes
@@ -233,10 +234,10 @@ def _row(
 
 
 def _pair(text: str) -> tuple[int, int]:
-    n_in, slash, n_out = text.partition("/")
-    if not (slash and n_in.isdecimal() and n_out.isdecimal() and int(n_in) and int(n_out)):
+    n_in, _, n_out = map(whole_number, text.partition("/"))
+    if not n_in or not n_out:
         raise ConfigError(f"--pairs {text}: expected tokens in/out, as 128/2048")
-    return int(n_in), int(n_out)
+    return n_in, n_out
 
 
 def _works(config: Options, model: str, lengths: tuple[int, int], batch: float) -> list[Work]:

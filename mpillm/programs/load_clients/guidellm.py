@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.outside import whole_number
 from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
@@ -51,11 +52,12 @@ def _warmup(load: LoadSpec) -> tuple[int, tuple[str, ...]]:
             "takes no second profile (--harness_args --profile): mpillm writes its profile from the run's"
             " options, such as --concurrency; for a warm-up of N requests: --harness_args '--warmup N'"
         )
-    if not own.warmup.isdecimal() or int(own.warmup) > _MAX_WARMUP:
+    warmup = whole_number(own.warmup)
+    if warmup is None or warmup > _MAX_WARMUP:
         raise ValueError(
             f"--harness_args --warmup {own.warmup}: expected a number of requests, up to {_MAX_WARMUP:,}"
         )
-    return int(own.warmup), tuple(others)
+    return warmup, tuple(others)
 
 
 def _order(load: LoadSpec) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.command import Command, KnownFailure
+from launch.outside import one_line
 from mpillm.files import excerpt, read_object
 from mpillm.programs.kind import ProgramKind
 
@@ -134,7 +135,7 @@ class LoadReport:
         """Return its main figures, for result.json, without percentiles: those have one definition."""
         lasted = self.duration_s
         return {
-            "version": self.version,
+            "version": one_line(self.version),
             "completed": self.completed,
             "failed": self.failed,
             "duration_s": round(lasted, 4),
