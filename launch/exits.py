@@ -60,8 +60,12 @@ class Exits(Generic[_Key]):
             pidfd = os.pidfd_open(pid)
         except OSError:  # a sandbox, say, or no file descriptor is left
             return False
+        try:
+            self._events.register(pidfd, select.EPOLLIN)
+        except OSError:  # as many as a user may watch
+            os.close(pidfd)
+            return False
         self._keys[pidfd] = key
-        self._events.register(pidfd, select.EPOLLIN)
         return True
 
     def look(self) -> list[_Key]:

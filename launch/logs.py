@@ -72,14 +72,14 @@ class _Place:
 class _Stream(logging.StreamHandler[TextIO]):
     """Handler that reports a failed write once, in one line. The default prints a stack for each record."""
 
-    _said = False
+    _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._said and self.stream is not sys.stderr:
-            self._said = True
+        elif not self._reported and self.stream is not sys.stderr:
+            self._reported = True
             with contextlib.suppress(OSError):  # stderr may be on the same disk, and nothing is left to tell
                 print(f"{self.stream.name} can't be written: {error.strerror}", file=sys.stderr, flush=True)
 

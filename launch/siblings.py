@@ -67,14 +67,18 @@ def ranks_here() -> int | None:
 
     Unlike `siblings` it counts those that have not started yet.
     """
-    told = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
-    return next((number for text in told if (number := whole_number(text)) is not None), None)
+    return _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def _place(env: Mapping[str, str]) -> int | None:
     """Return which of its host's ranks a process is."""
-    told = (env.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"))
-    return next((number for text in told if (number := whole_number(text)) is not None), None)
+    return _first_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def _first_number(env: Mapping[str, str], *names: str) -> int | None:
+    """Return the number of the first variable that has one."""
+    numbers = (whole_number(env.get(name, "")) for name in names)
+    return next((number for number in numbers if number is not None), None)
 
 
 def siblings() -> dict[int, Sibling]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from disagg import WorldPlan
 from disagg.errors import ConfigError
+from launch.outside import whole_number
 
 
 class Gpu(NamedTuple):
@@ -65,8 +66,8 @@ def visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
     handles = []
     for word in words:
         handle = ctypes.c_void_p()
-        if word.isdecimal():
-            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+        if (index := whole_number(word)) is not None:
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
         else:
             failed = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
         if failed:

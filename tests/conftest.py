@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     start whole commands are long, but for a few, and so are those of benchmarks that are not installed.
     """
     for item in items:
-        parts = item.path.parts
+        parts = item.path.relative_to(Path(__file__).parent).parts  # whatever folder the clone is in
         if ("e2e" in parts and not item.get_closest_marker("smoke")) or "benchmarks" in parts:
             item.add_marker(pytest.mark.long)
         if item.path.stem in BUSY:

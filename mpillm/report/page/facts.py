@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from launch.outside import whole_number
 from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.request_log import read_requests, tpot_s
@@ -75,9 +76,9 @@ class Facts:
         self.test_s = _number(run.result.get("test_s")) or _last_seconds(run)
         telemetry = run.telemetry.get("ranks")
         self.noted: dict[int, dict[str, Any]] = {
-            int(rank): noted
+            number: noted
             for rank, noted in (telemetry.items() if isinstance(telemetry, dict) else ())
-            if str(rank).isdecimal() and isinstance(noted, dict)
+            if (number := whole_number(str(rank))) is not None and isinstance(noted, dict)
         }
         self.failed = run.failed_ranks
         self.instances = {number: self._instance(number) for number in run.instances()}

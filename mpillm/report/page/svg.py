@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from launch.outside import whole_number
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.charts import Chart
 
@@ -230,10 +231,11 @@ def _span(across: float, _: float, numbers: list[str], letter: float, right: flo
 
 def numbers_text(numbers: Sequence[str]) -> str:
     """Return numbers in a few letters: 1 to 4, 7."""
-    if not all(number.isdecimal() for number in numbers):
+    found = {whole_number(number) for number in numbers}
+    if None in found:
         return ", ".join(numbers)
     said: list[str] = []
-    ordered = sorted({*map(int, numbers)})
+    ordered = sorted(number for number in found if number is not None)
     for i, number in enumerate(ordered):
         if 0 < i < len(ordered) - 1 and ordered[i - 1] + 1 == number == ordered[i + 1] - 1:
             continue  # inside a row of numbers

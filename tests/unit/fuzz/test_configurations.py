@@ -229,7 +229,11 @@ SAID = (
 )
 
 
-@fuzz(st.dictionaries(st.sampled_from(VARIABLES), SAID, max_size=6), refused_by=ConfigError)
+@fuzz(
+    st.dictionaries(st.sampled_from(VARIABLES), SAID, max_size=6),
+    refused_by=ConfigError,
+    found=[(dict.fromkeys(VARIABLES, "0" * 5000),)],
+)
 def test_variables_of_launchers(_: Path, env: dict[str, str]) -> None:
     find_launcher(env)
     spans_hosts((), env)

@@ -118,11 +118,24 @@ def zipped(data: bytes) -> bytes:
     return made.getvalue()
 
 
+def without_name(archive: bytes) -> bytes:
+    """Return an archive whose directory has a comment of its member where the name was."""
+    at = archive.index(b"PK\1\2")
+    entry = bytearray(archive)
+    entry[at + 28], entry[at + 32] = 0, entry[at + 28]
+    return bytes(entry)
+
+
 TABLE = b'prompt,max_tokens\n"a ""b""",3\nc,4\n'
 PACKED = [gzip.compress(JSONL), bz2.compress(JSONL), lzma.compress(JSONL), zipped(JSONL)]
 
 
-@fuzz(damaged([TABLE, *PACKED]), st.sampled_from(["csv", "tsv", "txt", "jsonl.gz"]), refused_by=ConfigError)
+@fuzz(
+    damaged([TABLE, *PACKED]),
+    st.sampled_from(["csv", "tsv", "txt", "jsonl.gz"]),
+    refused_by=ConfigError,
+    found=[(without_name(zipped(JSONL)), "csv")],
+)
 def test_tables_and_packed_files(folder: Path, data: bytes, suffix: str) -> None:
     (file := folder / f"prompts.{suffix}").write_bytes(data)
     load_dataset(file, ByteTokenizer(), LIMITS)

@@ -161,6 +161,16 @@ def reports(draw: st.DrawFn) -> tuple[str, dict[str, bytes]]:
         ),
         (
             (
+                "command:load {url} {report}",
+                {
+                    "report.json": json_bytes(
+                        {"completed": 1, "failed": 0, "duration_s": 2.0, "version": {'"' * 100_000: 1}}
+                    )
+                },
+            ),
+        ),
+        (
+            (
                 "inference-endpoint",
                 {file: text_of(left) for file, left in LEFT["inference-endpoint"].items()}
                 | {"inference-endpoint/sample_idx_map.json": b'{"performance": {"x": 0.0, "y": 1}}'},
