@@ -180,7 +180,7 @@ def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
         step.spans.append(Span(slot, 0, len(prompt), 0, blocks, window_blocks=blocks))
         step.tokens += prompt
         block += n_blocks
-    step.wanted = list(range(len(step.tokens)))
+    step.logits_rows = list(range(len(step.tokens)))
     worker = core.worker
     with torch.inference_mode():
         sizes = core.info.layout.vocabulary_sizes(core.info.config)

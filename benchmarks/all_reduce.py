@@ -52,7 +52,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     import torch
 
     from benchmarks.decode_parts import seconds_of
-    from mpillm.engine.kernels.ops import Partial, Rounded
+    from mpillm.engine.kernels.ops import Partial, RoundedRows
     from mpillm.engine.parallel.nccl import NcclComm
     from mpillm.engine.parallel.shared_rows import SharedRows
     from mpillm.engine.run.gpu_steps import use_gpu
@@ -69,8 +69,8 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
         print(f"  {'rows':>6} {'KiB':>7} {'NCCL, norm':>11} {'one kernel':>11} {'ratio':>6}  apart")
     rest = weight, 1e-5, config.rounds
 
-    def numbers(out: Tensor | Rounded) -> Tensor:
-        return out.numbers.float() * out.scales if isinstance(out, Rounded) else out.float()
+    def numbers(out: Tensor | RoundedRows) -> Tensor:
+        return out.numbers.float() * out.scales if isinstance(out, RoundedRows) else out.float()
 
     for n in config.rows:
         part = torch.randn(n, width, device="cuda").bfloat16()

@@ -23,7 +23,7 @@ from mpillm.engine.schedule.window_blocks import n_unseen
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 
 WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
@@ -196,7 +196,7 @@ def mixed_step(worker: Worker, batch: int, context: int, piece: int, tokens_per_
         return Step(spans, [1] * sum(counts), list(itertools.accumulate(counts, initial=-1))[1:])
 
     times, host_times = [], []
-    before: Sampled | None = None
+    before: SampledTokens | None = None
     began = time.perf_counter()
     for i in range(_WARM_UP + _STEPS):
         launched = time.perf_counter()

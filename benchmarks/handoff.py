@@ -140,7 +140,7 @@ class _Bench:
         from mpillm.engine.cache.kv_cache import KVCache
         from mpillm.engine.handoff.transfers import Transfers
         from mpillm.engine.schedule.transfer import Kind, Transfer
-        from mpillm.engine.shape.layout import Layout
+        from mpillm.engine.shape.layout import RankLayout
 
         size, random = self._config.tokens_per_block, np.random.default_rng(7)
         n_blocks = -(-n_tokens // size)
@@ -162,7 +162,13 @@ class _Bench:
         if self._sends:
             _fill(cache)
         transfers = Transfers(
-            cache, model, Layout(), self._mover, peers, sends=self._sends, block_mover=self._peer_mover(cache)
+            cache,
+            model,
+            RankLayout(),
+            self._mover,
+            peers,
+            sends=self._sends,
+            block_mover=self._peer_mover(cache),
         )
         kind, blocks = (Kind.SEND, there) if self._sends else (Kind.RECEIVE, here)
         n = min(512, max(8, (self._config.mebibytes << 20) // n_bytes))

@@ -228,5 +228,5 @@ def _logits(core: Any, texts: Tokens) -> Any:
         step.spans.append(Span(slot, 0, len(text), 0, blocks, window_blocks=blocks))
         step.tokens += text
         block += n_blocks
-    step.wanted = list(range(len(step.tokens)))
+    step.logits_rows = list(range(len(step.tokens)))
     return core.worker.logits(step)

@@ -25,7 +25,7 @@ class Peer(NamedTuple):
     pp_size: int
 
 
-class Moving(Protocol):
+class TransferHandle(Protocol):
     """A transfer in progress."""
 
     def done(self) -> bool:
@@ -38,11 +38,11 @@ class Mover(Protocol):
 
     whole_below: int  # bytes: moving less than this in several pieces costs more than it gains
 
-    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         """Send `buffer` to `rank` of the handoff communicator; it must not change until that is done."""
         ...
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         """Fill `buffer`, of the size that `rank` sends."""
         ...
 
@@ -56,7 +56,7 @@ class BlockMover(Protocol):
 
     ranks: frozenset[int]  # of the handoff communicator: those that it reaches
 
-    def move(self, rank: int, tag: int, held: Any, layers: slice, heads: slice) -> Moving:
+    def move(self, rank: int, tag: int, cached: Any, layers: slice, heads: slice) -> TransferHandle:
         """Send or receive some layers and heads of what is held in some blocks.
 
         The next `poll` begins it, after the work that this rank has launched so far.
@@ -81,14 +81,14 @@ class MpiMover:
         self.comm = comm
         self._outlives_others = outlives_others
 
-    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         return self._moving(lambda: self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         return self._moving(lambda: self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
 
-    def _moving(self, start: Callable[[], MPI.Request]) -> Moving:
-        moving = _Moving(self._outlives_others)
+    def _moving(self, start: Callable[[], MPI.Request]) -> TransferHandle:
+        moving = _MpiTransfer(self._outlives_others)
         moving.attempt(start)
         return moving
 
@@ -96,7 +96,7 @@ class MpiMover:
         """Nothing to do: MPI makes progress whenever a request is tested."""
 
 
-class _Moving:
+class _MpiTransfer:
     __slots__ = ("_outlives_others", "_request")
 
     def __init__(self, outlives_others: bool) -> None:

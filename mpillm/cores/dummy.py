@@ -24,7 +24,7 @@ from mpillm.cores.dummy_stream import Streams
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
-    from mpillm.comms.mover import Mover, Moving, Peer
+    from mpillm.comms.mover import Mover, Peer, TransferHandle
 
 VOCAB_SIZE = 32000
 _STREAM = int(RequestFlag.STREAM)  # operations on flags take longer
@@ -70,9 +70,11 @@ class DummyCore(LLMCore):
         self._kv: dict[int, NDArray[np.uint8]] = {}
         self._computed: set[int] = set()
         self._accepted: dict[int, tuple[int, int]] = {}
-        self._moving: dict[int, tuple[int, Moving | None]] = {}  # with the other instance; None: it was lost
+        self._moving: dict[
+            int, tuple[int, TransferHandle | None]
+        ] = {}  # with the other instance; None: it was lost
         self._lost_peers: set[int] = set()
-        self._never_done: list[Moving | None] = []  # keeps the buffers that MPI may still touch
+        self._never_done: list[TransferHandle | None] = []  # keeps the buffers that MPI may still touch
         self._first_tokens: dict[int, int] = {}
         self._cancelled_before: set[int] = set()  # while their KV cache was arriving
         self._started: list[int] = []

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from mpillm.engine.cache.two_caches import TwoCaches
     from mpillm.engine.engine import Engine
     from mpillm.engine.extras.lora import Adapter
-    from mpillm.engine.extras.special import Special
+    from mpillm.engine.extras.request_extras import RequestExtras
     from mpillm.engine.handoff.host_end import Cache, HostEnd
     from mpillm.engine.handoff.host_mover import HostMover
-    from mpillm.engine.handoff.pinned import Pinned
+    from mpillm.engine.handoff.pinned import PinnedMemory
     from mpillm.engine.handoff.transfers import Transfers
     from mpillm.engine.run.worker import Follower, Worker
     from mpillm.engine.shape.model_info import ModelInfo
@@ -94,7 +94,7 @@ class TorchCore(LLMCore):
         self._runs: Engine | Follower | None = None  # an engine if this rank leads its instance
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
         self._host_mover: HostMover | None = None  # of a GPU whose partner is another run
-        self._pinned: Pinned | None = None  # as `_host_mover`
+        self._pinned: PinnedMemory | None = None  # as `_host_mover`
         self._before_test: dict[str, int] = {}
         self._computed_before_test = (0, 0)  # tokens of prompts and of answers
         self._compiled_before_test = 0
@@ -158,10 +158,10 @@ class TorchCore(LLMCore):
         if self.config.engine.gpu_bytes is None:
             return Transfers(cache, config, layout, mover, peers, sends=sends)
         assert isinstance(mover, MpiMover)
-        most_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
+        max_bytes = sum(pool.nbytes for pool in cache.pools) // _CACHE_TO_BUFFERS
         if of_host:
             mover = self._host_mover = self._make_host_mover(mover)
-            return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
+            return Transfers(cache, config, layout, mover, peers, sends=sends, max_bytes=max_bytes)
         from mpillm.engine.handoff.nccl_mover import NcclMover
         from mpillm.engine.handoff.peer_mover import PeerMover
 
@@ -169,16 +169,16 @@ class TorchCore(LLMCore):
         peer_mover = PeerMover.connected(mover.comm, ranks, cache, sends=sends)
         mover = NcclMover.connected(mover.comm, ranks - peer_mover.ranks, sends=sends)
         return Transfers(
-            cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, block_mover=peer_mover
+            cache, config, layout, mover, peers, sends=sends, max_bytes=max_bytes, block_mover=peer_mover
         )
 
     def _make_host_mover(self, mover: MpiMover) -> HostMover:
         from mpillm.engine.handoff.host_mover import HostMover
-        from mpillm.engine.handoff.pinned import Pinned
+        from mpillm.engine.handoff.pinned import PinnedMemory
         from mpillm.telemetry.free_memory import available_bytes
 
         most = available_bytes() // (_MEMORY_TO_PINNED * self.config.engine.node_ranks)
-        self._pinned = Pinned(min(most, _PINNED if self._leads else _PINNED // 8))
+        self._pinned = PinnedMemory(min(most, _PINNED if self._leads else _PINNED // 8))
         return HostMover(mover, mover.comm.rank, self._pinned)
 
     def _make_worker(self) -> Worker:
@@ -371,7 +371,7 @@ class TorchCore(LLMCore):
         assert self.worker is not None
         return Adapter(weights, config, self.info.config, self.worker.part.dtype, self.info.layout)
 
-    def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
+    def enqueue_special(self, requests: Batch, specials: Mapping[int, RequestExtras]) -> None:
         from mpillm.engine.refusal import refusal
 
         offsets = requests.offsets()

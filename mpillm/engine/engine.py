@@ -24,7 +24,7 @@ from mpillm.engine.schedule.window_blocks import WindowBlocks
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.speculation import Speculation
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 from mpillm.telemetry.recorder import Recorder
 
 
@@ -60,7 +60,7 @@ class InFlight(NamedTuple):
 
     sequences: list[Sequence]
     sampled: list[Sequence]  # those of the rows that get a token
-    tokens: Sampled | None  # with a single stage
+    tokens: SampledTokens | None  # with a single stage
     begun: float
     counts: StepCounts
 
@@ -244,7 +244,7 @@ class Engine:
                 self._end_cancelled(sequence)
         width = len(numbers) // len(step.sampled) if step.sampled else 1  # 1 unless it has log probabilities
         places = zip(step.sampled, range(0, len(numbers), width), strict=True)
-        kept = self.speculation.kept(places, numbers) if self.speculation else places
+        kept = self.speculation.accepted(places, numbers) if self.speculation else places
         every = (self._append(sequence, numbers[at], numbers[at + 1 : at + width]) for sequence, at in kept)
         return [progress for progress in every if progress is not None]
 

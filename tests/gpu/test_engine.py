@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.build_engine import build
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.kernels import attention_kernels, context_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.few_rows import MOST_ROWS
@@ -220,7 +220,7 @@ def test_pieces_of_a_handoff_are_one_kernel_each_way() -> None:
         (321, 0, 2),
         (1500, 0, 0),
     ):
-        where = [Held(list(range(1, 48)), n_tokens)], slice(layer, 4), slice(head, head + 2)
+        where = [CachedBlocks(list(range(1, 48)), n_tokens)], slice(layer, 4), slice(head, head + 2)
         cache.write(*where, cache.read(*where))
     assert compilations.count() == before + 2, compilations.since(before)
 

@@ -16,11 +16,11 @@ from mpillm.comms.mover import Peer
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff.host_end import HostEnd
 from mpillm.engine.handoff.host_mover import HostMover
-from mpillm.engine.handoff.pinned import Pinned
+from mpillm.engine.handoff.pinned import PinnedMemory
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.run.gpu_steps import use_gpu
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from tests.helpers.handoff_instances import model
 from tests.helpers.loopback import Wire
 
@@ -44,20 +44,20 @@ def filled(cache: KVCache) -> KVCache:
     return cache
 
 
-@pytest.mark.parametrize("most_bytes", [None, 1], ids=["", "piece by piece"])
+@pytest.mark.parametrize("max_bytes", [None, 1], ids=["", "piece by piece"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["", "of another rank"])
 @pytest.mark.parametrize("pinned_bytes", [1 << 26, 0], ids=["", "nothing pinned"])
-def test_a_cache_goes_in_and_out(rank: int, most_bytes: int | None, pinned_bytes: int) -> None:
+def test_a_cache_goes_in_and_out(rank: int, max_bytes: int | None, pinned_bytes: int) -> None:
     """Three at once; the blocks are written to again as soon as they have left."""
     use_gpu("cuda:0")
-    config, pinned = model(6), Pinned(pinned_bytes)
+    config, pinned = model(6), PinnedMemory(pinned_bytes)
     wire, kv_bytes = Wire(), config.kv_bytes_per_token("float32")
     layers, n_heads, width = config.n_layers, config.n_kv_heads, config.head_dim
     sender, receiver = (KVCache(layers, 400, n_heads, n, width, torch.float32, "cuda") for n in (16, 32))
     before = [pool.clone() for pool in filled(sender).pools]
     here = {0: Peer(0, 1, 1)}
     mover = HostMover(wire.mover(rank), rank, pinned)
-    leaving = Transfers(sender, config, Layout(), mover, here, sends=True, most_bytes=most_bytes)
+    leaving = Transfers(sender, config, RankLayout(), mover, here, sends=True, max_bytes=max_bytes)
     at_end = mover.host_end if rank == 0 else wire.mover(0)
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=True, new=pinned.new)
     for slot, n in enumerate(N_TOKENS):
@@ -68,7 +68,7 @@ def test_a_cache_goes_in_and_out(rank: int, most_bytes: int | None, pinned_bytes
     taken = dict(collect(lambda: end.poll().items()))
 
     mover = HostMover(wire.mover(rank), rank, pinned)
-    coming = Transfers(receiver, config, Layout(), mover, here, sends=False)
+    coming = Transfers(receiver, config, RankLayout(), mover, here, sends=False)
     at_end = mover.host_end if rank == 0 else wire.mover(0)
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=False, new=pinned.new)
     coming.start([Transfer(Kind.RECEIVE, i, 0, i, n, BLOCKS[i]) for i, n in enumerate(N_TOKENS)])

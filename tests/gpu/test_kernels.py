@@ -17,15 +17,15 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
 from disagg.errors import ConfigError  # noqa: E402
-from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache, rounded  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels, int4_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product, pack, packed_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.kernels.linear import GroupedLinear, Int4Linear, Linear  # noqa: E402
-from mpillm.engine.kernels.ops import Choice, Rounded, Unscaled  # noqa: E402
-from mpillm.engine.kernels.puts import CacheThere, Put  # noqa: E402
+from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct  # noqa: E402
+from mpillm.engine.kernels.puts import Put, TargetCache  # noqa: E402
 from mpillm.engine.shape import int4  # noqa: E402
 from mpillm.engine.shape.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.shape.families import Activation  # noqa: E402
@@ -40,7 +40,7 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 needs_assembly = pytest.mark.skipif(INTERPRETED, reason="has assembly")
 
 
-def error(out: torch.Tensor | Rounded, wanted: torch.Tensor | Rounded) -> float:
+def error(out: torch.Tensor | RoundedRows, wanted: torch.Tensor | RoundedRows) -> float:
     assert isinstance(out, torch.Tensor) and isinstance(wanted, torch.Tensor)
     return float((out.float() - wanted.float()).norm() / wanted.float().norm())
 
@@ -70,7 +70,7 @@ def test_between_the_products(dtype: torch.dtype) -> None:
             (kernels.add_norm(x, delta, weight, 1e-5, True), kernels.add_norm(x2, delta, weight, 1e-5)),
             (kernels.gated(gate_up, True), kernels.gated(gate_up)),
         ):
-            assert isinstance(in_fp8, Rounded) and isinstance(floats, torch.Tensor)
+            assert isinstance(in_fp8, RoundedRows) and isinstance(floats, torch.Tensor)
             wanted = fp8_kernels.quantize_rows(floats)
             assert in_fp8.dtype == dtype
             torch.testing.assert_close(in_fp8.scales, wanted.scales, atol=0, rtol=1e-6)
@@ -87,12 +87,12 @@ def test_between_the_products(dtype: torch.dtype) -> None:
     )
 
 
-def new_product(n: int, width: int, dtype: torch.dtype) -> tuple[Unscaled, torch.Tensor]:
+def new_product(n: int, width: int, dtype: torch.dtype) -> tuple[UnscaledProduct, torch.Tensor]:
     """Return a product before its scales, and with them."""
     numbers = (100 * torch.randn(n, width, device=DEVICE)).to(dtype)
     row_scales = torch.rand(n, 1, device=DEVICE) + 0.01
     scales = torch.rand(1, width, device=DEVICE) / 100
-    return Unscaled(numbers, row_scales, scales), (numbers.float() * row_scales * scales).to(dtype)
+    return UnscaledProduct(numbers, row_scales, scales), (numbers.float() * row_scales * scales).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +111,7 @@ def test_products_without_their_scales(dtype: torch.dtype) -> None:
         assert error(found, wanted) < limit(dtype) and error(x, x2) < limit(dtype)
         assert error(kernels.gated(product), plain.gated(whole.clone())) < limit(dtype)
         rows, rows_too = kernels.gated(product, True), kernels.gated(whole, True)
-        assert isinstance(rows, Rounded) and isinstance(rows_too, Rounded)
+        assert isinstance(rows, RoundedRows) and isinstance(rows_too, RoundedRows)
         assert error(rows.scales, rows_too.scales) < limit(dtype)
     heads, kv_heads, d, size, n = 6, 2, 64, 16, 5
     product, whole = new_product(n, (heads + 2 * kv_heads) * d, dtype)
@@ -374,8 +374,8 @@ def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
         for name in ("keys", "values"):
             getattr(caches[1], name).copy_(getattr(caches[0], name))
         for layers, heads in ((slice(0, 5), slice(0, 3)), (slice(2, 4), slice(1, 3))):
-            there = [Held([7, 2, 5], n_tokens), Held([8, 3], 1)]
-            here = [Held([1, 9, 4], n_tokens), Held([6], 1)]
+            there = [CachedBlocks([7, 2, 5], n_tokens), CachedBlocks([8, 3], 1)]
+            here = [CachedBlocks([1, 9, 4], n_tokens), CachedBlocks([6], 1)]
             pieces = [cache.read(there, layers, heads) for cache in caches]
             for a, b in zip(*pieces, strict=True):
                 assert torch.equal(a, b.cpu())
@@ -401,14 +401,14 @@ def test_parts_of_a_cache_are_put_into_blocks_of_another(dtype: torch.dtype) -> 
             Put(size + 1, [4, 6], list(range(8, 12)), 0, 0, 0, 0, first=size),
         ]
         _, n_blocks, n_heads, tokens, _ = dests[0].keys.shape
-        there = CacheThere(dests[0].keys.data_ptr(), dests[0].values.data_ptr(), n_blocks, n_heads, tokens)
+        there = TargetCache(dests[0].keys.data_ptr(), dests[0].values.data_ptr(), n_blocks, n_heads, tokens)
         source.put(puts, there, 2, 1, Staging(torch.device(DEVICE)))
         for put in puts:
             for layer, token in itertools.product(range(2), range(put.first, put.n_tokens)):
                 for a, b in ((source.keys, dests[1].keys), (source.values, dests[1].values)):
                     moved = a[put.layer + layer, put.blocks[token // size], put.head, token % size]
-                    block = put.there[token // size_there]
-                    b[put.layer_there + layer, block, put.head_there, token % size_there] = moved
+                    block = put.target_blocks[token // size_there]
+                    b[put.target_layer + layer, block, put.target_head, token % size_there] = moved
         for name in ("keys", "values"):
             assert torch.equal(*(getattr(cache, name).cpu().view(torch.uint8) for cache in dests))
 
@@ -466,7 +466,7 @@ def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range)
         each = [quantize_rows(torch.randn(inner, width) * torch.rand(inner, 1), "fp8") for _ in experts]
         weights, scales = (torch.stack(parts).to(DEVICE) for parts in zip(*each, strict=True))
         scales = scales[..., 0].contiguous()
-        rows = Rounded(*quantize_rows(x, "fp8"), x.dtype)
+        rows = RoundedRows(*quantize_rows(x, "fp8"), x.dtype)
         found = grouped_product(rows, weights, scales, choice)
         seen = dequantize_rows(rows.numbers, rows.scales, torch.float32)
         wanted = by_expert(

@@ -1,4 +1,4 @@
-"""What few requests ask for (`engine.extras.special`), on one GPU: the checks of tests/unit/engine, there.
+"""Optional features of requests (`engine.extras.request_extras`) on one GPU: the checks of tests/unit/engine.
 
 Logits of every family, too.
 """
@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.shape.families import FAMILIES
 from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
 from mpillm.engine.weights.sources import save_preset
@@ -96,7 +96,7 @@ def test_blocks_in_fp8_are_copied(folder: Path) -> None:
     """As beams need it, which then find much the same."""
     found = []
     for _ in range(2):
-        special = Special(beam_width=4, ends=())
+        special = RequestExtras(beam_width=4, ends=())
         core = make_core(folder, **ON_GPU, kv_cache_dtype="fp8")
         answer_specials(core, [BEAM_PROMPTS[1]], {0: special}, 20)
         assert special.beams is not None
@@ -108,7 +108,9 @@ def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle) -> None
     """Beside greedy requests, of which none is another's."""
     n = CHOSEN_AT_ONCE + 20
     prompts = random_prompts(np.random.default_rng(5).integers(1, 30, n).tolist())
-    specials = {i: Special(repetition_penalty=1.7, keeps_generation_logits=i == 3) for i in range(0, n, 3)}
+    specials = {
+        i: RequestExtras(repetition_penalty=1.7, keeps_generation_logits=i == 3) for i in range(0, n, 3)
+    }
     core = make_core(folder, **ON_GPU, max_batch_size=n)
     found = answer_specials(core, prompts, specials, 9)
     for i, prompt in enumerate(prompts[:12]):
@@ -121,7 +123,7 @@ def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle) -> None
 def test_beams_where_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
     make_family("GptOssForCausalLM", tmp_path)
     core = make_core(tmp_path, **ON_GPU, max_batch_size=3, kv_cache_tokens=2048)
-    special = Special(beam_width=2, ends=())
+    special = RequestExtras(beam_width=2, ends=())
     answer_specials(core, [[3, 4, 5]], {0: special}, 9)
     assert special.error.startswith("beam_width 2: not on a GPU where layers with a window")
 
@@ -133,7 +135,7 @@ def test_choosing_takes_no_more_memory_than_is_kept() -> None:
     vocab, bias = core.info.vocab_size, np.ones(core.info.vocab_size, np.float32)
     for prompts in ([[5, 6, 7]] * n, [[*range(200)]]):
         specials = {
-            i: Special(bias, 1.7, 0.5, 0.5, ((8,),), keeps_context_logits=len(prompts) == 1)
+            i: RequestExtras(bias, 1.7, 0.5, 0.5, ((8,),), keeps_context_logits=len(prompts) == 1)
             for i in range(len(prompts))
         }
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
-from mpillm.engine.kernels.ops import Partial, Rounded, Unscaled  # noqa: E402
+from mpillm.engine.kernels.ops import Partial, RoundedRows, UnscaledProduct  # noqa: E402
 from mpillm.engine.parallel.shared_rows import SharedRows  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -118,7 +118,7 @@ def test_scales_and_rounding(n: int) -> None:
     streams = streams_of(ranks)
     weight = torch.rand(width, device=DEVICE).to(dtype)
     products = [
-        Unscaled(
+        UnscaledProduct(
             torch.randn(n, width, device=DEVICE).to(dtype),
             torch.rand(n, 1, device=DEVICE),
             torch.rand(1, width, device=DEVICE),
@@ -136,9 +136,9 @@ def test_scales_and_rounding(n: int) -> None:
         with torch.cuda.stream(streams[rank]):
             outs.append(kernels.add_norm(xs[rank], Partial(products[rank], shared), weight, 1e-5, True))
     torch.cuda.synchronize()
-    assert isinstance(wanted, Rounded)
+    assert isinstance(wanted, RoundedRows)
     for out in outs:
-        assert isinstance(out, Rounded)
+        assert isinstance(out, RoundedRows)
         assert torch.equal(out.numbers.view(torch.uint8), wanted.numbers.view(torch.uint8))
         assert torch.equal(out.scales, wanted.scales)
     assert room is not None

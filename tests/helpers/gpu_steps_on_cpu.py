@@ -15,12 +15,12 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.speculative_config import decode_rows
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import engine_config
 
 
-class Late(Sampled):
+class Late(SampledTokens):
     """Is ready at the fourth look, so that the engine goes on as far as it can before it reads."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class Late(Sampled):
 class LateWorker(Worker):
     """Has the tokens of each step late."""
 
-    def run(self, step: Step) -> Sampled | None:
+    def run(self, step: Step) -> SampledTokens | None:
         sampled = super().run(step)
         return sampled and Late(sampled._tokens)
 

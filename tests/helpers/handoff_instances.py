@@ -9,7 +9,7 @@ import torch
 from mpillm.comms.mover import Peer
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff.transfers import Transfers
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.loopback import Wire
@@ -19,11 +19,11 @@ def model(n_layers: int) -> ModelConfig:
     return dataclasses.replace(load_model_config("tiny-llama"), n_layers=n_layers)
 
 
-def layouts(size: tuple[int, int]) -> list[Layout]:
+def layouts(size: tuple[int, int]) -> list[RankLayout]:
     """Return the layout of each rank of an instance, in rank order."""
     tp, pp = size
     return [
-        Layout(tp, pp, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)
+        RankLayout(tp, pp, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)
     ]
 
 

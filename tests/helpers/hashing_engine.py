@@ -23,7 +23,7 @@ from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import UNREAD, Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 
 VOCAB, SIZE = 97, 4  # tokens per block
 POLICIES = ["max_util", "no_evict", "static"]
@@ -64,7 +64,7 @@ class FakeGroups(Groups):
     """
 
     def __init__(self, n_stages: int, random: np.random.Generator, window: int, partial_window: int) -> None:
-        super().__init__(Layout(pp_size=n_stages))
+        super().__init__(RankLayout(pp_size=n_stages))
         self._random = random
         self._messages: deque[Buffer] = deque()
         self._caches = [_Cache(window)]
@@ -92,10 +92,10 @@ class FakeGroups(Groups):
         owners, positions = zip(
             *((span, span.n_cached + i) for span in step.spans for i in range(span.n_new)), strict=True
         )
-        spans = [owners[row] for row in step.wanted]
+        spans = [owners[row] for row in step.logits_rows]
         tokens = [
             next_token([token for cache in self._caches for token in cache.seen(s.slot, positions[row])])
-            for s, row in zip(spans, step.wanted, strict=True)
+            for s, row in zip(spans, step.logits_rows, strict=True)
         ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
         return tokens

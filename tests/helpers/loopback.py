@@ -11,7 +11,7 @@ import torch
 
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff import peer_mover
-from mpillm.engine.schedule.engine_messages import Room
+from mpillm.engine.schedule.engine_messages import PutTarget
 from mpillm.engine.tensors.staging import Event
 
 
@@ -64,7 +64,7 @@ class PeerWire:
     source: KVCache
     dest: KVCache
     is_idle: bool = True  # what both GPUs have to do is done at once
-    rooms_under_way: list[Room] = field(default_factory=list)
+    targets_in_flight: list[PutTarget] = field(default_factory=list)
     tags_under_way: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     puts: list[tuple[list[int], list[Event]]] = field(default_factory=list)  # tags, what to wait for
@@ -73,18 +73,18 @@ class PeerWire:
         self.marks.append(Mark(self.is_idle))
         return self.marks[-1]
 
-    def send_rooms(self, rooms: list[Room]) -> None:
-        self.rooms_under_way += rooms
+    def send_targets(self, targets: list[PutTarget]) -> None:
+        self.targets_in_flight += targets
 
-    def rooms(self) -> list[Room]:
-        rooms, self.rooms_under_way = self.rooms_under_way, []
-        return rooms
+    def targets(self) -> list[PutTarget]:
+        targets, self.targets_in_flight = self.targets_in_flight, []
+        return targets
 
-    def n_bytes(self, part: peer_mover.Part) -> int:
-        return self.source.piece_bytes(part.held.n_tokens, part.layers, part.heads)
+    def n_bytes(self, part: peer_mover.CacheSlice) -> int:
+        return self.source.piece_bytes(part.cached.n_tokens, part.layers, part.heads)
 
     @torch.inference_mode()
-    def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[Event]) -> Mark:
+    def put(self, parts: list[tuple[peer_mover.CacheSlice, PutTarget]], ready: list[Event]) -> Mark:
         self.puts.append(([room.tag for _, room in parts], ready))
         for part, room in parts:
             (blocks, n_tokens, _), layers, heads = part

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpillm.comms.messages import Batch
-from mpillm.comms.mover import Mover, Moving, Peer
+from mpillm.comms.mover import Mover, Peer, TransferHandle
 from mpillm.cores.base import Credits
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.checkpoint_folder import stored_name
@@ -50,14 +50,14 @@ class FailingHandoff(TorchCore):
         self._mover = mover
         super().connect(self, peers)
 
-    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         self._count()
         return self._mover.send(rank, tag, buffer)
 
     def poll(self) -> None:
         self._mover.poll()
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         self._count()
         return self._mover.receive(rank, tag, buffer)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from tests.helpers.families import make_family
 from tests.helpers.gpu_steps_on_cpu import LateGpuCore
 from tests.helpers.oracle import Oracle
@@ -30,11 +30,13 @@ BEAM_PROMPTS = [[5, 6, 7], [100 + i for i in range(43)], [8, 9] * 8, [11]]
 N_BEAM_OUTPUT = 20
 
 
-def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> list[list[int]]:
+def answers(core: TorchCore, specials: dict[int, RequestExtras], **fields: Any) -> list[list[int]]:
     return answer_specials(core, PROMPTS, specials, N_OUTPUT, **fields)
 
 
-def beam_answers(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
+def beam_answers(
+    core: TorchCore, prompts: list[list[int]], specials: dict[int, RequestExtras]
+) -> list[list[int]]:
     return answer_specials(core, prompts, specials, N_BEAM_OUTPUT)
 
 
@@ -43,7 +45,9 @@ def check_logits(folder: Path, oracle: Oracle, **core_options: Any) -> None:
     request."""
     core = make_core(folder, **core_options)
     for _ in range(2):
-        specials = {i: Special(keeps_context_logits=i != 2, keeps_generation_logits=True) for i in (0, 1, 2)}
+        specials = {
+            i: RequestExtras(keeps_context_logits=i != 2, keeps_generation_logits=True) for i in (0, 1, 2)
+        }
         tokens = answers(core, specials)
         for i, special in specials.items():
             expected = oracle.logits(PROMPTS[i] + tokens[i])
@@ -74,8 +78,8 @@ def check_bad_words_and_repetition(folder: Path, oracle: Oracle, **core_options:
         1: ((plain[1][2], plain[1][3]),),
         3: ((PROMPTS[3][-1], plain[3][0]), (plain[3][4],)),
     }
-    specials = {i: Special(bad_words=words) for i, words in bad.items()}
-    specials[2] = Special(repetition_penalty=1.7)
+    specials = {i: RequestExtras(bad_words=words) for i, words in bad.items()}
+    specials[2] = RequestExtras(repetition_penalty=1.7)
     ours = answers(make_core(folder, **core_options), specials)
     for i, words in bad.items():
         expected = oracle.tokens(PROMPTS[i], N_OUTPUT, bad_words_ids=[list(word) for word in words])
@@ -88,9 +92,9 @@ def check_presence_frequency_bias_and_minimum(folder: Path, oracle: Oracle, **co
     bias[77] = 100
     plain = answers(make_core(folder, **core_options), {})
     specials = {
-        0: Special(presence_penalty=1.5, frequency_penalty=0.75),
-        1: Special(bias=bias, presence_penalty=100.0),
-        2: Special(not_yet=(plain[2][1], 100_000)),
+        0: RequestExtras(presence_penalty=1.5, frequency_penalty=0.75),
+        1: RequestExtras(bias=bias, presence_penalty=100.0),
+        2: RequestExtras(not_yet=(plain[2][1], 100_000)),
     }
     ours = answers(make_core(folder, **core_options), specials, min_output=[0, 0, 3, 0])
     for i in (0, 1):
@@ -107,7 +111,7 @@ def check_presence_frequency_bias_and_minimum(folder: Path, oracle: Oracle, **co
     assert plain[2][1] not in ours[2][:3] and ours[3] == plain[3]
 
 
-def check_beams(special: Special, oracle: Oracle, prompt: list[int]) -> None:
+def check_beams(special: RequestExtras, oracle: Oracle, prompt: list[int]) -> None:
     assert special.beams is not None
     found = special.beams.answers()
     wanted = oracle.beams(
@@ -133,7 +137,7 @@ def check_beams_beside_others(
     greedy = beam_answers(make_core(folder, **on), BEAM_PROMPTS, {})
     free = core.engine.blocks.n_free
     for _ in range(2):
-        specials = {2 * i: Special(beam_width=width) for i, width in enumerate((4, 3, 2, 4))}
+        specials = {2 * i: RequestExtras(beam_width=width) for i, width in enumerate((4, 3, 2, 4))}
         for special in specials.values():
             special.ends = ()
         prompts = [prompt for prompt in BEAM_PROMPTS for _ in range(2)]
@@ -153,7 +157,7 @@ def check_beams_that_end(
     ends = tuple(range(0, 512, 4))
     lengths = set()
     for prompt in BEAM_PROMPTS:
-        special = Special(beam_width=3, ends=ends, length_penalty=penalty, early_stopping=early)
+        special = RequestExtras(beam_width=3, ends=ends, length_penalty=penalty, early_stopping=early)
         beam_answers(make_core(folder, **core_options), [prompt], {0: special})
         check_beams(special, oracle, prompt)
         assert special.beams is not None
@@ -165,7 +169,7 @@ def check_family_logits(name: str, folder: Path, **core_options: Any) -> float:
     """Check the logits behind each token of prompts and of their answers; return the largest difference."""
     make_family(name, folder)
     oracle, prompts = Oracle(folder), PROMPTS[:3]
-    specials = [Special(keeps_context_logits=True, keeps_generation_logits=True) for _ in prompts]
+    specials = [RequestExtras(keeps_context_logits=True, keeps_generation_logits=True) for _ in prompts]
     core = make_core(folder, dtype="float32", **core_options)
     found_tokens = answer_specials(core, prompts, dict(enumerate(specials)), N_OUTPUT)
     worst = 0.0

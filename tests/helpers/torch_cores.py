@@ -11,7 +11,7 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
 from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.loopback import Wire
 from tests.helpers.oracle import Tokens
@@ -110,7 +110,7 @@ def answer(core: TorchCore, batch: Batch) -> Tokens:
 
 
 def answer_specials(
-    core: TorchCore, prompts: Tokens, specials: dict[int, Special], max_output: int, **fields: Any
+    core: TorchCore, prompts: Tokens, specials: dict[int, RequestExtras], max_output: int, **fields: Any
 ) -> Tokens:
     """Return the answers to prompts, some of which ask for what plain requests can't."""
     core.enqueue_special(make_batch(prompts, max_output=max_output, **fields), specials)

@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpillm.comms.messages import REQUEST, Batch
-from mpillm.comms.mover import Moving, MpiMover, Peer
+from mpillm.comms.mover import MpiMover, Peer, TransferHandle
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Transport
 from mpillm.roles.handoff import HandoffReceiver, HandoffSender
@@ -37,7 +37,7 @@ class ContextCore:
 
     mover: MpiMover
     held: set[int]
-    moving: dict[int, Moving] = field(default_factory=dict)
+    moving: dict[int, TransferHandle] = field(default_factory=dict)
     sent: list[int] = field(default_factory=list)
 
     def send_kv(self, id_: int, receiver: int, slot: int) -> None:
@@ -61,7 +61,7 @@ class GenerationCore:
     mover: MpiMover
     room: int
     reserved: dict[int, np.ndarray] = field(default_factory=dict)
-    moving: dict[int, Moving] = field(default_factory=dict)
+    moving: dict[int, TransferHandle] = field(default_factory=dict)
     accepted: list[int] = field(default_factory=list)
     admitted: list[tuple[int, list[int], int]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -100,7 +100,7 @@ class GenerationCore:
             del self.reserved[ended[0]]
 
 
-def take_done(moving: dict[int, Moving]) -> list[int]:
+def take_done(moving: dict[int, TransferHandle]) -> list[int]:
     done = [id_ for id_, one in moving.items() if one.done()]
     for id_ in done:
         del moving[id_]
@@ -247,7 +247,7 @@ def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.handoff.transfers import Transfers
     from mpillm.engine.schedule.transfer import Kind, Transfer
-    from mpillm.engine.shape.layout import Layout
+    from mpillm.engine.shape.layout import RankLayout
     from mpillm.engine.shape.read_config import load_model_config
 
     world = MPI.COMM_WORLD
@@ -263,7 +263,7 @@ def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver
         else (world.rank - n_senders, receiver, Peer(0, *sender))
     )
     config = replace(load_model_config("tiny-llama"), n_layers=5, n_kv_heads=6, n_heads=6, head_dim=64)
-    layout = Layout(tp, pp, tp_rank=me % tp, pp_rank=me // tp)
+    layout = RankLayout(tp, pp, tp_rank=me % tp, pp_rank=me // tp)
     layers, heads = layout.layers(config), range(6)[layout.kv_heads(config)]
     cache = KVCache(len(layers), 40, len(heads), 8, 64, torch.float32)
     transfers = Transfers(cache, config, layout, mover, {5: other}, sends=sends)

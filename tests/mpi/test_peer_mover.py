@@ -13,12 +13,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.handoff import peer_mover
 from mpillm.engine.handoff.notes import Notes
-from mpillm.engine.handoff.peer_mover import Link, Part, PeerMover
-from mpillm.engine.parallel.peer_memory import Exported
-from mpillm.engine.schedule.engine_messages import PUT, ROOM, Room
+from mpillm.engine.handoff.peer_mover import CacheSlice, PeerMover, PutLink
+from mpillm.engine.parallel.peer_memory import ExportedMemory
+from mpillm.engine.schedule.engine_messages import PUT, ROOM, PutTarget
 from mpillm.engine.tensors.staging import Event
 from tests.helpers.loopback import Mark
 
@@ -41,21 +41,21 @@ class MpiLink:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._rooms, self._puts = (Notes(comm, 1 - comm.rank, message) for message in (ROOM, PUT))
-        self.put_rooms: list[Room] = []
+        self.put_rooms: list[PutTarget] = []
 
     def mark(self) -> Mark:
         return Mark()
 
-    def send_rooms(self, rooms: list[Room]) -> None:
-        self._rooms.send(rooms)
+    def send_targets(self, targets: list[PutTarget]) -> None:
+        self._rooms.send(targets)
 
-    def rooms(self) -> list[Room]:
-        return [room for rooms in self._rooms.take() for room in rooms]
+    def targets(self) -> list[PutTarget]:
+        return [room for targets in self._rooms.take() for room in targets]
 
-    def n_bytes(self, part: Part) -> int:
-        return part.held.n_tokens
+    def n_bytes(self, part: CacheSlice) -> int:
+        return part.cached.n_tokens
 
-    def put(self, parts: list[tuple[Part, Room]], ready: list[Event]) -> Mark:
+    def put(self, parts: list[tuple[CacheSlice, PutTarget]], ready: list[Event]) -> Mark:
         self.put_rooms += [room for _, room in parts]
         return Mark()
 
@@ -69,13 +69,13 @@ class MpiLink:
 def test_package_layers_and_puts(pair: MPI.Intracomm) -> None:
     """Each part is put into the room of its tag, whichever end is first, and both ends hear of it."""
     link = MpiLink(pair)
-    links: dict[int, Link] = {1 - pair.rank: link}
+    links: dict[int, PutLink] = {1 - pair.rank: link}
     mover = PeerMover(links, sends=pair.rank == 0)
     moving = []
     for i in range(40):
         tag = 40 + (i if pair.rank == 0 else 39 - i)
         blocks = [tag] if pair.rank == 0 else [100 + tag]
-        moving.append(mover.move(1 - pair.rank, tag, Held(blocks, tag), slice(0, 2), slice(1, 3)))
+        moving.append(mover.move(1 - pair.rank, tag, CachedBlocks(blocks, tag), slice(0, 2), slice(1, 3)))
         mover.poll()
     end = time.monotonic() + 30
     while not all(one.done() for one in moving):
@@ -83,7 +83,7 @@ def test_package_layers_and_puts(pair: MPI.Intracomm) -> None:
         mover.poll()
     if pair.rank == 0:
         assert sorted(room.tag for room in link.put_rooms) == list(range(40, 80))
-        assert all(room == Room(room.tag, 0, 1, room.tag, [100 + room.tag]) for room in link.put_rooms)
+        assert all(room == PutTarget(room.tag, 0, 1, room.tag, [100 + room.tag]) for room in link.put_rooms)
     pair.Barrier()
 
 
@@ -93,12 +93,12 @@ def test_ends_agree_whether_they_reach_each_other(
 ) -> None:
     """If not, the caches go over NCCL."""
 
-    def export(tensor: torch.Tensor) -> Exported:
+    def export(tensor: torch.Tensor) -> ExportedMemory:
         if refuses == "the receiver's driver":
             raise RuntimeError("refused")
-        return Exported("host", b"bus", b"handle", tensor.shape[0])
+        return ExportedMemory("host", b"bus", b"handle", tensor.shape[0])
 
-    def reach(exported: list[Exported]) -> list[int]:
+    def reach(exported: list[ExportedMemory]) -> list[int]:
         if refuses == "the sender's driver":
             raise RuntimeError("refused")
         return [one.offset for one in exported]

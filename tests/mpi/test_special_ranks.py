@@ -24,16 +24,16 @@ BIAS = np.sin(np.arange(512)).astype(np.float32)
 
 def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
     """Return the answers to prompts that each ask for something else, and what was left in their specials."""
-    from mpillm.engine.extras.special import Special
+    from mpillm.engine.extras.request_extras import RequestExtras
     from tests.helpers.torch_cores import answer_specials
 
     specials = {
-        0: Special(keeps_context_logits=True, keeps_generation_logits=True, adapter=adapter),
-        1: Special(keeps_context_logits=True, beam_width=3, ends=(), length_penalty=1.0),
-        2: Special(
+        0: RequestExtras(keeps_context_logits=True, keeps_generation_logits=True, adapter=adapter),
+        1: RequestExtras(keeps_context_logits=True, beam_width=3, ends=(), length_penalty=1.0),
+        2: RequestExtras(
             bad_words=((3, 250), (77,)), repetition_penalty=1.7, bias=np.arange(512, dtype=np.float32)
         ),
-        3: Special(adapter=adapter, beam_width=2, ends=()),
+        3: RequestExtras(adapter=adapter, beam_width=2, ends=()),
     }
     answers = answer_specials(core, PROMPTS, specials, N_OUTPUT, min_output=[0, 0, 0, 0, 4])
     beams = [beam for i in (1, 3) if (search := specials[i].beams) for beam in search.answers()]

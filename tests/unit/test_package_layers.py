@@ -51,9 +51,9 @@ speculation
 ENGINE_ARROWS_UP = [
     "mpillm.engine.schedule.engine_messages -> mpillm.engine.extras.lora",
     "mpillm.engine.schedule.scheduler -> mpillm.engine.extras.beams",
-    "mpillm.engine.schedule.sequence -> mpillm.engine.extras.special",
+    "mpillm.engine.schedule.sequence -> mpillm.engine.extras.request_extras",
     "mpillm.engine.schedule.step -> mpillm.engine.extras.lora",
-    "mpillm.engine.schedule.step -> mpillm.engine.extras.special",
+    "mpillm.engine.schedule.step -> mpillm.engine.extras.request_extras",
 ]
 FLOOR = {package: floor for floor, line in enumerate(LAYERS.split("\n")) for package in line.split()}
 # ``module:function``, whole or as the start of an f-string

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpillm.engine.kernels.puts import CacheThere, Put, put_table
+from mpillm.engine.kernels.puts import Put, TargetCache, put_table
 from mpillm.engine.tensors.rounding import FP8, to_fp8, widen
 from mpillm.engine.tensors.segments import fixed_segments
 from mpillm.engine.tensors.staging import Staging, to_device
 
 
-class Held(NamedTuple):
+class CachedBlocks(NamedTuple):
     """A sequence's blocks, the number of tokens in them, and its window blocks (see `WindowBlocks`)."""
 
     blocks: list[int]
@@ -70,20 +70,20 @@ class KVCache:
         return len(self.pools) * n_each
 
     @torch.inference_mode()
-    def new_piece(self, held: Held, layers: slice, heads: slice) -> Tensor:
+    def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Tensor:
         """Return a buffer for a piece of a handoff: uint8 [bytes]."""
-        n_bytes = self.piece_bytes(held.n_tokens, layers, heads)
+        n_bytes = self.piece_bytes(cached.n_tokens, layers, heads)
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.keys.device)
 
     @torch.inference_mode()
-    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
+    def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Tensor]:
         """Copy some layers and heads: a piece of a handoff for each, uint8 [bytes]."""
-        sizes = [self.piece_bytes(one.n_tokens, layers, heads) for one in held]
+        sizes = [self.piece_bytes(one.n_tokens, layers, heads) for one in cached]
         pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
         if self.keys.is_cuda:
-            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=True)
+            self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=True)
             return pieces
-        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
             n_whole, rest = divmod(n_tokens, self.tokens_per_block)
             for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
                 whole.copy_(pool[:, blocks[:n_whole]])
@@ -92,12 +92,12 @@ class KVCache:
         return pieces
 
     @torch.inference_mode()
-    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
+    def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
         """Fill blocks with what `read` returned for the same tokens, layers and heads."""
         if self.keys.is_cuda:
-            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=False)
+            self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=False)
             return
-        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
             n_whole, rest = divmod(n_tokens, self.tokens_per_block)
             for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
                 pool[:, blocks[:n_whole]] = whole
@@ -105,13 +105,19 @@ class KVCache:
                     pool[:, blocks[n_whole], :, :rest] = end
 
     def _copy_on_gpu(
-        self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool
+        self,
+        cached: list[CachedBlocks],
+        layers: slice,
+        heads: slice,
+        pieces: list[Tensor],
+        *,
+        into_pieces: bool,
     ) -> None:
         """Copy all in one kernel, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import copy_blocks
 
         rows: tuple[list[int], ...] = [], [], [], []
-        for (blocks, n_tokens, _), piece in zip(held, pieces, strict=True):
+        for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
             n = self.blocks_for(n_tokens)
             of_piece = (
                 blocks[:n],
@@ -125,7 +131,7 @@ class KVCache:
         keys, values = (_movable(pool[layers]) for pool in (self.keys, self.values))
         copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
 
-    def put(self, puts: list[Put], there: CacheThere, n_layers: int, n_heads: int, staging: Staging) -> None:
+    def put(self, puts: list[Put], there: TargetCache, n_layers: int, n_heads: int, staging: Staging) -> None:
         """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import put_blocks
 
@@ -164,9 +170,9 @@ def rounded(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
     return x.to(dtype) if scales is None else to_fp8(x, scales[:, None])
 
 
-def widened(held: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+def widened(cached: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
     """Return what a cache holds, [..., kv_heads, tokens, head_dim], as `dtype`."""
-    return held.to(dtype) if scales is None else widen(held).mul_(scales[:, None, None]).to(dtype)
+    return cached.to(dtype) if scales is None else widen(cached).mul_(scales[:, None, None]).to(dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 
 
 class TwoCaches:
@@ -26,25 +26,25 @@ class TwoCaches:
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
         return self.caches[0].piece_bytes(n_tokens, layers, heads)
 
-    def new_piece(self, held: Held, layers: slice, heads: slice) -> Tensor:
-        return self.caches[0].new_piece(held, layers, heads)
+    def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Tensor:
+        return self.caches[0].new_piece(cached, layers, heads)
 
     @torch.inference_mode()
-    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
+    def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Tensor]:
         """As `KVCache.read`. What no window reaches is anything."""
         read = [
-            self.caches[windowed].read(_held_in(held, windowed), slice(at, at + 1), heads)
+            self.caches[windowed].read(_cached_in(cached, windowed), slice(at, at + 1), heads)
             for windowed, at in self.places[layers]
         ]
         return [torch.cat(pieces) for pieces in zip(*read, strict=True)]
 
     @torch.inference_mode()
-    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
+    def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
         places = self.places[layers]
         for i, (windowed, at) in enumerate(places):
             of_layer = [piece.view(len(places), -1)[i] for piece in pieces]
-            self.caches[windowed].write(_held_in(held, windowed), slice(at, at + 1), heads, of_layer)
+            self.caches[windowed].write(_cached_in(cached, windowed), slice(at, at + 1), heads, of_layer)
 
 
-def _held_in(held: list[Held], windowed: bool) -> list[Held]:
-    return [one._replace(blocks=list(one.window_blocks)) for one in held] if windowed else held
+def _cached_in(cached: list[CachedBlocks], windowed: bool) -> list[CachedBlocks]:
+    return [blocks._replace(blocks=list(blocks.window_blocks)) for blocks in cached] if windowed else cached

@@ -57,7 +57,7 @@ class Beams:
         self._size = tokens_per_block
         self._tables: list[list[int]] = []  # of the beams that ran in the last step
         self._parents = [0]  # of the running beams, among those
-        self._taken: list[Tensor] = []  # of the running beams in turn: see `take`
+        self._logprobs: list[Tensor] = []  # of the running beams in turn: see `take`
 
     @staticmethod
     def candidates(width: int, n_ends: int) -> int:
@@ -76,10 +76,10 @@ class Beams:
 
         The beams' turn is their order; with the last one's all go on.
         """
-        self._taken.append(logprobs)
-        if len(self._taken) == len(self.running):
-            taken, self._taken = torch.stack(self._taken), []
-            self._advance(taken)
+        self._logprobs.append(logprobs)
+        if len(self._logprobs) == len(self.running):
+            stacked, self._logprobs = torch.stack(self._logprobs), []
+            self._advance(stacked)
 
     def _advance(self, logprobs: Tensor) -> None:
         """Continue with log probabilities of the next token: [running beams, vocab]."""
@@ -135,14 +135,14 @@ class Beams:
             self._tables = [self.first_table(blocks, n_cached)]
         self._tables = [[*self._tables[parent]] for parent in self._parents]
         self._parents = [*range(len(self._tables))]
-        held = Counter(chain(*self._tables))
-        free = [block for block in blocks if block not in held]
+        n_owners = Counter(chain(*self._tables))
+        free = [block for block in blocks if block not in n_owners]
         at = n_cached // self._size
         for table in self._tables:
             if at == len(table):
                 table.append(free.pop())
-            elif held[old := table[at]] > 1:
-                held[old] -= 1
+            elif n_owners[old := table[at]] > 1:
+                n_owners[old] -= 1
                 table[at] = free.pop()
                 copies.append((old, table[at]))
             yield table

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.shape.layout import Layout, share
+from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.weights.rank_weights import rotary_order
 
@@ -58,7 +58,7 @@ class Adapter:
         config: NDArray[np.int32],
         model: ModelConfig,
         dtype: torch.dtype,
-        layout: Layout = Layout(),  # noqa: B008 - it is frozen
+        layout: RankLayout = RankLayout(),  # noqa: B008 - it is frozen
     ) -> None:
         """Read `weights` [modules, width] and `config` [modules, 3]. Raises ValueError if they do not fit."""
         self.salt = secrets.token_bytes(16)  # no cached block of another adapter fits
@@ -95,7 +95,7 @@ class Adapter:
         model: ModelConfig,
         product: str,
         dtype: torch.dtype,
-        layout: Layout,
+        layout: RankLayout,
     ) -> tuple[Tensor, Tensor]:
         """Return A and B of one product from those of its parts: B has zeros where a part adds nothing."""
         a = torch.cat([part for part, _, _ in parts]).to(dtype)
@@ -113,8 +113,10 @@ class Adapter:
         return self._products.get((layer, name))
 
 
-def _part(a: Tensor, b: Tensor, product: str, model: ModelConfig, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of A and B (see `Layout.part`)."""
+def _part(
+    a: Tensor, b: Tensor, product: str, model: ModelConfig, layout: RankLayout
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of A and B (see `RankLayout.part`)."""
     if layout.tp_size == 1:
         return a, b
     (q, kv), d, heads = _heads(model), model.head_dim, layout.kv_heads(model)
@@ -177,8 +179,8 @@ def _reordered(name: str, b: Tensor, model: ModelConfig) -> Tensor:
 class Adapters:
     """Those that have come with a request, by task id: the longest unused are forgotten first."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._of: dict[int, Adapter] = {}  # the longest unused first
 
     def get(self, task_id: int, make: Callable[[], Adapter] | None) -> Adapter:
@@ -193,15 +195,15 @@ class Adapters:
                     f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
                 )
             adapter = make()
-            if adapter.n_bytes > self._most_bytes:
+            if adapter.n_bytes > self._max_bytes:
                 raise ValueError(
                     f"lora_weights: {adapter.n_bytes} bytes exceed"
-                    f" lora_cache_host_memory_bytes {self._most_bytes}"
+                    f" lora_cache_host_memory_bytes {self._max_bytes}"
                 )
         if task_id == 0:
             return adapter
         self._of[task_id] = adapter
-        while sum(one.n_bytes for one in self._of.values()) > self._most_bytes:
+        while sum(one.n_bytes for one in self._of.values()) > self._max_bytes:
             del self._of[next(iter(self._of))]
         return adapter
 

@@ -9,7 +9,7 @@ import torch
 
 from mpillm.engine.extras.lora import Adapter
 from mpillm.engine.schedule.step import Step
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 
 
@@ -21,30 +21,30 @@ class SharedAdapters:
     """
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
-        self._gone: deque[int] = deque()
+        self._sent_adapters: set[int] = set()
+        self._freed: deque[int] = deque()
 
     def name(self, step: Step) -> None:
         """Name in a step what it needs, for those ranks."""
-        if step.extra is None and not self._gone:
+        if step.extra is None and not self._freed:
             return
         extra = step.more()
         for adapter, start, end in extra.adapters:
             tensors = adapter.tensors
             assert tensors is not None
             extra.adapter_rows.append((tensors.number, start, end))
-            if tensors.number not in self._told:
-                self._told.add(tensors.number)
+            if tensors.number not in self._sent_adapters:
+                self._sent_adapters.add(tensors.number)
                 extra.new_adapters.append(tensors)
-                weakref.finalize(adapter, self._gone.append, tensors.number).atexit = False
-        extra.gone_adapters = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._told.difference_update(extra.gone_adapters)
+                weakref.finalize(adapter, self._freed.append, tensors.number).atexit = False
+        extra.freed_adapters = [self._freed.popleft() for _ in range(len(self._freed))]
+        self._sent_adapters.difference_update(extra.freed_adapters)
 
 
 class ReceivedAdapters:
     """Adapters of the leader, on a rank that follows it."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: RankLayout) -> None:
         self._model, self._dtype, self._layout = model, dtype, layout
         self._of: dict[int, Adapter] = {}
 
@@ -52,7 +52,7 @@ class ReceivedAdapters:
         """Give a step the adapters that it names."""
         if (extra := step.extra) is None:
             return
-        for number in extra.gone_adapters:
+        for number in extra.freed_adapters:
             del self._of[number]
         for number, weights, config in extra.new_adapters:
             self._of[number] = Adapter(weights, config, self._model, self._dtype, self._layout)

@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.mover import Mover, Peer
-from mpillm.engine.cache.kv_cache import Held
+from mpillm.engine.cache.kv_cache import CachedBlocks
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 
 Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class HostPool:
-    """Caches by request id, where an instance has blocks: `Held.blocks` is the id alone."""
+    """Caches by request id, where an instance has blocks: `CachedBlocks.blocks` is the id alone."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int, new: Callable[[int], Cache]) -> None:
         """`new`: returns memory of so many bytes."""
@@ -42,24 +42,24 @@ class HostPool:
         n_parts: int = (layers.stop - layers.start) * self._shape[1] * (heads.stop - heads.start)
         return n_parts * n_tokens * self._row
 
-    def new_piece(self, held: Held, layers: slice, heads: slice) -> Cache:
+    def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Cache:
         """Return the piece's place in the cache, if it lies there as a whole."""
-        part = self._part(held, layers, heads)
+        part = self._part(cached, layers, heads)
         if part.flags.c_contiguous:
             return part.reshape(-1)
-        return self._new(self.piece_bytes(held.n_tokens, layers, heads))
+        return self._new(self.piece_bytes(cached.n_tokens, layers, heads))
 
-    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]:
-        return [np.ascontiguousarray(self._part(one, layers, heads)).reshape(-1) for one in held]
+    def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Any]:
+        return [np.ascontiguousarray(self._part(one, layers, heads)).reshape(-1) for one in cached]
 
-    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None:
-        for one, piece in zip(held, pieces, strict=True):
+    def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Any]) -> None:
+        for one, piece in zip(cached, pieces, strict=True):
             part = self._part(one, layers, heads)
             if not np.may_share_memory(piece, part):
                 part[:] = np.asarray(piece).reshape(part.shape)
 
-    def _part(self, held: Held, layers: slice, heads: slice) -> Cache:
-        whole = self.caches[held.blocks[0]].reshape(*self._shape, held.n_tokens * self._row)
+    def _part(self, cached: CachedBlocks, layers: slice, heads: slice) -> Cache:
+        whole = self.caches[cached.blocks[0]].reshape(*self._shape, cached.n_tokens * self._row)
         return whole[layers, :, heads]
 
 
@@ -80,7 +80,7 @@ class HostEnd:
         `new`: see `HostPool`.
         """
         self._pool = HostPool(config, kv_bytes_per_token, new)
-        self._transfers = Transfers(self._pool, config, Layout(), mover, {0: instance}, sends=not takes)
+        self._transfers = Transfers(self._pool, config, RankLayout(), mover, {0: instance}, sends=not takes)
         self._kind = Kind.RECEIVE if takes else Kind.SEND
 
     def take(self, request_id: int, slot: int, n_tokens: int) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpillm.comms.mover import Mover, Moving
+from mpillm.comms.mover import Mover, TransferHandle
 from mpillm.engine.handoff.nccl_mover import event
-from mpillm.engine.handoff.pinned import Pinned
+from mpillm.engine.handoff.pinned import PinnedMemory
 from mpillm.engine.tensors.staging import Event
 
 
 class HostMover:
     """A `Mover` of tensors on a GPU (uint8 [bytes]); `host_end`: the other end, in this rank's memory."""
 
-    def __init__(self, mover: Mover, rank: int, pinned: Pinned) -> None:
+    def __init__(self, mover: Mover, rank: int, pinned: PinnedMemory) -> None:
         """`mover`: between ranks; `rank`: this one, in its communicator; `pinned`: for what goes over MPI."""
         self._pinned = pinned
         self.whole_below = mover.whole_below
@@ -30,26 +30,26 @@ class HostMover:
         self._rank = rank
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._met: dict[int, deque[_Copy]] = {}  # by tag: one end of each has come
-        self._leaving: deque[_Copy] = deque()  # not in host memory yet, in order
-        self._coming: list[_Copy] = []  # not in host memory yet
+        self._to_send: deque[_Copy] = deque()  # not in host memory yet, in order
+        self._to_receive: list[_Copy] = []  # not in host memory yet
 
-    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         """`buffer` is filled by the current stream's work so far."""
         if rank == self._rank:
             return self.meet(tag, gpu=buffer, to_host=True)
-        leaving = _Copy(buffer, self._like(buffer), to_host=True, rank=rank, tag=tag)
-        self._launch(leaving)
-        self._leaving.append(leaving)
-        return leaving
+        copy = _Copy(buffer, self._like(buffer), to_host=True, rank=rank, tag=tag)
+        self._launch(copy)
+        self._to_send.append(copy)
+        return copy
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         """`buffer` may be in use by the current stream's work so far."""
         if rank == self._rank:
             return self.meet(tag, gpu=buffer, to_host=False)
-        coming = _Copy(buffer, self._like(buffer), to_host=False)
-        coming.over_mpi = self._mover.receive(rank, tag, coming.host)
-        self._coming.append(coming)
-        return coming
+        copy = _Copy(buffer, self._like(buffer), to_host=False)
+        copy.over_mpi = self._mover.receive(rank, tag, copy.host)
+        self._to_receive.append(copy)
+        return copy
 
     def meet(
         self, tag: int, *, gpu: Tensor | None = None, host: Tensor | None = None, to_host: bool
@@ -68,17 +68,17 @@ class HostMover:
 
     def poll(self) -> None:
         self._mover.poll()
-        while self._leaving and self._leaving[0].is_copied():
-            copy = self._leaving.popleft()
+        while self._to_send and self._to_send[0].is_copied():
+            copy = self._to_send.popleft()
             copy.over_mpi = self._mover.send(copy.rank, copy.tag, copy.host)
         waiting = []
-        for copy in self._coming:
+        for copy in self._to_receive:
             if copy.over_mpi is not None and copy.over_mpi.done():
                 copy.over_mpi = None
                 self._launch(copy)
             else:
                 waiting.append(copy)
-        self._coming = waiting
+        self._to_receive = waiting
 
     def _like(self, buffer: Tensor) -> Tensor:
         return torch.from_numpy(self._pinned.new(buffer.nbytes))
@@ -102,12 +102,12 @@ class _HostEnd:
         self._mover = mover
         self._rank = rank
 
-    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         if rank == self._rank:
             return self._gpus.meet(tag, host=torch.from_numpy(buffer), to_host=False)
         return self._mover.send(rank, tag, buffer)
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
         if rank == self._rank:
             return self._gpus.meet(tag, host=torch.from_numpy(buffer), to_host=True)
         return self._mover.receive(rank, tag, buffer)
@@ -130,7 +130,7 @@ class _Copy:
         self.rank = rank
         self.tag = tag
         self.copied: Event | None = None
-        self.over_mpi: Moving | None = None
+        self.over_mpi: TransferHandle | None = None
 
     def complete(self, gpu: Tensor | None, host: Tensor | None) -> None:
         if gpu is not None:

@@ -23,10 +23,10 @@ from mpillm.engine.parallel.nccl import NcclComm
 from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.tensors.staging import Event
 
-_TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last of its launch
+_MAX_LAUNCH_BYTES = 64 << 20  # bytes; the buffer that passes it is the last of its launch
 
 
-class Link(Protocol):
+class SendReceiveLink(Protocol):
     """One direction between this rank's GPU and another. No method waits."""
 
     def mark(self) -> Event:
@@ -55,7 +55,7 @@ class NcclLink:
         """Collective over both ranks."""
         self._notes = Notes(comm, peer, NOTICE)
 
-        def tell(unique: bytes) -> bytes:
+        def exchange_id(unique: bytes) -> bytes:
             buffer = NCCL_ID.write(unique).copy()
             if sends:
                 comm.Send((buffer, MPI.BYTE), peer, NCCL_ID.tag)
@@ -63,7 +63,7 @@ class NcclLink:
                 comm.Recv((buffer, MPI.BYTE), peer, NCCL_ID.tag)
             return NCCL_ID.read(buffer)
 
-        self._nccl = NcclComm(0 if sends else 1, 2, tell)
+        self._nccl = NcclComm(0 if sends else 1, 2, exchange_id)
         # High priority: a transfer's few thread blocks run between those of a step's kernels.
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         # The first message makes both hosts wait for each other: exchange it now, while neither has other
@@ -100,9 +100,9 @@ class NcclLink:
 
 def event(stream: torch.cuda.Stream) -> Event:
     """Return an event at the end of the stream's work so far."""
-    made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    made.record(stream)
-    return made
+    recorded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    recorded.record(stream)
+    return recorded
 
 
 class NcclMover:
@@ -110,7 +110,7 @@ class NcclMover:
 
     whole_below = 256 << 20
 
-    def __init__(self, links: dict[int, Link]) -> None:
+    def __init__(self, links: dict[int, SendReceiveLink]) -> None:
         """`links`: by rank of the handoff communicator, each in one direction; `connected` makes them."""
         self._lanes = {rank: _Lane(link) for rank, link in links.items()}
 
@@ -122,27 +122,27 @@ class NcclMover:
         """
         return cls({rank: NcclLink(comm, rank, sends=sends) for rank in sorted(ranks)})
 
-    def send(self, rank: int, tag: int, buffer: Any) -> _Moving:
+    def send(self, rank: int, tag: int, buffer: Any) -> _NcclTransfer:
         """`buffer` is filled by the current stream's work so far."""
         lane = self._lanes[rank]
         lane.go_on()
-        moving = _Moving(tag, buffer, lane.link.mark())
-        lane.leaving.append(moving)
-        return moving
+        transfer = _NcclTransfer(tag, buffer, lane.link.mark())
+        lane.to_send.append(transfer)
+        return transfer
 
-    def receive(self, rank: int, tag: int, buffer: Any) -> _Moving:
+    def receive(self, rank: int, tag: int, buffer: Any) -> _NcclTransfer:
         """`buffer` may be in use by the current stream's work so far."""
         lane = self._lanes[rank]
-        moving = _Moving(tag, buffer, lane.link.mark())
-        lane.expected.setdefault(tag, deque()).append(moving)
-        return moving
+        transfer = _NcclTransfer(tag, buffer, lane.link.mark())
+        lane.expected.setdefault(tag, deque()).append(transfer)
+        return transfer
 
     def poll(self) -> None:
         for lane in self._lanes.values():
             lane.go_on()
 
 
-class _Moving:
+class _NcclTransfer:
     def __init__(self, tag: int, buffer: Tensor, ready: Event) -> None:
         self.tag = tag
         self.buffer = buffer
@@ -156,25 +156,25 @@ class _Moving:
 class _Lane:
     """The transfers over one link."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SendReceiveLink) -> None:
         self.link = link
-        self.leaving: deque[_Moving] = deque()  # sends not launched
-        self.expected: dict[int, deque[_Moving]] = {}  # tag -> receives not launched
+        self.to_send: deque[_NcclTransfer] = deque()  # sends not launched
+        self.expected: dict[int, deque[_NcclTransfer]] = {}  # tag -> receives not launched
         self._noticed: deque[list[Notice]] = deque()  # notices whose receives are not launched
-        self._matched: list[_Moving] = []  # receives for the first of them
+        self._matched: list[_NcclTransfer] = []  # receives for the first of them
 
     def go_on(self) -> None:
         """Launch what can be launched."""
-        while self.leaving and self.leaving[0].ready.query():
-            together, n_bytes = [self.leaving.popleft()], 0
+        while self.to_send and self.to_send[0].ready.query():
+            together, n_bytes = [self.to_send.popleft()], 0
             while (
-                (n_bytes := n_bytes + together[-1].buffer.nbytes) < _TOGETHER
-                and self.leaving
-                and self.leaving[0].ready.query()
+                (n_bytes := n_bytes + together[-1].buffer.nbytes) < _MAX_LAUNCH_BYTES
+                and self.to_send
+                and self.to_send[0].ready.query()
             ):
-                together.append(self.leaving.popleft())
-            self.link.notify([Notice(moving.tag, moving.buffer.nbytes) for moving in together])
-            _launched(together, self.link.send([moving.buffer for moving in together]))
+                together.append(self.to_send.popleft())
+            self.link.notify([Notice(transfer.tag, transfer.buffer.nbytes) for transfer in together])
+            _launched(together, self.link.send([transfer.buffer for transfer in together]))
         if self.expected:
             self._noticed += self.link.notices()
         while self._noticed and self._match(self._noticed[0]):
@@ -183,7 +183,7 @@ class _Lane:
             _launched(
                 together,
                 self.link.receive(
-                    [moving.buffer for moving in together], [moving.ready for moving in together]
+                    [transfer.buffer for transfer in together], [transfer.ready for transfer in together]
                 ),
             )
 
@@ -193,17 +193,17 @@ class _Lane:
             waiting = self.expected.get(tag)
             if not waiting:
                 return False
-            moving = waiting.popleft()
+            transfer = waiting.popleft()
             if not waiting:
                 del self.expected[tag]
-            if n_bytes != moving.buffer.nbytes:
+            if n_bytes != transfer.buffer.nbytes:
                 raise RuntimeError(
-                    f"handoff, tag {tag}: {moving.buffer.nbytes} bytes expected, {n_bytes} sent"
+                    f"handoff, tag {tag}: {transfer.buffer.nbytes} bytes expected, {n_bytes} sent"
                 )
-            self._matched.append(moving)
+            self._matched.append(transfer)
         return True
 
 
-def _launched(together: list[_Moving], event: Event) -> None:
-    for moving in together:
-        moving.launched = event
+def _launched(together: list[_NcclTransfer], event: Event) -> None:
+    for transfer in together:
+        transfer.launched = event

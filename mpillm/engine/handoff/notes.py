@@ -18,19 +18,19 @@ class Notes(Generic[T]):
 
     def __init__(self, comm: MPI.Intracomm, peer: int, message: Message[T]) -> None:
         self._comm, self._peer, self._message = comm, peer, message
-        self._leaving: deque[MPI.Request] = deque()
+        self._in_flight: deque[MPI.Request] = deque()
 
     def send(self, value: T) -> None:
-        while self._leaving and self._leaving[0].Test():
-            self._leaving.popleft()
+        while self._in_flight and self._in_flight[0].Test():
+            self._in_flight.popleft()
         buffer = self._message.write(value)
-        self._leaving.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, self._message.tag))
+        self._in_flight.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, self._message.tag))
 
     def take(self) -> list[T]:
         """Return what has come since the last call, in order."""
-        came, status = [], MPI.Status()
+        received, status = [], MPI.Status()
         while self._comm.Iprobe(self._peer, self._message.tag, status):
             buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv((buffer, MPI.BYTE), self._peer, self._message.tag)
-            came.append(self._message.read(buffer))
-        return came
+            received.append(self._message.read(buffer))
+        return received

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 _ALIGNED = 4096
 
 
-class Pinned:
+class PinnedMemory:
     """Gives out parts of some bytes; other memory, which a GPU copies slower, while too few are free."""
 
     def __init__(self, n_bytes: int, *, pin: bool = True) -> None:
         """`pin`: for a GPU; without, it is plain memory."""
-        self._whole = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._memory = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin)
         self._lock = threading.Lock()
         self._free = [(0, n_bytes)]  # where and how many, in order, none beside another
         self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run anywhere
@@ -33,7 +33,7 @@ class Pinned:
         at = self._take(size) if n_bytes else None
         if at is None:
             return np.empty(n_bytes, np.uint8)
-        part = (ctypes.c_uint8 * n_bytes).from_address(self._whole.data_ptr() + at)
+        part = (ctypes.c_uint8 * n_bytes).from_address(self._memory.data_ptr() + at)
         weakref.finalize(part, self._returned.append, (at, size))
         return np.frombuffer(memoryview(part), np.uint8)  # it, and each view of it, keeps `part`
 

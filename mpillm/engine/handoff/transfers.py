@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mpillm.comms.tags import Tag
-from mpillm.engine.cache.kv_cache import Held
+from mpillm.engine.cache.kv_cache import CachedBlocks
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import MAX_PIECES, Layout, cuts
+from mpillm.engine.shape.layout import MAX_PIECES, RankLayout, cuts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mpillm.comms.mover import BlockMover, Mover, Moving, Peer
+    from mpillm.comms.mover import BlockMover, Mover, Peer, TransferHandle
     from mpillm.engine.shape.model_config import ModelConfig
 
 
@@ -38,25 +38,27 @@ class _Piece(NamedTuple):
 
 
 @dataclass
-class _Under:
+class _ActiveTransfer:
     """A transfer in progress, with its pieces in flight."""
 
     transfer: Transfer
-    pieces: deque[tuple[Moving, _Piece, Tensor | None]] = field(default_factory=deque)  # with their buffers
+    pieces: deque[tuple[TransferHandle, _Piece, Tensor | None]] = field(
+        default_factory=deque
+    )  # with their buffers
     n_waiting: int = 0  # pieces to send that have no buffer yet
 
     @property
-    def held(self) -> Held:
-        return Held(self.transfer.blocks, self.transfer.n_tokens, self.transfer.window_blocks)
+    def cached(self) -> CachedBlocks:
+        return CachedBlocks(self.transfer.blocks, self.transfer.n_tokens, self.transfer.window_blocks)
 
 
 class Cache(Protocol):
     """Where KV caches come from or go to: see `KVCache`."""
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int: ...
-    def new_piece(self, held: Held, layers: slice, heads: slice) -> Any: ...
-    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]: ...
-    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None: ...
+    def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Any: ...
+    def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Any]: ...
+    def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Any]) -> None: ...
 
 
 class Transfers:
@@ -66,23 +68,23 @@ class Transfers:
         self,
         cache: Cache,
         config: ModelConfig,
-        layout: Layout,
+        layout: RankLayout,
         mover: Mover,
         peers: dict[int, Peer],
         *,
         sends: bool,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         block_mover: BlockMover | None = None,
     ) -> None:
         """`sends`: this rank belongs to a context instance.
 
-        Its buffers take at most `most_bytes`, or one piece. `block_mover`: for the ranks that it reaches.
+        Its buffers take at most `max_bytes`, or one piece. `block_mover`: for the ranks that it reaches.
         """
         self._cache = cache
         self._mover = mover
         self._block_mover = block_mover
         self._reached = block_mover.ranks if block_mover is not None else frozenset()
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._pieces = {
             peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
         }
@@ -94,9 +96,9 @@ class Transfers:
         }
         token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
         self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
-        self._under_way: list[_Under] = []
-        self._by_layer: list[_Under] = []  # of the current step
-        self._to_send: deque[tuple[_Under, _Piece]] = deque()
+        self._active: list[_ActiveTransfer] = []
+        self._by_layer: list[_ActiveTransfer] = []  # of the current step
+        self._to_send: deque[tuple[_ActiveTransfer, _Piece]] = deque()
         self._n_bytes = 0  # of buffers in flight
         self._lost: set[int] = set()  # peers
         self._never_done: list[object] = []  # pieces from and to them: MPI may still touch the buffers
@@ -105,33 +107,33 @@ class Transfers:
         """Begin the transfers of a step, before its own work."""
         self._by_layer = []
         for transfer in transfers:
-            under = _Under(transfer)
-            self._under_way.append(under)
+            active = _ActiveTransfer(transfer)
+            self._active.append(active)
             if transfer.peer in self._lost:
                 continue
             if transfer.kind == Kind.SEND_LAYERS:
-                self._by_layer.append(under)
+                self._by_layer.append(active)
                 continue
             for piece in self._pieces_of(transfer):
                 if transfer.kind == Kind.SEND:
-                    self._to_send.append((under, piece))
-                    under.n_waiting += 1
+                    self._to_send.append((active, piece))
+                    active.n_waiting += 1
                 elif piece.rank in self._reached:
-                    self._move(under, piece)
+                    self._move(active, piece)
                 else:
-                    buffer = self._cache.new_piece(under.held, piece.layers, piece.heads)
-                    under.pieces.append(
+                    buffer = self._cache.new_piece(active.cached, piece.layers, piece.heads)
+                    active.pieces.append(
                         (self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer)
                     )
         self._gather()
 
     def layer_stored(self, layer: int) -> None:
         """Note that the step's keys and values of this rank's `layer` are in the cache."""
-        for under in self._by_layer:
-            for piece in self._pieces_of(under.transfer):
+        for active in self._by_layer:
+            for piece in self._pieces_of(active.transfer):
                 if piece.layers.stop == layer + 1:
-                    self._to_send.append((under, piece))
-                    under.n_waiting += 1
+                    self._to_send.append((active, piece))
+                    active.n_waiting += 1
         self._gather()
 
     def poll(self) -> list[int]:
@@ -139,83 +141,85 @@ class Transfers:
         self._mover.poll()
         if self._block_mover is not None:
             self._block_mover.poll()
-        arrived: list[tuple[_Under, _Piece, Tensor]] = []
+        arrived: list[tuple[_ActiveTransfer, _Piece, Tensor]] = []
         done = []
-        for under in self._under_way:
-            while under.pieces and under.pieces[0][0].done():
-                _, piece, buffer = under.pieces.popleft()
+        for active in self._active:
+            while active.pieces and active.pieces[0][0].done():
+                _, piece, buffer = active.pieces.popleft()
                 if buffer is None:
                     continue
-                if under.transfer.kind == Kind.RECEIVE:
-                    arrived.append((under, piece, buffer))
+                if active.transfer.kind == Kind.RECEIVE:
+                    arrived.append((active, piece, buffer))
                 else:
                     self._n_bytes -= buffer.nbytes
-            if not under.pieces and not under.n_waiting:
-                done.append(under.transfer.ticket)
+            if not active.pieces and not active.n_waiting:
+                done.append(active.transfer.ticket)
         for layers, heads, group in _alike(arrived):
             self._cache.write(
-                [under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group]
+                [active.cached for active, _, _ in group], layers, heads, [buffer for _, _, buffer in group]
             )
         if done:
-            self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
+            self._active = [active for active in self._active if active.pieces or active.n_waiting]
         self._gather()
         return done
 
     def lose(self, peer: int) -> None:
         """End what moves to or from this peer; `poll` reports it as done."""
         self._lost.add(peer)
-        self._by_layer = [under for under in self._by_layer if under.transfer.peer != peer]
+        self._by_layer = [active for active in self._by_layer if active.transfer.peer != peer]
         self._to_send = deque(one for one in self._to_send if one[0].transfer.peer != peer)
-        for under in self._under_way:
-            if under.transfer.peer == peer:
-                if under.transfer.kind != Kind.RECEIVE:
-                    self._n_bytes -= sum(buffer.nbytes for _, _, buffer in under.pieces if buffer is not None)
-                self._never_done += under.pieces
-                under.pieces.clear()
-                under.n_waiting = 0
+        for active in self._active:
+            if active.transfer.peer == peer:
+                if active.transfer.kind != Kind.RECEIVE:
+                    self._n_bytes -= sum(
+                        buffer.nbytes for _, _, buffer in active.pieces if buffer is not None
+                    )
+                self._never_done += active.pieces
+                active.pieces.clear()
+                active.n_waiting = 0
 
     def is_done(self) -> bool:
         """Whether no transfer is under way on this rank."""
-        return not self._under_way
+        return not self._active
 
     def _gather(self) -> None:
         """Send what buffers have room for. The blocks keep their content until all of it has left."""
-        ready: list[tuple[_Under, _Piece]] = []
+        ready: list[tuple[_ActiveTransfer, _Piece]] = []
         while self._to_send:
-            under, piece = self._to_send[0]
+            active, piece = self._to_send[0]
             if piece.rank in self._reached:
-                under.n_waiting -= 1
+                active.n_waiting -= 1
                 self._move(*self._to_send.popleft())
                 continue
-            n_bytes = self._cache.piece_bytes(under.transfer.n_tokens, piece.layers, piece.heads)
-            if self._most_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._most_bytes:
+            n_bytes = self._cache.piece_bytes(active.transfer.n_tokens, piece.layers, piece.heads)
+            if self._max_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._max_bytes:
                 break
             ready.append(self._to_send.popleft())
             self._n_bytes += n_bytes
         for layers, heads, group in _alike(ready):
-            for (under, piece), buffer in zip(
-                group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True
+            for (active, piece), buffer in zip(
+                group, self._cache.read([active.cached for active, _ in group], layers, heads), strict=True
             ):
-                under.n_waiting -= 1
-                under.pieces.append(
-                    (self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer)
+                active.n_waiting -= 1
+                active.pieces.append(
+                    (self._mover.send(piece.rank, Tag.KV + active.transfer.slot, buffer), piece, buffer)
                 )
         if self._block_mover is not None:
             self._block_mover.poll()
 
-    def _move(self, under: _Under, piece: _Piece) -> None:
+    def _move(self, active: _ActiveTransfer, piece: _Piece) -> None:
         """Move a piece from blocks to blocks."""
         assert self._block_mover is not None
-        tag = Tag.KV + under.transfer.slot
-        moving = self._block_mover.move(piece.rank, tag, under.held, piece.layers, piece.heads)
-        under.pieces.append((moving, piece, None))
+        tag = Tag.KV + active.transfer.slot
+        handle = self._block_mover.move(piece.rank, tag, active.cached, piece.layers, piece.heads)
+        active.pieces.append((handle, piece, None))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
         pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces
         return pieces[transfer.peer]
 
 
-def partners(config: ModelConfig, layout: Layout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
+def partners(config: ModelConfig, layout: RankLayout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
     """Return the ranks of the handoff communicator that this one sends to, or receives from."""
     return {piece.rank for peer in peers for piece in _pieces(config, layout, peer, sends, 1)}
 
@@ -229,14 +233,14 @@ def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPie
         yield layers, heads, list(group)
 
 
-def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:
+def _pieces(config: ModelConfig, layout: RankLayout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:
     """Return what this rank sends to the ranks of `peer`, or receives from them."""
-    mine, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
-    me = layout.pp_rank * layout.tp_size + layout.tp_rank
+    own, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
+    own_rank = layout.pp_rank * layout.tp_size + layout.tp_rank
     first_layer, first_head = layout.layers(config).start, layout.kv_heads(config).start
     pieces = []
-    for cut in cuts(config, mine, other, n_pieces) if sends else cuts(config, other, mine, n_pieces):
-        if me == (cut.source if sends else cut.dest):
+    for cut in cuts(config, own, other, n_pieces) if sends else cuts(config, other, own, n_pieces):
+        if own_rank == (cut.source if sends else cut.dest):
             layers = slice(cut.layers.start - first_layer, cut.layers.stop - first_layer)
             heads = slice(cut.heads.start - first_head, cut.heads.stop - first_head)
             pieces.append(_Piece(peer.rank + (cut.dest if sends else cut.source), layers, heads))

@@ -30,15 +30,17 @@ def compiler() -> str | None:
 
 def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
     """Compile, or find, `source` with some macros (``NAME=VALUE``). None where that is not possible."""
-    if (found := compiler()) is None:
+    if (compiler_path := compiler()) is None:
         _log.warning("there is no C compiler for %s, so steps take longer", source.name)
         return None
     flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
     try:
-        return _compiled(found, source, flags)
+        return _compiled(compiler_path, source, flags)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
-        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        _log.warning("%s is not compiled, so steps take longer: %s: %s", source.name, found, said.strip())
+        message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        _log.warning(
+            "%s is not compiled, so steps take longer: %s: %s", source.name, compiler_path, message.strip()
+        )
         return None
 
 
@@ -48,25 +50,28 @@ def address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile with `found`, half a second, and keep the result in the user's cache for this kind of CPU."""
+def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile with `compiler_path`, half a second, and cache the result for this kind of CPU."""
     # The source with all that it includes, and what the compiler defines by itself, which names its version
     # and all instructions that it may use here.
     about = subprocess.run(
-        [found, *flags, "-dD", "-E", "-P", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
+        [compiler_path, *flags, "-dD", "-E", "-P", str(source)],
+        check=True,
+        capture_output=True,
+        timeout=_LONGEST_S,
     ).stdout
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = cache_folder()
-    kept = folder / f"{name}.so"
-    if not kept.exists():
+    library = folder / f"{name}.so"
+    if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / kept.name
+            output = Path(scratch) / library.name
             subprocess.run(
-                [found, *flags, str(source), "-o", str(made), "-lm"],
+                [compiler_path, *flags, str(source), "-o", str(output), "-lm"],
                 check=True,
                 capture_output=True,
                 timeout=_LONGEST_S,
             )
-            made.replace(kept)  # whole or not at all, for other ranks
-    return ctypes.CDLL(str(kept))
+            output.replace(library)  # whole or not at all, for other ranks
+    return ctypes.CDLL(str(library))

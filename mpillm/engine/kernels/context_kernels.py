@@ -65,11 +65,11 @@ def _copy(
     head, copy = tl.program_id(0), copies + tl.program_id(2) * 3
     slot, n, first = tl.load(copy), tl.load(copy + 1).to(tl.int32), tl.load(copy + 2)
     token, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    held = token < n
-    block = tl.load(table + slot * n_per_slot + token // SIZE, mask=held, other=0).to(tl.int64)
+    is_token = token < n
+    block = tl.load(table + slot * n_per_slot + token // SIZE, mask=is_token, other=0).to(tl.int64)
     cell = (((block * K + head) * SIZE + token % SIZE) * D)[:, None] + d[None, :]
     row = rows + (((first + token) * 2 * K + head) * D)[:, None] + d[None, :]
-    inside = held[:, None] & (d < D)[None, :]
+    inside = is_token[:, None] & (d < D)[None, :]
     key = tl.load(keys + cell, mask=inside, other=0.0)
     tl.store(row, key.to(tl.float32).to(rows.dtype.element_ty), mask=inside)
     value = tl.load(values + cell, mask=inside, other=0.0)
@@ -142,16 +142,16 @@ def _context(
             wide_q, wide_rest = operand(q), operand(q_rest)
         block_row = table + slot * n_per_slot
         for start in range(begin // TILE * TILE, n_cached, TILE):
-            held = start + step < n_cached
-            block = tl.load(block_row + (start + step) // SIZE, mask=held, other=0).to(tl.int64)
+            is_token = start + step < n_cached
+            block = tl.load(block_row + (start + step) // SIZE, mask=is_token, other=0).to(tl.int64)
             cell = (((block * K + head) * SIZE + (start + step) % SIZE) * D)[:, None]
-            inside = held[:, None] & (d < E)[None, :]
-            score = _scores_of_rest(wide_rest, keys + cell, held, D, RANK, BLOCK_R, ROWS, TILE)
+            inside = is_token[:, None] & (d < E)[None, :]
+            score = _scores_of_rest(wide_rest, keys + cell, is_token, D, RANK, BLOCK_R, ROWS, TILE)
             key = tl.load(keys + cell + d[None, :], mask=inside, other=0.0).to(wide_q.dtype)
             value = key
             if OWN_VALUES:
                 value = tl.load(values + cell + d[None, :], mask=inside, other=0.0).to(wide_q.dtype)
-            seen = held[None, :]
+            seen = is_token[None, :]
             if WINDOW > 0:
                 own_position = position + tl.minimum(token, n - 1)
                 seen = seen & ((start + step)[None, :] > own_position[:, None] - WINDOW)
@@ -175,9 +175,9 @@ def _context(
         first += TILE * W
     limit = own + tl.minimum(token, n - 1)  # padding rows see something, or they would divide by zero
     for start in range(n_full, own + n, TILE):
-        held = start + step < own + n
-        inside = held[:, None] & (d < E)[None, :]
-        score = _scores_of_rest(q_rest, first + row_of, held, D, RANK, BLOCK_R, ROWS, TILE)
+        is_token = start + step < own + n
+        inside = is_token[:, None] & (d < E)[None, :]
+        score = _scores_of_rest(q_rest, first + row_of, is_token, D, RANK, BLOCK_R, ROWS, TILE)
         key = tl.load(first + where, mask=inside, other=0.0)
         value = key
         if OWN_VALUES:
@@ -197,7 +197,7 @@ def _context(
     tl.store(out + at, (result * value_scale / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
-def _way(dtype: torch.dtype, rank: int, is_scaled: bool) -> tuple[int, int, int, int]:
+def _launch_shape(dtype: torch.dtype, rank: int, is_scaled: bool) -> tuple[int, int, int, int]:
     if not rank:
         return _CONTEXT[dtype]
     return (_LATENT_SCALED if is_scaled else _LATENT)[dtype]
@@ -207,7 +207,7 @@ def context_tile(
     n_heads: int, n_kv_heads: int, dtype: torch.dtype, rank: int = 0, is_scaled: bool = False
 ) -> int:
     """Return the query tokens of one program of `context_attention`; `is_scaled`: with an fp8 cache."""
-    return max(1, _way(dtype, rank, is_scaled)[0] // (n_heads // n_kv_heads))
+    return max(1, _launch_shape(dtype, rank, is_scaled)[0] // (n_heads // n_kv_heads))
 
 
 def context_attention(
@@ -236,7 +236,7 @@ def context_attention(
     """
     n_kv, d = keys.shape[1], qkv.shape[2]
     size = keys.shape[2]
-    rows, tile, n_warps, n_stages = _way(qkv.dtype, rank, scales is not None)
+    rows, tile, n_warps, n_stages = _launch_shape(qkv.dtype, rank, scales is not None)
     groups = groups_of(n_heads // n_kv, rows) if rank else 1
     _context[(n_kv * groups, len(tiles))](
         qkv, qkv if copied is None else copied, keys, values, out if scales is None else scales, table, tiles,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.c_library import address, c_library
-from mpillm.engine.kernels.ops import Partial, Unscaled
+from mpillm.engine.kernels.ops import Partial, UnscaledProduct
 from mpillm.engine.shape.families import Activation
 
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -47,20 +47,20 @@ class CpuKernels:
     def add_norm(
         self,
         x: Tensor,
-        delta: Tensor | Unscaled | Partial | None,
+        delta: Tensor | UnscaledProduct | Partial | None,
         weight: Tensor,
         eps: float,
         rounds: bool = False,
     ) -> Tensor:
         """As `ops.add_norm`."""
-        assert not rounds and not isinstance(delta, Unscaled | Partial)
+        assert not rounds and not isinstance(delta, UnscaledProduct | Partial)
         out = torch.empty_like(x)
         added = None if delta is None else address(delta)
         self._add_norm(address(x), added, address(weight), address(out), *x.shape, eps)
         return out
 
     def gated(
-        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+        self, gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu"
     ) -> Tensor:
         """As `ops.gated`."""
         if activation != "silu":

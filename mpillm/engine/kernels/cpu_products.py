@@ -52,9 +52,9 @@ class CpuProducts:
         if self._multiple > 1:
             packed = weight.reshape(-1, self._width, inputs // 2, 2).transpose(1, 2)
         else:
-            halves = weight.reshape(-1, 2, self._width // 2, inputs)
+            half_rows = weight.reshape(-1, 2, self._width // 2, inputs)
             # bfloat16: outputs of both halves side by side
-            packed = halves.permute((0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
+            packed = half_rows.permute((0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
         packed = packed.clone(memory_format=torch.contiguous_format).view(-1, inputs, self._width)
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
@@ -65,10 +65,10 @@ class CpuProducts:
         A byte has numbers of both halves of a panel's row.
         """
         numbers = numbers_of(F.pad(blocks, (0, 0, 0, -len(blocks) % self._width)))
-        inputs, taken = numbers.shape[1], self._multiple
-        rows = numbers.view(-1, self._width, inputs // taken, taken).transpose(1, 2)
+        inputs, multiple = numbers.shape[1], self._multiple
+        rows = numbers.view(-1, self._width, inputs // multiple, multiple).transpose(1, 2)
         rows = rows.reshape(-1, inputs, self._width)
-        lower, upper = rows.reshape(len(rows), -1, 2, self._width * taken // 2).unbind(2)
+        lower, upper = rows.reshape(len(rows), -1, 2, self._width * multiple // 2).unbind(2)
         packed = (lower | upper << 4).contiguous()
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
@@ -109,13 +109,13 @@ class CpuProducts:
             weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS), generator=own).to(self._weight_dtype)
             x = torch.rand(_ROWS, _INPUTS, generator=own).to(self._dtype)
             packed, product = self.pack(weight), other(weight)
-            ways: tuple[Callable[[], Tensor], ...] = (
+            computations: tuple[Callable[[], Tensor], ...] = (
                 lambda: self.multiply(x, packed, _OUTPUTS),
                 lambda: product(x),
             )
-            rounds = [[_seconds(way) for way in ways] for _ in range(_ROUNDS)]
-        mine, others = map(min, zip(*rounds, strict=True))
-        return mine, others
+            rounds = [[_seconds(compute) for compute in computations] for _ in range(_ROUNDS)]
+        own_s, others = map(min, zip(*rounds, strict=True))
+        return own_s, others
 
 
 class ExpertProducts:
@@ -124,7 +124,7 @@ class ExpertProducts:
     def __init__(
         self, multiply: Callable[..., None], packed: list[tuple[Tensor, Tensor | None]], n_outputs: int
     ) -> None:
-        self._multiply, self._held, self._n_outputs = multiply, packed, n_outputs
+        self._multiply, self._packed, self._n_outputs = multiply, packed, n_outputs
         pointers = _POINTER * len(packed)
         self._weights = pointers(*(address(weight) for weight, _ in packed))
         scales = [address(scales) for _, scales in packed if scales is not None]
@@ -165,7 +165,7 @@ def cpu_products(
     return None if library is None else CpuProducts(library, dtype, weight_dtype)
 
 
-def _seconds(way: Callable[[], object]) -> float:
+def _seconds(compute: Callable[[], object]) -> float:
     started = time.perf_counter()
-    way()
+    compute()
     return time.perf_counter() - started

@@ -21,7 +21,7 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.kernels.ops import Choice, Rounded, in_groups
+from mpillm.engine.kernels.ops import Choice, RoundedRows, in_groups
 from mpillm.engine.shape.entries import BLOCK
 from mpillm.engine.shape.mxfp4 import BIAS, numbers_of
 
@@ -220,7 +220,7 @@ def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def grouped_product(
-    x: Tensor | Rounded,
+    x: Tensor | RoundedRows,
     weights: Tensor,
     scales: Tensor | None,
     choice: Choice,
@@ -238,7 +238,7 @@ def grouped_product(
         assert isinstance(x, Tensor)
         numbers = row_scales = scales_there = x
     else:
-        rounded = x if isinstance(x, Rounded) else quantize_rows(x)
+        rounded = x if isinstance(x, RoundedRows) else quantize_rows(x)
         numbers, row_scales, scales_there = rounded.numbers, rounded.scales, scales
     rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, weights.dtype)
     n_tiles = _most_tiles(n_pairs, n_experts, rows)

@@ -24,7 +24,7 @@ from mpillm.engine.kernels.int4_kernels import GROUP, factor, numbers
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 
-class _Way(NamedTuple):
+class _TileShape(NamedTuple):
     """How to compute a product."""
 
     columns: int  # outputs of a program
@@ -36,17 +36,17 @@ class _Way(NamedTuple):
 
 # Measured on an H200, for weights in fp8, int4 and floats: how to compute up to so many rows; cuBLAS is
 # faster for more. With what follows the product, large weights in bfloat16 are faster here for more.
-_WAYS = {
-    torch.float8_e4m3fn: {8: _Way(32, 128, 4, 2, 512)},
+_TILE_SHAPES = {
+    torch.float8_e4m3fn: {8: _TileShape(32, 128, 4, 2, 512)},
     torch.int16: {
-        16: _Way(32, 128, 4, 2, 512),
-        64: _Way(64, 128, 4, 4, 256),
-        128: _Way(128, 128, 3, 8, 128),
+        16: _TileShape(32, 128, 4, 2, 512),
+        64: _TileShape(64, 128, 4, 4, 256),
+        128: _TileShape(128, 128, 3, 8, 128),
     },
 }
-_WAYS_OF_FLOATS = {16: _Way(32, 128, 3, 2, 512)}
-_LARGE, _WAYS_OF_LARGE = 48 << 20, {**_WAYS_OF_FLOATS, 32: _Way(64, 128, 4, 4, 128)}
-MOST_ROWS = {dtype: max(ways) for dtype, ways in _WAYS.items()}
+_FLOAT_TILE_SHAPES = {16: _TileShape(32, 128, 3, 2, 512)}
+_LARGE, _LARGE_TILE_SHAPES = 48 << 20, {**_FLOAT_TILE_SHAPES, 32: _TileShape(64, 128, 4, 4, 128)}
+MOST_ROWS = {dtype: max(tile_shapes) for dtype, tile_shapes in _TILE_SHAPES.items()}
 _MOST_SPLITS = 8
 
 
@@ -136,8 +136,8 @@ def _product(
     # What follows sees the product as it would be stored.
     result = total.to(out.dtype.element_ty)
     if ACTIVATED:
-        halves = tl.reshape(result.to(tl.float32), [2, WIDTH, ROWS])
-        gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+        gate_up = tl.reshape(result.to(tl.float32), [2, WIDTH, ROWS])
+        gate, up = tl.split(tl.permute(gate_up, (1, 2, 0)))
         result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     to = tile * WIDTH + tl.arange(0, WIDTH)
     cell, real = out + row[None, :] * n_out + to[:, None], (to < n_out)[:, None] & (row < n)[None, :]
@@ -157,13 +157,13 @@ class FewRows:
         self._weight, self._scales = weight, scales
         self._is_int4 = weight.dtype == torch.int16
         self._shape = (weight.shape[1], GROUP * len(weight)) if self._is_int4 else tuple(weight.shape)
-        self._ways = _WAYS.get(weight.dtype, _WAYS_OF_FLOATS)
-        self.most_rows = max(self._ways)
+        self._tile_shapes = _TILE_SHAPES.get(weight.dtype, _FLOAT_TILE_SHAPES)
+        self.most_rows = max(self._tile_shapes)
         if scales is None and weight.numel() >= _LARGE:
-            self._ways = _WAYS_OF_LARGE
-        self.most_followed = max(self._ways)
+            self._tile_shapes = _LARGE_TILE_SHAPES
+        self.most_followed = max(self._tile_shapes)
         # How many programs of each tile have stored their part: zeros again after each product.
-        n_tiles = cdiv(self._shape[0], min(way.columns for way in self._ways.values()))
+        n_tiles = cdiv(self._shape[0], min(tile_shape.columns for tile_shape in self._tile_shapes.values()))
         self._arrived = torch.zeros(n_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
@@ -173,9 +173,11 @@ class FewRows:
         add the product to it, and return it.
         """
         n, (n_all, n_in) = len(x), self._shape
-        way = next(way for most, way in self._ways.items() if n <= most)
-        tiles = cdiv(n_all, way.columns)
-        splits = min(_MOST_SPLITS, next_power_of_2(cdiv(way.n_programs, tiles)), cdiv(n_in, way.depth))
+        tile_shape = next(tile_shape for most, tile_shape in self._tile_shapes.items() if n <= most)
+        tiles = cdiv(n_all, tile_shape.columns)
+        splits = min(
+            _MOST_SPLITS, next_power_of_2(cdiv(tile_shape.n_programs, tiles)), cdiv(n_in, tile_shape.depth)
+        )
         out = x.new_empty(n, n_all // 2 if activated else n_all) if residual is None else residual
         parts = out if splits == 1 else x.new_empty(splits, n, n_all, dtype=torch.float32)
         scales = x if self._scales is None else self._scales
@@ -183,7 +185,8 @@ class FewRows:
             out, parts, self._arrived, x, self._weight, scales, n, out.shape[1], n_in,
             ACTIVATED=activated, ADDED=residual is not None,
             SCALED=self._scales is not None and not self._is_int4, INT4=self._is_int4,
-            ROWS=max(8, next_power_of_2(n)), COLUMNS=way.columns, DEPTH=way.depth, SPLITS=splits,
-            EARLY=starts_early(x), num_warps=way.n_warps, num_stages=way.n_stages,
+            ROWS=max(8, next_power_of_2(n)), COLUMNS=tile_shape.columns, DEPTH=tile_shape.depth,
+            SPLITS=splits,
+            EARLY=starts_early(x), num_warps=tile_shape.n_warps, num_stages=tile_shape.n_stages,
         )  # fmt: skip
         return out

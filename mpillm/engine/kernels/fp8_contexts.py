@@ -37,12 +37,12 @@ def _copy(
     if start >= n:
         return
     token, d = start + tl.arange(0, TILE), tl.arange(0, D)
-    held = token < n
-    block = tl.load(table + slot * n_per_slot + token // SIZE, mask=held, other=0).to(tl.int64)
+    is_token = token < n
+    block = tl.load(table + slot * n_per_slot + token // SIZE, mask=is_token, other=0).to(tl.int64)
     cell = (((block * K + head) * SIZE + token % SIZE) * D)[:, None] + d[None, :]
     # What pads a sequence is zero, not whatever the memory held: a weight of zero times NaN is NaN.
-    key = tl.load(keys + cell, mask=held[:, None], other=0)
-    value = tl.load(values + cell, mask=held[:, None], other=0)
+    key = tl.load(keys + cell, mask=is_token[:, None], other=0)
+    value = tl.load(values + cell, mask=is_token[:, None], other=0)
     row = first + token
     tl.store(out_keys + (head.to(tl.int64) * n_rows + row)[:, None] * D + d[None, :], key)
     tl.store(

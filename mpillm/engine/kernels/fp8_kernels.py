@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.kernels.ops import Rounded, Unscaled
+from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 
 SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
 
@@ -51,13 +51,13 @@ def _quantize_rows(out, scales, x, width, LARGEST: tl.constexpr, BLOCK: tl.const
     store_rounded(out, scales, row, width, column, value, LARGEST)
 
 
-def new_rounded(n: int, width: int, like: Tensor) -> Rounded:
+def new_rounded(n: int, width: int, like: Tensor) -> RoundedRows:
     """Return room for the rounded rows of `like`."""
     numbers = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=like.device)
-    return Rounded(numbers, torch.empty(n, 1, dtype=torch.float32, device=like.device), like.dtype)
+    return RoundedRows(numbers, torch.empty(n, 1, dtype=torch.float32, device=like.device), like.dtype)
 
 
-def quantize_rows(x: Tensor) -> Rounded:
+def quantize_rows(x: Tensor) -> RoundedRows:
     """Return x [n, width] as float8_e4m3fn, and scales float32 [n, 1]: see `quantize.quantize_rows`."""
     n, width = x.shape
     out = new_rounded(n, width, x)
@@ -70,18 +70,18 @@ def quantize_rows(x: Tensor) -> Rounded:
 
 @triton.jit
 def load_scaled(product, row_scales, scales, row, width, column, mask, UNSCALED: tl.constexpr):
-    """Return columns of a product's row as float32, with their scales if it is `Unscaled`."""
+    """Return columns of a product's row as float32, with their scales if it is `UnscaledProduct`."""
     value = tl.load(product + row * width + column, mask=mask, other=0.0).to(tl.float32)
     if UNSCALED:
         value *= tl.load(row_scales + row) * tl.load(scales + column, mask=mask, other=0.0)
     return value
 
 
-def parts_of(product: Tensor | Unscaled) -> tuple[Unscaled, bool]:
+def parts_of(product: Tensor | UnscaledProduct) -> tuple[UnscaledProduct, bool]:
     """Return what kernels take for a product, and whether they have to scale it."""
-    if isinstance(product, Unscaled):
+    if isinstance(product, UnscaledProduct):
         return product, True
-    return Unscaled(product, product, product), False
+    return UnscaledProduct(product, product, product), False
 
 
 @Kernel
@@ -94,7 +94,7 @@ def _scale(out, product, row_scales, scales, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=real)
 
 
-def scaled(product: Tensor | Unscaled) -> Tensor:
+def scaled(product: Tensor | UnscaledProduct) -> Tensor:
     """As `ops.scaled`."""
     if isinstance(product, Tensor):
         return product

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.launch import Kernel, next_power_of_2
-from mpillm.engine.kernels.puts import CacheThere
+from mpillm.engine.kernels.puts import TargetCache
 
 _PUTTING = 132  # programs: so many fill a link (64 reach 0.95 of it)
 
@@ -34,7 +34,7 @@ def _copy_blocks(
     block, first = tl.load(table + i), tl.load(table + n + i)
     n_tokens, address = tl.load(table + 2 * n + i), tl.load(table + 3 * n + i)
     layer, head = (part // N_PIECE_HEADS).to(tl.int64), part % N_PIECE_HEADS
-    held = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
+    source = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
     # A key's; values come after all keys of the layer.
     piece = address.to(keys.dtype) + ((PARTS * layer * N_PIECE_HEADS + head) * n_tokens + first) * DIM
     value = N_PIECE_HEADS * n_tokens * DIM
@@ -44,13 +44,13 @@ def _copy_blocks(
         real = at < end
         key_there, value_there = tl.multiple_of(piece + at, 16), tl.multiple_of(piece + value + at, 16)
         if INTO_PIECES:
-            tl.store(key_there, tl.load(keys + held + at, mask=real), mask=real)
+            tl.store(key_there, tl.load(keys + source + at, mask=real), mask=real)
             if PARTS == 2:
-                tl.store(value_there, tl.load(values + held + at, mask=real), mask=real)
+                tl.store(value_there, tl.load(values + source + at, mask=real), mask=real)
         else:
-            tl.store(keys + held + at, tl.load(key_there, mask=real), mask=real)
+            tl.store(keys + source + at, tl.load(key_there, mask=real), mask=real)
             if PARTS == 2:
-                tl.store(values + held + at, tl.load(value_there, mask=real), mask=real)
+                tl.store(values + source + at, tl.load(value_there, mask=real), mask=real)
 
 
 def copy_blocks(
@@ -63,10 +63,10 @@ def copy_blocks(
     from `first_head` on. `table` (int64 [4, n]) has for each block its number, the index of its first token,
     the piece's tokens and its address.
     """
-    n_layers, n_blocks, n_held, size, dim = keys.shape
+    n_layers, n_blocks, n_cache_heads, size, dim = keys.shape
     block, n = min(2048, next_power_of_2(size * dim)), table.shape[1]
     _copy_blocks[(n, n_layers * n_heads)](
-        *(keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim),
+        *(keys, values, table, n, n_blocks, first_head, n_cache_heads, n_heads, size, dim),
         *(_n_parts(keys, values), into_pieces, block),
     )
 
@@ -87,7 +87,7 @@ def _put_blocks(
         row, part = table + 8 * (item % n_rows), item // n_rows
         block, first, n_tokens, there = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
         layer, head = part // N_PIECE_HEADS, part % N_PIECE_HEADS
-        held = ((tl.load(row + 4) + layer) * n_blocks + block) * n_heads + tl.load(row + 5) + head
+        source = ((tl.load(row + 4) + layer) * n_blocks + block) * n_heads + tl.load(row + 5) + head
         layer_there, head_there = tl.load(row + 6) + layer, tl.load(row + 7) + head
         for start in range(0, SIZE, TOKENS):
             token = start + tl.arange(0, TOKENS)
@@ -96,7 +96,7 @@ def _put_blocks(
             block_there = tl.load(table + there + place // SIZE_THERE, mask=real, other=0)
             to = (layer_there * n_blocks_there + block_there) * n_heads_there + head_there
             to = (to * SIZE_THERE + place % SIZE_THERE) * DIM
-            at = (held * SIZE + token) * DIM
+            at = (source * SIZE + token) * DIM
             mask = (real & (token < SIZE))[:, None] & (column < DIM)[None, :]
             key = tl.load(keys + at[:, None] + column[None, :], mask=mask)
             tl.store(keys_there + to[:, None] + column[None, :], key, mask=mask)
@@ -106,7 +106,7 @@ def _put_blocks(
 
 
 def put_blocks(
-    keys: Tensor, values: Tensor, to: CacheThere, table: Tensor, n_rows: int, n_layers: int, n_heads: int
+    keys: Tensor, values: Tensor, to: TargetCache, table: Tensor, n_rows: int, n_layers: int, n_heads: int
 ) -> None:
     """Copy `n_layers` and `n_heads` of blocks into those of a cache of the same type on another GPU.
 
@@ -114,11 +114,12 @@ def put_blocks(
     `n_rows` blocks its number, its first token, the sequence's tokens, where in the table the sequence's
     blocks there are, and the first layer and head here and there. The blocks there follow.
     """
-    _, n_blocks, n_held, size, dim = keys.shape
+    _, n_blocks, n_cache_heads, size, dim = keys.shape
     n_items = n_rows * n_layers * n_heads
     block_d = next_power_of_2(dim)
     _put_blocks[(min(n_items, _PUTTING),)](
-        keys, values, to.keys, to.values, table, n_items, n_rows, n_blocks, n_held, to.n_blocks, to.n_heads,
+        keys, values, to.keys, to.values, table, n_items, n_rows, n_blocks, n_cache_heads,
+        to.n_blocks, to.n_heads,
         N_PIECE_HEADS=n_heads, SIZE=size, SIZE_THERE=to.tokens_per_block, DIM=dim,
         PARTS=_n_parts(keys, values),
         TOKENS=min(next_power_of_2(size), max(1, 4096 // block_d)), BLOCK_D=block_d, PROGRAMS=_PUTTING,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.cpu_products import CpuProducts, ExpertProducts, cpu_products
 from mpillm.engine.kernels.huge_pages import use_huge_pages
-from mpillm.engine.kernels.ops import Choice, Rounded, Unscaled
+from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
 from mpillm.engine.shape import int4, mxfp4
 from mpillm.engine.tensors.rounding import dequantize_rows
 
@@ -62,12 +62,12 @@ class Linear:
             return self._few(x)
         return _product(x, self._weight)
 
-    def unscaled(self, x: Tensor) -> Tensor | Unscaled:
+    def unscaled(self, x: Tensor) -> Tensor | UnscaledProduct:
         """Return the product, or leave its scales to the next operation: that saves a pass."""
         return self(x)
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
+        """Return whether it takes this many rows as `RoundedRows`, which saves a pass over x."""
         return False
 
     def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
@@ -123,17 +123,17 @@ class Fp8Linear(Linear):
         self._one = torch.ones((), device=weight.device)
         self._few = FewRows(weight, scales)
 
-    def __call__(self, x: Tensor | Rounded) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows) -> Tensor:
         from mpillm.engine.kernels import fp8_kernels
 
         return fp8_kernels.scaled(self.unscaled(x))
 
-    def unscaled(self, x: Tensor | Rounded) -> Tensor | Unscaled:
+    def unscaled(self, x: Tensor | RoundedRows) -> Tensor | UnscaledProduct:
         from mpillm.engine.kernels import fp8_kernels
 
         if isinstance(x, Tensor) and (few := self.few(len(x))) is not None:
             return few(x)
-        numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
+        numbers, row_scales, dtype = x if isinstance(x, RoundedRows) else fp8_kernels.quantize_rows(x)
         # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
         # many, which saves 3 to 40 % of the time up to 512 rows (docs/explain/quantization.md).
         scales_now = len(numbers) >= fp8_kernels.SCALED_ROWS
@@ -145,7 +145,7 @@ class Fp8Linear(Linear):
             out_dtype=dtype,
             use_fast_accum=True,
         )
-        return product if scales_now else Unscaled(product, row_scales, self._scales)
+        return product if scales_now else UnscaledProduct(product, row_scales, self._scales)
 
     def rounds(self, n_rows: int) -> bool:
         return self.few(n_rows) is None
@@ -251,7 +251,7 @@ class GroupedLinear:
 
     @property
     def rounds(self) -> bool:
-        """Whether it takes `Rounded`, which the operation before can give."""
+        """Whether it takes `RoundedRows`, which the operation before can give."""
         return self._scales is not None
 
     @property
@@ -263,7 +263,7 @@ class GroupedLinear:
         """Return the product of one of this rank's experts alone."""
         return self._linears[expert]
 
-    def __call__(self, x: Tensor | Rounded, choice: Choice) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows, choice: Choice) -> Tensor:
         """Multiply x [rows, in] or [pairs, in]: [pairs, out].
 
         For other ranks' experts the result is undefined on a GPU, and zero on a CPU.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpillm.engine.parallel.shared_rows import SharedRows
 
 
-class Rounded(NamedTuple):
+class RoundedRows(NamedTuple):
     """Rows in fp8, each with its scale: the input of a product with fp8 weights."""
 
     numbers: Tensor  # float8_e4m3fn [n, width]
@@ -22,7 +22,7 @@ class Rounded(NamedTuple):
     dtype: torch.dtype  # of the original rows and of the product
 
 
-class Unscaled(NamedTuple):
+class UnscaledProduct(NamedTuple):
     """A product with fp8 weights before its scales: the operation that reads it next applies them."""
 
     numbers: Tensor  # floats [n, out]
@@ -33,18 +33,22 @@ class Unscaled(NamedTuple):
 class Partial(NamedTuple):
     """This rank's part of a sum over its TP group, which the operation that reads it next adds: on GPUs."""
 
-    product: Tensor | Unscaled
+    product: Tensor | UnscaledProduct
     shared: SharedRows
 
 
-def scaled(product: Tensor | Unscaled) -> Tensor:
+def scaled(product: Tensor | UnscaledProduct) -> Tensor:
     """Return a product with its scales, [n, out]. Only GPUs have products without."""
     assert isinstance(product, Tensor)
     return product
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | Unscaled | Partial | None, weight: Tensor, eps: float, rounds: bool = False
+    x: Tensor,
+    delta: Tensor | UnscaledProduct | Partial | None,
+    weight: Tensor,
+    eps: float,
+    rounds: bool = False,
 ) -> Tensor:
     """Add delta to x in place and return the RMS norm of x times weight: x, delta [n, hidden].
 
@@ -61,7 +65,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def gated(gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu") -> Tensor:
+def gated(gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
 
     gate_up may be changed. `rounds` as in `add_norm`.

@@ -13,15 +13,15 @@ class Put(NamedTuple):
 
     n_tokens: int
     blocks: list[int]
-    there: list[int]
+    target_blocks: list[int]
     layer: int  # the first
     head: int
-    layer_there: int
-    head_there: int
+    target_layer: int
+    target_head: int
     first: int = 0  # a token before which nothing is wanted there
 
 
-class CacheThere(NamedTuple):
+class TargetCache(NamedTuple):
     """A KV cache on another GPU, as this process reaches it."""
 
     keys: int  # address
@@ -36,14 +36,14 @@ def put_table(puts: list[Put], tokens_per_block: int) -> tuple[NDArray[np.int64]
     firsts = [put.first // tokens_per_block for put in puts]
     ends = [-(-put.n_tokens // tokens_per_block) for put in puts]
     counts = [end - first for first, end in zip(firsts, ends, strict=True)]
-    n_rows, n_there = sum(counts), sum(len(put.there) for put in puts)
-    table = np.empty(8 * n_rows + n_there, np.int64)
-    rows, at, there_at = table[: 8 * n_rows].reshape(n_rows, 8), 0, 8 * n_rows
+    n_rows, n_target = sum(counts), sum(len(put.target_blocks) for put in puts)
+    table = np.empty(8 * n_rows + n_target, np.int64)
+    rows, at, target_at = table[: 8 * n_rows].reshape(n_rows, 8), 0, 8 * n_rows
     for put, first, n in zip(puts, firsts, counts, strict=True):
         of_put = rows[at : at + n]
         of_put[:, 0] = put.blocks[first : first + n]
         of_put[:, 1] = np.arange(first, first + n) * tokens_per_block
-        of_put[:, 2:] = put.n_tokens, there_at, put.layer, put.head, put.layer_there, put.head_there
-        table[there_at : there_at + len(put.there)] = put.there
-        at, there_at = at + n, there_at + len(put.there)
+        of_put[:, 2:] = put.n_tokens, target_at, put.layer, put.head, put.target_layer, put.target_head
+        table[target_at : target_at + len(put.target_blocks)] = put.target_blocks
+        at, target_at = at + n, target_at + len(put.target_blocks)
     return table, n_rows

@@ -29,7 +29,7 @@ from mpillm.engine.kernels.fp8_contexts import fp8_context_attention as fp8_cont
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.kernels.ops import Partial, Rounded, Unscaled
+from mpillm.engine.kernels.ops import Partial, RoundedRows, UnscaledProduct
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
 from mpillm.engine.shape.families import CLAMP, SWISH, Activation
 
@@ -102,16 +102,20 @@ def _add_norm(
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | Unscaled | Partial | None, weight: Tensor, eps: float, rounds: bool = False
-) -> Tensor | Rounded:
+    x: Tensor,
+    delta: Tensor | UnscaledProduct | Partial | None,
+    weight: Tensor,
+    eps: float,
+    rounds: bool = False,
+) -> Tensor | RoundedRows:
     """As `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
     if isinstance(delta, Partial):
         return sum_add_norm(delta.shared, x, delta.product, weight, eps, rounds)
     n, width = x.shape
     block = next_power_of_2(width)
     adds = delta is not None
-    out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
-    to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
+    out: Tensor | RoundedRows = new_rounded(n, width, x) if rounds else torch.empty_like(x)
+    to, scales = (out.numbers, out.scales) if isinstance(out, RoundedRows) else (out, out)
     added, unscaled = parts_of(x if delta is None else delta)
     _add_norm[(n,)](
         to, scales, x, *added, weight, width, eps,
@@ -161,8 +165,8 @@ def _gated_rounded(
 
 
 def gated(
-    gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
-) -> Tensor | Rounded:
+    gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu"
+) -> Tensor | RoundedRows:
     """As `ops.gated`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
     parts, unscaled = parts_of(gate_up)
     n, width = len(parts.numbers), parts.numbers.shape[1] // 2
@@ -205,16 +209,16 @@ def _rotate_store(
     turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine)
     x = tl.where(head < H + K, tl.reshape(turned, [HEADS, BLOCK_D]), x)
     x = x.to(qkv.dtype.element_ty)
-    held = x
+    cached = x
     if SCALED:
-        held = held.to(tl.float32) / tl.load(
+        cached = cached.to(tl.float32) / tl.load(
             scales + head - H, mask=(head >= H) & (head < H + 2 * K), other=1.0
         )
-        held = nearest_fp8(tl.minimum(tl.maximum(held, -_LARGEST), _LARGEST))
-    stored = held.to(keys.dtype.element_ty)
+        cached = nearest_fp8(tl.minimum(tl.maximum(cached, -_LARGEST), _LARGEST))
+    stored = cached.to(keys.dtype.element_ty)
     if not SCALED:
-        held = stored
-    tl.store(out + row * width + at, tl.where(head < H, x, held.to(x.dtype)), mask=real)
+        cached = stored
+    tl.store(out + row * width + at, tl.where(head < H, x, cached.to(x.dtype)), mask=real)
     cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
     tl.store(keys + cell, stored, mask=real & (head >= H) & (head < H + K))
     if PARTS == 2:
@@ -222,7 +226,7 @@ def _rotate_store(
 
 
 def rotate_store(
-    qkv: Tensor | Unscaled,
+    qkv: Tensor | UnscaledProduct,
     keys: Tensor,
     values: Tensor,
     scales: Tensor | None,

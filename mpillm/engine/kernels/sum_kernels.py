@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, scaled_down, store_rounded
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.kernels.ops import Rounded, Unscaled
+from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
 _MOST_LOOKS = tl.constexpr(1 << 28)  # for another rank, some minutes
@@ -209,16 +209,16 @@ def _row_of(rows, row, width):
 
 
 def sum_add_norm(
-    shared: SharedRows, x: Tensor, part: Tensor | Unscaled, weight: Tensor, eps: float, rounds: bool
-) -> Tensor | Rounded:
+    shared: SharedRows, x: Tensor, part: Tensor | UnscaledProduct, weight: Tensor, eps: float, rounds: bool
+) -> Tensor | RoundedRows:
     """As `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as its delta.
 
     Every rank has to call it, with the same n. It updates all rows of x, or its own (`SharedRows.splits`).
     """
     n, width = x.shape
     block = next_power_of_2(width)
-    out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
-    to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
+    out: Tensor | RoundedRows = new_rounded(n, width, x) if rounds else torch.empty_like(x)
+    to, scales = (out.numbers, out.scales) if isinstance(out, RoundedRows) else (out, out)
     (numbers, row_scales, column_scales), unscaled = parts_of(part)
     n_ranks = len(shared.addresses)
     few = not shared.splits(n, x.dtype)

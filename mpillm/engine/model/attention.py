@@ -52,17 +52,17 @@ class ByRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Together:
+class _PaddedContexts:
     """`n` contexts from position 0; their tokens are the step's rows `real`."""
 
     n: int
     padded: Tensor  # [n * longest] rows of the step: each context's, padded with its first
-    kept: Tensor  # where in `padded` the rows `real` are
+    real_places: Tensor  # where in `padded` the rows `real` are
     real: Tensor
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _PartialContext:
     """Rows [start, end) of the step attend to `n_tokens` tokens in `blocks`.
 
     `mask`: [rows, n_tokens].
@@ -80,7 +80,7 @@ class _Plan(NamedTuple):
 
     rows: _Rows | None
     decode: DecodePlan | None
-    contexts: list[_Together | _Behind]
+    contexts: list[_PaddedContexts | _PartialContext]
 
 
 class StepAttention:
@@ -140,17 +140,17 @@ class StepAttention:
         pools = self._pools(layer)
         out = qkv.new_empty(len(qkv), h * self._head_dim)
         if self._kernels is not None:
-            held = pools[0].held, pools[1].held
-            self._kernels.rotate_store(qkv, rotations, self._places, *held)
+            cached = pools[0].cached, pools[1].cached
+            self._kernels.rotate_store(qkv, rotations, self._places, *cached)
             if plan.rows is not None:
                 rows, blocks, longest = plan.rows
-                self._kernels.attend(qkv, out, *held, rows, blocks, longest, kind.sinks)
+                self._kernels.attend(qkv, out, *cached, rows, blocks, longest, kind.sinks)
         else:
             self._rotate_and_store(qkv, rotations, pools)
         if plan.decode is not None:
             plan.decode.attend(qkv[:, :h], out, *pools, sinks=kind.sinks)
         for context in plan.contexts:
-            if isinstance(context, _Together):
+            if isinstance(context, _PaddedContexts):
                 out[context.real] = self._attend_together(context, qkv)
             else:
                 out[context.start : context.end] = self._attend_behind(
@@ -191,11 +191,11 @@ class StepAttention:
     def _rotate_and_store(self, qkv: Tensor, rotations: Tensor, pools: tuple[Pool, Pool]) -> None:
         h, k = self._n_heads, self._n_kv_heads
         _rotate(qkv[:, : h + k], rotations)
-        for new, (held, scales) in zip((qkv[:, h : h + k], qkv[:, h + k :]), pools, strict=True):
-            numbers = rounded(new, held.dtype, scales)
-            if held is pools[0].held or len(self._cache.pools) == 2:
-                held[self._slots[0], :, self._slots[1]] = numbers
-            if held.dtype != new.dtype:  # let this step's rows see the same values as later steps
+        for new, (cached, scales) in zip((qkv[:, h : h + k], qkv[:, h + k :]), pools, strict=True):
+            numbers = rounded(new, cached.dtype, scales)
+            if cached is pools[0].cached or len(self._cache.pools) == 2:
+                cached[self._slots[0], :, self._slots[1]] = numbers
+            if cached.dtype != new.dtype:  # let this step's rows see the same values as later steps
                 new.copy_(widened(numbers[:, :, None], new.dtype, scales)[:, :, 0])
 
     def _pools(self, layer: int) -> tuple[Pool, Pool]:
@@ -230,9 +230,9 @@ class StepAttention:
 
     def _plan_contexts(
         self, placed: list[tuple[Span, int]], window: int, sinks: bool
-    ) -> list[_Together | _Behind]:
+    ) -> list[_PaddedContexts | _PartialContext]:
         """`placed`: spans, each with its first row."""
-        plans: list[_Together | _Behind] = []
+        plans: list[_PaddedContexts | _PartialContext] = []
         fresh: list[tuple[int, int]] = []  # tokens, first row
         for span, row in placed:
             if span.n_cached == 0 and not (window or sinks):
@@ -244,7 +244,9 @@ class StepAttention:
                 if window:
                     visible &= token > position - window
                 plans.append(
-                    _Behind(row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible)
+                    _PartialContext(
+                        row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible
+                    )
                 )
         fresh.sort(reverse=True)
         while fresh:
@@ -256,23 +258,30 @@ class StepAttention:
             columns = np.arange(longest)
             is_real = columns < lengths
             padded = np.where(is_real, starts + columns, starts).reshape(-1)
-            kept = np.flatnonzero(is_real)
+            real_places = np.flatnonzero(is_real)
             plans.append(
-                _Together(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept]))
+                _PaddedContexts(
+                    n,
+                    torch.from_numpy(padded),
+                    torch.from_numpy(real_places),
+                    torch.from_numpy(padded[real_places]),
+                )
             )
             fresh = fresh[n:]
         return plans
 
-    def _attend_together(self, plan: _Together, qkv: Tensor) -> Tensor:
+    def _attend_together(self, plan: _PaddedContexts, qkv: Tensor) -> Tensor:
         h, k = self._n_heads, self._n_kv_heads
         padded = qkv.index_select(0, plan.padded).view(plan.n, -1, h + 2 * k, self._head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             padded[:, :h], padded[:, h : h + k], padded[:, h + k :], is_causal=True, enable_gqa=True
         )
-        return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.kept)
+        return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.real_places)
 
-    def _attend_behind(self, plan: _Behind, q: Tensor, *pools: Pool, sinks: Tensor | None = None) -> Tensor:
-        seen = (widened(held.index_select(0, plan.blocks), q.dtype, scales) for held, scales in pools)
+    def _attend_behind(
+        self, plan: _PartialContext, q: Tensor, *pools: Pool, sinks: Tensor | None = None
+    ) -> Tensor:
+        seen = (widened(cached.index_select(0, plan.blocks), q.dtype, scales) for cached, scales in pools)
         keys, values = (
             x.transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens]
             for x in seen

@@ -31,7 +31,7 @@ _MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for 
 class Pool(NamedTuple):
     """A layer's keys or values."""
 
-    held: Tensor  # [blocks, kv_heads, tokens_per_block, head_dim], of the cache's dtype
+    cached: Tensor  # [blocks, kv_heads, tokens_per_block, head_dim], of the cache's dtype
     scales: Tensor | None  # [kv_heads], see `KVCache`
 
 
@@ -40,7 +40,7 @@ class _Rows(NamedTuple):
 
     n: int  # Q
     padded: Tensor  # [B * Q] rows of the step
-    kept: Tensor  # where in `padded` the rows `real` are
+    real_places: Tensor  # where in `padded` the rows `real` are
     real: Tensor
 
 
@@ -86,23 +86,23 @@ class DecodePlan:
             np.arange(n_rows), last[:, None]
         )
         counts = -(-visible[:, -1] // size)
-        wanted = np.fromiter(
+        table_blocks = np.fromiter(
             itertools.chain.from_iterable(
                 tables[span.slot][:c] for span, c in zip(spans, counts, strict=True)
             ),
             np.int64,
         )
         # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
-        is_shared = np.bincount(wanted).max() > 1
-        in_place = not is_shared and int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
+        is_shared = np.bincount(table_blocks).max() > 1
+        in_place = not is_shared and int(table_blocks.max()) + 1 <= _MAX_UNOWNED * len(table_blocks) + 1
         if in_place:
-            members, n_blocks = wanted, int(wanted.max()) + 1
+            members, n_blocks = table_blocks, int(table_blocks.max()) + 1
         else:
-            members, n_blocks = np.arange(1, len(wanted) + 1), len(wanted) + 1
+            members, n_blocks = np.arange(1, len(table_blocks) + 1), len(table_blocks) + 1
         longest = int(counts.max())
         sequence = np.repeat(np.arange(n), counts)
         starts = np.cumsum(counts) - counts
-        column = np.arange(len(wanted)) - starts[sequence]
+        column = np.arange(len(table_blocks)) - starts[sequence]
         table = np.full((n, longest), NULL_BLOCK)
         table[sequence, column] = members
         owner, owner_column = np.zeros((2, n_blocks), np.int64)
@@ -121,7 +121,7 @@ class DecodePlan:
         to_rows = table[:, None, :] * h + heads[:, None]
         to_blocks = (owner[:, None] * h + heads) * longest + owner_column[:, None]
         return DecodePlan(
-            blocks=None if in_place else torch.from_numpy(np.concatenate([[NULL_BLOCK], wanted])),
+            blocks=None if in_place else torch.from_numpy(np.concatenate([[NULL_BLOCK], table_blocks])),
             n_blocks=n_blocks,
             owner=torch.from_numpy(owner),
             mask=torch.from_numpy(np.repeat(mask, n_kv_heads, axis=0)).to(dtype),
@@ -139,14 +139,14 @@ class DecodePlan:
         `sinks`: see `LayerKind`.
         """
         h, d = q.shape[1:]
-        k, size = pools[0].held.shape[1:3]
+        k, size = pools[0].cached.shape[1:3]
         keys, values = (
             widened(
-                held[: self.n_blocks] if self.blocks is None else held.index_select(0, self.blocks),
+                cached[: self.n_blocks] if self.blocks is None else cached.index_select(0, self.blocks),
                 q.dtype,
                 scales,
             ).view(-1, size, d)
-            for held, scales in pools
+            for cached, scales in pools
         )
         rows, n = self.rows, self.n_sequences
         if rows is not None:
@@ -170,12 +170,14 @@ class DecodePlan:
             out[:n] = attended
         else:
             attended = attended.view(n, k, rows.n, -1).transpose(1, 2).reshape(n * rows.n, -1)
-            out[rows.real] = attended.index_select(0, rows.kept)
+            out[rows.real] = attended.index_select(0, rows.real_places)
 
 
 def _rows(first: NDArray[np.int64], last: NDArray[np.int64], n: int) -> _Rows:
     """`first`: each sequence's first row in the step; `last`: how many follow."""
     padded = first[:, None] + np.minimum(np.arange(n), last[:, None])
-    kept = np.flatnonzero(np.arange(n) <= last[:, None])
+    real_places = np.flatnonzero(np.arange(n) <= last[:, None])
     padded = padded.reshape(-1)
-    return _Rows(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept]))
+    return _Rows(
+        n, torch.from_numpy(padded), torch.from_numpy(real_places), torch.from_numpy(padded[real_places])
+    )

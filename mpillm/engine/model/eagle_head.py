@@ -20,7 +20,7 @@ from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
-from mpillm.engine.shape.layout import ALL, Layout
+from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.weights.rank_weights import Shards
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EagleHead(Llama):
         Raises ConfigError if a tensor cannot be read.
         """
         source = _HeadFile(eagle, embedding)
-        weights = Shards(source, eagle.model, Layout(), dtype, embedding.device)
+        weights = Shards(source, eagle.model, RankLayout(), dtype, embedding.device)
         super().__init__(eagle.model, weights, max_seq_len, Groups(), ops)
         # Before a step, in its first rows: what each row reads. After it: what the head made of each wanted
         # row. It stays where it is for graphs.
@@ -68,7 +68,7 @@ class EagleHead(Llama):
         self,
         x: Tensor,
         attention: Attention,
-        wanted: Tensor | None,
+        logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
         adapters: Adapters | None = None,
     ) -> Tensor:
@@ -81,10 +81,10 @@ class EagleHead(Llama):
         embedded = self._ops.add_norm(x, None, layer.input_norm, eps)
         assert isinstance(layer.qkv, Linear)
         attended = attention(0, self._by_head(layer.qkv(torch.cat([embedded, normed], dim=1))))
-        if wanted is not None:
-            residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
+        if logits_rows is not None:
+            residual, attended = residual.index_select(0, logits_rows), attended.index_select(0, logits_rows)
         out = self.leave(residual, attended, None)
-        if wanted is not None or self._norm_before_residual:
+        if logits_rows is not None or self._norm_before_residual:
             self.hidden[: len(residual)] = residual
         return out
 
@@ -92,8 +92,8 @@ class EagleHead(Llama):
         own = super().logits(normed)
         if self._tokens is None:
             return own
-        whole = own.new_full((len(own), self._vocab_size), -torch.inf)
-        return whole.index_copy_(1, self._tokens, own)
+        full = own.new_full((len(own), self._vocab_size), -torch.inf)
+        return full.index_copy_(1, self._tokens, own)
 
 
 class _HeadFile:
@@ -111,12 +111,12 @@ class _HeadFile:
             name = name.removeprefix("model.")
         if name not in self._eagle.names:
             return self._embedding
-        file, there = self._eagle.names[name]
+        file, stored_name = self._eagle.names[name]
         self._reads.note(file)
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(there)
+            tensor: Tensor = self._open[file].get_tensor(stored_name)
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: tensor {there} cannot be read: {error}") from error
+            raise ConfigError(f"{file}: tensor {stored_name} cannot be read: {error}") from error
         return tensor

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.kernels.linear import GroupedLinear, Linear
-from mpillm.engine.kernels.ops import Choice, Rounded, Unscaled
+from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
 from mpillm.engine.model.step_parts import Adapters, Ops
 from mpillm.engine.shape.families import CORRECTION, Experts
 from mpillm.engine.weights.rank_weights import Weights
@@ -30,9 +30,9 @@ class Mlp:
 
     def __call__(
         self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
-    ) -> Tensor | Unscaled | None:
+    ) -> Tensor | UnscaledProduct | None:
         """Compute. With `residual` it may add the result there, and return None."""
-        n_rows = len(x.numbers if isinstance(x, Rounded) else x)
+        n_rows = len(x.numbers if isinstance(x, RoundedRows) else x)
         few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
         if self.biases is not None:
             first, second = self.biases
@@ -152,14 +152,16 @@ class Mixture:
         return False
 
 
-def _rows_of(x: Tensor | Rounded, rows: Tensor) -> Any:
-    if isinstance(x, Rounded):
+def _rows_of(x: Tensor | RoundedRows, rows: Tensor) -> Any:
+    if isinstance(x, RoundedRows):
         numbers = x.numbers.view(torch.uint8)[rows].view(x.numbers.dtype)
-        return Rounded(numbers, x.scales[rows], x.dtype)
+        return RoundedRows(numbers, x.scales[rows], x.dtype)
     return x[rows]
 
 
-def _part(x: Tensor | Rounded, start: int, end: int) -> Any:
-    if isinstance(x, Rounded):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
-        return Rounded(x.numbers[start:end], x.scales[start:end].clone(), x.dtype)
+def _part(x: Tensor | RoundedRows, start: int, end: int) -> Any:
+    if isinstance(
+        x, RoundedRows
+    ):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+        return RoundedRows(x.numbers[start:end], x.scales[start:end].clone(), x.dtype)
     return x[start:end]

@@ -36,9 +36,9 @@ class LatentQkv:
         self._q = weights.linear(f"{attention}.{'q_b_proj' if sizes.q_lora_rank else 'q_proj'}")
         self._kv = weights.linear(f"{attention}.kv_a_proj_with_mqa")
         self._kv_norm = weights.get(f"{attention}.kv_a_layernorm")
-        made = weights.dense(f"{attention}.kv_b_proj")
-        made = made.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
-        keys, values = made[:, : sizes.qk_nope_head_dim], made[:, sizes.qk_nope_head_dim :]
+        kv_weights = weights.dense(f"{attention}.kv_b_proj")
+        kv_weights = kv_weights.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
+        keys, values = kv_weights[:, : sizes.qk_nope_head_dim], kv_weights[:, sizes.qk_nope_head_dim :]
         # Attention divides by the root of the cached size.
         self._scale = (sizes.head_dim / sizes.query_dim) ** 0.5 * sizes.score_factor
         self._keys, self._values = keys.contiguous(), values.transpose(1, 2).contiguous()

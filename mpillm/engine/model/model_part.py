@@ -46,16 +46,16 @@ class ModelPart:
         self.places = [(windowed, is_windowed[:i].count(windowed)) for i, windowed in enumerate(is_windowed)]
 
         def cache(windowed: bool, n_tokens: int) -> KVCache:
-            mine = [i for i, one in enumerate(is_windowed) if one == windowed]
+            own_layers = [i for i, one in enumerate(is_windowed) if one == windowed]
             return KVCache(
-                len(mine),
+                len(own_layers),
                 n_tokens // tokens_per_block,
                 kv_heads.stop - kv_heads.start,
                 tokens_per_block,
                 config.head_dim,
                 torch_dtype(info.kv_dtype),
                 self.device,
-                None if kv_scales is None else kv_scales[mine],
+                None if kv_scales is None else kv_scales[own_layers],
                 config.kv_parts,
             )
 

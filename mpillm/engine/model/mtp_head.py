@@ -16,7 +16,7 @@ from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.shape.layout import ALL, Layout
+from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.shape.mtp_config import MtpConfig
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint
@@ -40,7 +40,7 @@ class MtpHead(Llama):
     ) -> None:
         """As `EagleHead`."""
         source = _LayerBehind(mtp, embedding)
-        weights = Shards(source, mtp.model, Layout(), dtype, embedding.device, mtp.quantization)
+        weights = Shards(source, mtp.model, RankLayout(), dtype, embedding.device, mtp.quantization)
         super().__init__(mtp.model, weights, max_seq_len, Groups(), ops)
         self.hidden = embedding.new_zeros(most_rows, mtp.model.hidden_size, dtype=dtype)  # as `EagleHead`'s
         self._norms = weights.get(f"{_LAYER}enorm"), weights.get(f"{_LAYER}hnorm")
@@ -54,7 +54,7 @@ class MtpHead(Llama):
         self,
         x: Tensor,
         attention: Attention,
-        wanted: Tensor | None,
+        logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
         adapters: Adapters | None = None,
     ) -> Tensor:
@@ -64,7 +64,7 @@ class MtpHead(Llama):
             self._ops.add_norm(part, None, norm, eps)
             for part, norm in zip((x, self.hidden[: len(x)]), self._norms, strict=True)
         ]
-        out = super().forward(self._eh(torch.cat(both, dim=1)), attention, wanted)
+        out = super().forward(self._eh(torch.cat(both, dim=1)), attention, logits_rows)
         self.hidden[: len(out)] = out
         return out
 

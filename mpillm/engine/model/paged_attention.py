@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpillm.engine.kernels.ops import Unscaled
+from mpillm.engine.kernels.ops import UnscaledProduct
 from mpillm.engine.model.context_plan import ContextPlan
 from mpillm.engine.model.layer_kind import LayerKind
 
@@ -41,7 +41,7 @@ class PagedAttention:
     """
 
     kernels: Any
-    held: Sequence[LayerCache]
+    caches: Sequence[LayerCache]
     n_heads: int
     rotations: Tensor
     slots: Tensor
@@ -51,44 +51,44 @@ class PagedAttention:
     kinds: Sequence[LayerKind]  # of the layers
     fp8_contexts: bool = False  # those whose rows are copied are multiplied in fp8
 
-    def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor | UnscaledProduct) -> Tensor:
         turned = self.store(layer, qkv)
         out = turned.new_empty(len(turned), self.n_heads * turned.shape[2])
         self.attend(layer, turned, out)
         return out
 
-    def store(self, layer: int, qkv: Tensor | Unscaled, out: Tensor | None = None) -> Tensor:
+    def store(self, layer: int, qkv: Tensor | UnscaledProduct, out: Tensor | None = None) -> Tensor:
         """See `step_kernels.rotate_store`."""
-        *held, table = self.held[layer]
+        *caches, table = self.caches[layer]
         rotations = self.rotations
         if first := self.kinds[layer].first_rotation:
             rotations = rotations[first:]
         turned: Tensor = self.kernels.rotate_store(
-            qkv, *held, rotations, table, self.slots, self.positions, self.n_heads, out
+            qkv, *caches, rotations, table, self.slots, self.positions, self.n_heads, out
         )
         return turned
 
     def attend(self, layer: int, turned: Tensor, out: Tensor) -> None:
         """Attend with what `store` returned: out [rows, heads * head_dim]."""
-        held, n, kind = self.held[layer], self.n_decode, self.kinds[layer]
+        caches, n, kind = self.caches[layer], self.n_decode, self.kinds[layer]
         if n:
             rows = self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(
-                turned[:n], *held, *rows, out[:n], self.n_heads, kind.window, kind.sinks, kind.rank
+                turned[:n], *caches, *rows, out[:n], self.n_heads, kind.window, kind.sinks, kind.rank
             )
         if self.contexts is not None:
-            self._attend_with_contexts(self.contexts, turned, held, out, kind)
+            self._attend_with_contexts(self.contexts, turned, caches, out, kind)
 
     def _attend_with_contexts(
         self,
         contexts: Contexts,
         qkv: Tensor,
-        held: LayerCache,
+        caches: LayerCache,
         out: Tensor,
         kind: LayerKind,
     ) -> None:
-        keys, values, scales, table = held
-        plan, copied, ways = contexts.plan, None, [(contexts.fresh, False), (contexts.in_blocks, True)]
+        keys, values, scales, table = caches
+        plan, copied, tile_groups = contexts.plan, None, [(contexts.fresh, False), (contexts.in_blocks, True)]
         if self.fp8_contexts and not kind.window and kind.sinks is None and len(contexts.copies):
             self.kernels.fp8_context_attention(
                 *(qkv, keys, values, scales, table, contexts.copies, plan.n_copied, plan.longest),
@@ -98,11 +98,11 @@ class PagedAttention:
             copied = self.kernels.copied_rows(
                 keys, values, table, contexts.copies, plan.n_copied, plan.longest, qkv.dtype
             )
-            ways.append((contexts.copied, False))
-        for tiles, reads_blocks in ways:
+            tile_groups.append((contexts.copied, False))
+        for tiles, reads_blocks in tile_groups:
             if len(tiles):
                 self.kernels.context_attention(
-                    *(qkv, copied if tiles is contexts.copied else None, *held, tiles, out, self.n_heads),
+                    *(qkv, copied if tiles is contexts.copied else None, *caches, tiles, out, self.n_heads),
                     reads_blocks,
                     kind.window,
                     kind.sinks,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpillm.engine.kernels.ops import Choice, Partial, Unscaled
+from mpillm.engine.kernels.ops import Choice, Partial, UnscaledProduct
 from mpillm.engine.shape.families import Activation
 
 
@@ -14,7 +14,7 @@ class Attention(Protocol):
     """Attention of a step: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
 
     It rotates queries and keys by their positions, stores keys and values, and attends. On a GPU qkv may be
-    `Unscaled`.
+    `UnscaledProduct`.
     """
 
     def __call__(self, layer: int, qkv: Any) -> Tensor: ...
@@ -32,17 +32,17 @@ class Ops(Protocol):
     def add_norm(
         self,
         x: Tensor,
-        delta: Tensor | Unscaled | Partial | None,
+        delta: Tensor | UnscaledProduct | Partial | None,
         weight: Tensor,
         eps: float,
         rounds: bool = False,
     ) -> Any: ...
 
     def gated(
-        self, gate_up: Tensor | Unscaled, rounds: bool = False, activation: Activation = "silu"
+        self, gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu"
     ) -> Any: ...
 
-    def scaled(self, product: Tensor | Unscaled) -> Tensor: ...
+    def scaled(self, product: Tensor | UnscaledProduct) -> Tensor: ...
 
     def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
-from mpillm.engine.kernels.ops import Partial, Unscaled
+from mpillm.engine.kernels.ops import Partial, UnscaledProduct
 from mpillm.engine.model.features import Features
 from mpillm.engine.model.feed_forward import Mixture, Mlp
 from mpillm.engine.model.latent import LatentQkv
@@ -145,15 +145,15 @@ class Llama:
         self,
         x: Tensor,
         attention: Attention,
-        wanted: Tensor | None,
+        logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
         adapters: Adapters | None = None,
     ) -> Tensor:
         """Run `x`, the step's rows (changed in place), through this stage's layers.
 
-        The last stage returns the rows `wanted` (int64; None: all), normed. `layer_stored` is called with
-        each of this stage's layers as soon as the cache has its keys and values. `adapters` change
-        products of all rows: then `wanted` is None.
+        The last stage returns the rows `logits_rows` (int64; None: all), normed. Every stage calls
+        `layer_stored` with each of its layers as soon as the cache has the layer's keys and values.
+        `adapters` change products of all rows and require `logits_rows` None.
         """
         qkv = self.enter(x, adapters)
         last = len(self.layers) - 1
@@ -165,11 +165,11 @@ class Llama:
         attended = attention(last, qkv)
         if layer_stored is not None:
             layer_stored(last)
-        return self.leave(x, attended, wanted, adapters)
+        return self.leave(x, attended, logits_rows, adapters)
 
     # The parts of `forward`: what comes before, between and after attention.
 
-    def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | Unscaled:
+    def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | UnscaledProduct:
         """Return the first layer's qkv."""
         first = self.layers[0]
         normed = self._add_norm(x, None, first.input_norm, first.norm_biases[0], first.qkv.rounds(len(x)))
@@ -177,7 +177,7 @@ class Llama:
 
     def between(
         self, layer: int, x: Tensor, attended: Tensor, adapters: Adapters | None = None
-    ) -> Tensor | Unscaled:
+    ) -> Tensor | UnscaledProduct:
         """Return the next layer's qkv; x becomes its residual."""
         delta = self._rest(layer, x, attended, adapters)
         following = self.layers[layer + 1]
@@ -191,16 +191,18 @@ class Llama:
         self,
         x: Tensor,
         attended: Tensor,
-        wanted: Tensor | None,
+        logits_rows: Tensor | None,
         adapters: Adapters | None = None,
         n_padded: int = 0,
     ) -> Tensor:
         """Return what `forward` does. `n_padded`: the rows that were computed, if they were more than x."""
         features = self.features if self.lm_head is not None else None
         of_all = features is not None and self.config.n_layers in features.layers
-        if self.lm_head is not None and wanted is not None and not of_all:  # nothing reads the other rows
-            x = self._chosen(x, wanted, n_padded or len(x))
-            attended = attended.index_select(0, wanted)
+        if (
+            self.lm_head is not None and logits_rows is not None and not of_all
+        ):  # nothing reads the other rows
+            x = self._chosen(x, logits_rows, n_padded or len(x))
+            attended = attended.index_select(0, logits_rows)
         elif of_all and n_padded > len(x):  # fewer rows may be shared in another way
             x = self._whole_residual(x, n_padded)
         delta = self._rest(len(self.layers) - 1, x, attended, adapters)
@@ -211,13 +213,13 @@ class Llama:
         if of_all:
             assert features is not None
             features.note(self.config.n_layers, last)
-            last = last if wanted is None else last.index_select(0, wanted)
+            last = last if logits_rows is None else last.index_select(0, logits_rows)
         return last
 
     def _add_norm(
         self,
         x: Tensor,
-        delta: Tensor | Unscaled | Partial | None,
+        delta: Tensor | UnscaledProduct | Partial | None,
         weight: Tensor,
         bias: Tensor | None,
         rounds: bool = False,
@@ -230,7 +232,7 @@ class Llama:
             x.add_(self._ops.scaled(delta))
         return F.layer_norm(x, weight.shape, weight, bias, self.config.rms_norm_eps)
 
-    def _qkv(self, layer: int, normed: Any, adapters: Adapters | None) -> Tensor | Unscaled:
+    def _qkv(self, layer: int, normed: Any, adapters: Adapters | None) -> Tensor | UnscaledProduct:
         product = self.layers[layer].qkv
         if isinstance(product, LatentQkv):
             return product(normed)
@@ -250,7 +252,7 @@ class Llama:
 
     def _rest(
         self, i: int, x: Tensor, attended: Tensor, adapters: Adapters | None
-    ) -> Tensor | Unscaled | Partial | None:
+    ) -> Tensor | UnscaledProduct | Partial | None:
         """Run the rest of a layer after attention: return what is still to be added to x, if anything is."""
         layer = self.layers[i]
         if isinstance(layer.qkv, LatentQkv):
@@ -258,7 +260,7 @@ class Llama:
         # What a product may be added to at once: a part of a sum and what is changed before are not.
         is_whole = self._groups.layout.tp_size == 1 and adapters is None
         residual = x if is_whole and layer.norms_after is None else None
-        part: Tensor | Unscaled | None = None
+        part: Tensor | UnscaledProduct | None = None
         if residual is not None and (few := layer.o.few(len(x))) is not None:
             few(attended, residual=residual)
         else:
@@ -290,14 +292,14 @@ class Llama:
             return x.index_select(0, rows)
         return self._groups.all_reduce(shared.own(x, rows))
 
-    def _by_head(self, qkv: Tensor | Unscaled) -> Tensor | Unscaled:
-        if isinstance(qkv, Unscaled):
+    def _by_head(self, qkv: Tensor | UnscaledProduct) -> Tensor | UnscaledProduct:
+        if isinstance(qkv, UnscaledProduct):
             return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
         return qkv.view(-1, self._n_heads, self.config.head_dim)
 
     def _sum(
-        self, product: Tensor | Unscaled | None, norm: Tensor | None = None
-    ) -> Tensor | Unscaled | Partial | None:
+        self, product: Tensor | UnscaledProduct | None, norm: Tensor | None = None
+    ) -> Tensor | UnscaledProduct | Partial | None:
         """Sum over the TP group, whose ranks have scales of their own. None has been added to the residual.
 
         A rank that is alone leaves the scales to the next operation, one that shares rows with the others

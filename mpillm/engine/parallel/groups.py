@@ -22,7 +22,7 @@ from mpillm.comms.tags import Tag
 from mpillm.comms.yielding import waiting
 from mpillm.engine.schedule.engine_messages import MOVED, PLAN, TOKENS
 from mpillm.engine.schedule.step import Step
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
@@ -38,7 +38,7 @@ HIDDEN: Message[Tensor] = Message(
 class Groups:
     """An instance of one rank; the interface that the model needs from its TP group."""
 
-    def __init__(self, layout: Layout = Layout()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, layout: RankLayout = RankLayout()) -> None:  # noqa: B008 - it is frozen
         self.layout = layout
         self.shared_rows: SharedRows | None = None  # for sums that the next operation computes: on GPUs
 
@@ -61,7 +61,7 @@ class Groups:
 class MpiGroups(Groups):
     """One of several ranks, over the communicators of their instance."""
 
-    def __init__(self, layout: Layout, comms: InstanceComms) -> None:
+    def __init__(self, layout: RankLayout, comms: InstanceComms) -> None:
         super().__init__(layout)
         from mpi4py import MPI
 
@@ -90,9 +90,9 @@ class MpiGroups(Groups):
             return x
         sizes = [len(x) * width * x.element_size() for width in widths]
         gathered = np.empty(sum(sizes), np.uint8) if self._tp.rank == 0 else None
-        mine = x.contiguous().view(torch.uint8).numpy()
+        own_bytes = x.contiguous().view(torch.uint8).numpy()
         with waiting():
-            self._tp.Gatherv((mine, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
+            self._tp.Gatherv((own_bytes, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
         if gathered is None:
             return None
         parts = torch.split(torch.from_numpy(gathered), sizes)

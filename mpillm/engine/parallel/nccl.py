@@ -22,7 +22,7 @@ from torch import Tensor
 from mpillm.engine.parallel.groups import MpiGroups
 from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.schedule.step import Step
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,10 +65,10 @@ def _load() -> ctypes.CDLL:
 class NcclComm:
     """A communicator over the GPUs of several ranks."""
 
-    def __init__(self, rank: int, size: int, tell: Callable[[bytes], bytes]) -> None:
+    def __init__(self, rank: int, size: int, broadcast_id: Callable[[bytes], bytes]) -> None:
         """Join the communicator with PyTorch's current GPU. Collective.
 
-        `tell` returns rank 0's argument on every rank. Raises RuntimeError with NCCL's message.
+        `broadcast_id` returns rank 0's argument on every rank. Raises RuntimeError with NCCL's message.
         """
         self._nccl = _load()
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
@@ -76,7 +76,7 @@ class NcclComm:
         unique = _UniqueId()
         if rank == 0:
             self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
-        unique = _UniqueId.from_buffer_copy(tell(bytes(unique)))
+        unique = _UniqueId.from_buffer_copy(broadcast_id(bytes(unique)))
         self._comm = ctypes.c_void_p()
         self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), size, unique, rank))
 
@@ -144,7 +144,7 @@ class NcclGroups(MpiGroups):
     Every rank of the TP group gets what is gathered. The stream, not the host, waits for a stage's input.
     """
 
-    def __init__(self, layout: Layout, comms: InstanceComms) -> None:
+    def __init__(self, layout: RankLayout, comms: InstanceComms) -> None:
         super().__init__(layout, comms)
         self._tp_gpus = NcclComm.of(comms.tp) if layout.tp_size > 1 else None
         self._pp_gpus = NcclComm.of(comms.pp) if layout.pp_size > 1 else None

@@ -25,7 +25,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
-class Exported(NamedTuple):
+class ExportedMemory(NamedTuple):
     """Memory that a process lets others of its host reach."""
 
     host: str
@@ -34,7 +34,7 @@ class Exported(NamedTuple):
     offset: int  # in what the handle opens
 
 
-def export(tensor: torch.Tensor) -> Exported:
+def export(tensor: torch.Tensor) -> ExportedMemory:
     """Let other processes reach `tensor`, as long as it lives. Raises RuntimeError if the driver refuses."""
     torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
     cuda, base, handle = _driver(), ctypes.c_uint64(), _Handle()
@@ -43,10 +43,10 @@ def export(tensor: torch.Tensor) -> Exported:
         cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())),
     )
     _check(cuda, cuda.cuIpcGetMemHandle(ctypes.byref(handle), base))
-    return Exported(_host(), _bus_id(cuda), bytes(handle), tensor.data_ptr() - base.value)
+    return ExportedMemory(_host(), _bus_id(cuda), bytes(handle), tensor.data_ptr() - base.value)
 
 
-def reach(exported: list[Exported]) -> list[int]:
+def reach(exported: list[ExportedMemory]) -> list[int]:
     """Return where memory of one other process is in this one; raise RuntimeError if it cannot be reached."""
     torch.cuda.current_stream().synchronize()
     if any(one.host != _host() for one in exported):
@@ -70,22 +70,22 @@ def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
     """
     from mpi4py import MPI
 
-    told: tuple[bytes, bytes, int] | None = None
+    own_export: tuple[bytes, bytes, int] | None = None
     try:
         cuda = _driver()
         own, handle = _allocate(cuda, n_bytes)
-        told = (bytes(handle), _bus_id(cuda), own)
+        own_export = (bytes(handle), _bus_id(cuda), own)
     except RuntimeError as error:
         _log.warning("no memory of this GPU for others: %s", error)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     is_one_node = node.size == comm.size
     node.Free()
     addresses: list[int] | None = None
-    everyone = comm.allgather(told)
-    if is_one_node and told is not None and None not in everyone:
+    everyone = comm.allgather(own_export)
+    if is_one_node and own_export is not None and None not in everyone:
         try:
             addresses = [
-                told[2] if rank == comm.rank else _open(cuda, other[0], other[1])
+                own_export[2] if rank == comm.rank else _open(cuda, other[0], other[1])
                 for rank, other in enumerate(everyone)
             ]
         except RuntimeError as error:

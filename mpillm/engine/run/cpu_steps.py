@@ -58,14 +58,16 @@ class CpuLayers:
         self._run.restype = None
         first = layers[0]
         self._hidden, self._attended = first.qkv.inputs, first.o.inputs
-        self._room = 2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs  # numbers for each row
+        self._scratch_per_row = (
+            2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs
+        )  # numbers for each row
 
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
         """None if something is between its products, or some of them are not compiled."""
         if part.groups.layout.tp_size > 1 or not part.model.in_parts:
             return None
-        kept = () if part.model.features is None else part.model.features.layers
+        feature_layers = () if part.model.features is None else part.model.features.layers
         layers = []
         for i, layer in enumerate(part.model.layers):
             if not layer.is_plain:
@@ -76,19 +78,21 @@ class CpuLayers:
                 return None
             norms = address(layer.input_norm), address(layer.post_norm)
             cached = address(part.cache.keys[i]), address(part.cache.values[i])
-            layers.append(_Layer(*norms, *linears, *cached, kept.index(i) if i in kept else -1))
+            layers.append(
+                _Layer(*norms, *linears, *cached, feature_layers.index(i) if i in feature_layers else -1)
+            )
         return cls(part, kernels, layers)
 
     def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
         """Compute all that is before `Llama.leave`: its x [rows, hidden], in place, and its `attended`."""
         n, (kv_heads, size) = len(x), self._part.cache.keys.shape[2:4]
-        attended, room = x.new_empty(n, self._attended), x.new_empty(n, self._room)
+        attended, scratch = x.new_empty(n, self._attended), x.new_empty(n, self._scratch_per_row)
         step = _Attention(
             *map(address, (attention.rotations, attention.slots, attention.rows, attention.tables)),
             len(attention.rows),
             attention.longest,
         )
-        arrays: list[int | None] = [address(array) for array in (x, attended, room)]
+        arrays: list[int | None] = [address(array) for array in (x, attended, scratch)]
         features = self._part.model.features
         assert features is None or len(features.rows) >= n
         arrays.append(None if features is None else address(features.rows))
@@ -146,16 +150,16 @@ class CpuSteps:
             if part.groups.layout.is_first_stage
             else part.receive_hidden(len(step.tokens))
         )
-        wanted = torch.tensor(step.wanted, dtype=torch.int64)
+        logits_rows = torch.tensor(step.logits_rows, dtype=torch.int64)
         adapters = StepAdapters(extra.adapters) if extra is not None and extra.adapters else None
         keeps_all = extra is not None and bool(extra.context_logits)
-        at_once = None if adapters or layer_stored else attention.by_row
-        if self._layers is not None and at_once is not None:
-            return part.model.leave(x, self._layers(x, at_once), None if keeps_all else wanted)
+        by_row = None if adapters or layer_stored else attention.by_row
+        if self._layers is not None and by_row is not None:
+            return part.model.leave(x, self._layers(x, by_row), None if keeps_all else logits_rows)
         if not keeps_all and adapters is None:
-            return part.model.forward(x, attention, wanted, layer_stored)
+            return part.model.forward(x, attention, logits_rows, layer_stored)
         x = part.model.forward(x, attention, None, layer_stored, adapters)
-        return x if keeps_all else x.index_select(0, wanted)
+        return x if keeps_all else x.index_select(0, logits_rows)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

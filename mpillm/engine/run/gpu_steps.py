@@ -92,7 +92,7 @@ class GpuSteps:
                 torch.zeros(max_batch_size + 1, n, dtype=torch.int32, device=device)
                 for n in (n_per_slot, n_per_slot if part.window_cache is not None else 0)
             )
-            self._held = [
+            self._layer_caches = [
                 LayerCache(
                     cache.keys[i],
                     cache.values[i],
@@ -109,7 +109,7 @@ class GpuSteps:
                 self._decode_rows, info.config.hidden_size, dtype=part.dtype, device=device
             )
         self._fp8_contexts = fp8_contexts
-        self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
+        self._token_slots = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
@@ -122,20 +122,20 @@ class GpuSteps:
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         if step.extra is not None and step.extra.copies:
             self._part.cache.copy(step.extra.copies)
-        self._tell_blocks(step.spans)
+        self._write_blocks(step.spans)
         slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(step.tokens)) + np.repeat(n_cached - starts, counts)
         rows = np.array([step.tokens, np.repeat(slots, counts), positions])
         # Contexts come last: without one, and with a token for each row, nothing but decode is left.
-        if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.wanted):
-            x, self._slots_wanted = self._decode(rows)
+        if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.logits_rows):
+            x, self._token_slots = self._decode(rows)
         else:
-            x, self._slots_wanted = self._mixed(step, rows, starts.tolist(), layer_stored)
+            x, self._token_slots = self._mixed(step, rows, starts.tolist(), layer_stored)
         return x
 
     def feed(self, tokens: Tensor) -> None:
-        self._last.index_copy_(0, self._slots_wanted, tokens)
+        self._last.index_copy_(0, self._token_slots, tokens)
 
     def _decode(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Run a step of which each row gets a token.
@@ -184,21 +184,23 @@ class GpuSteps:
         n_decode = [*starts, n][n_decoding]
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
-        wanted = np.array(step.wanted, np.int64)
-        fed = last_of_each(rows[1, wanted], self._nobody)
+        logits_rows = np.array(step.logits_rows, np.int64)
+        fed = last_of_each(rows[1, logits_rows], self._nobody)
         if step.extra is not None and step.extra.context_logits:
-            wanted = np.arange(n)
-        arrays = [self._padded(rows, size), wanted, fed, *plan.tiles, plan.copies]
+            logits_rows = np.arange(n)
+        arrays = [self._padded(rows, size), logits_rows, fed, *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
-        there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
-        rows_there, wanted_there, slots_wanted, *planned = there
-        attention = self._attention(rows_there[1], rows_there[2], n_decode, Contexts(plan, *planned))
+        on_device = [
+            part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)
+        ]
+        device_rows, device_logits_rows, token_slots, *planned = on_device
+        attention = self._attention(device_rows[1], device_rows[2], n_decode, Contexts(plan, *planned))
         if self._layers is not None and self._layers.has(size):
-            return self._layers.run(rows_there, n, attention, wanted_there, layer_stored), slots_wanted
+            return self._layers.run(device_rows, n, attention, device_logits_rows, layer_stored), token_slots
         is_first = self._part.groups.layout.is_first_stage
-        x = self._embed(*rows_there) if is_first else self._part.receive_hidden(n)
-        return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
+        x = self._embed(*device_rows) if is_first else self._part.receive_hidden(n)
+        return self._part.model.forward(x, attention, device_logits_rows, layer_stored), token_slots
 
     def _padded(self, rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
         """Return tokens, slots and positions with rows of nobody after them."""
@@ -225,7 +227,7 @@ class GpuSteps:
     ) -> PagedAttention:
         return PagedAttention(
             self.kernels,
-            self._held,
+            self._layer_caches,
             self._part.n_heads,
             self._rotations,
             slots,
@@ -236,7 +238,7 @@ class GpuSteps:
             self._fp8_contexts,
         )
 
-    def _tell_blocks(self, spans: list[Span]) -> None:
+    def _write_blocks(self, spans: list[Span]) -> None:
         """Write the blocks that `spans` name into the tables."""
         self._write(
             self._table, [(span.slot, span.n_blocks_sent, span.blocks) for span in spans if span.blocks]
@@ -250,12 +252,12 @@ class GpuSteps:
             ],
         )
 
-    def _write(self, table: Tensor, told: list[tuple[int, int, list[int]]]) -> None:
+    def _write(self, table: Tensor, rows: list[tuple[int, int, list[int]]]) -> None:
         """Write blocks into a table: of a slot, after so many."""
         at: list[int] = []
         blocks: list[int] = []
         width = table.shape[1]
-        for slot, n_blocks_sent, more in told:
+        for slot, n_blocks_sent, more in rows:
             first = slot * width + n_blocks_sent
             at += range(first, first + len(more))
             blocks += more
@@ -306,9 +308,9 @@ class GpuSteps:
             return
         launched = []
         for _ in range(3):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             run(self._nobodys([1, min(2 * _LEAST_GRAPH_ROWS, self._part.info.max_seq_len)]))
-            launched.append(1e3 * (time.perf_counter() - begun))
+            launched.append(1e3 * (time.perf_counter() - started))
             torch.cuda.synchronize()
         layers = self._new_layers(sizes[-1])
         layers.fill(sizes, min(launched))

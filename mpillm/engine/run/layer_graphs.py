@@ -78,7 +78,7 @@ class LayerGraphs:
         rows: Tensor,
         n: int,
         attention: PagedAttention,
-        wanted: Tensor,
+        logits_rows: Tensor,
         layer_stored: Callable[[int], None] | None,
     ) -> Tensor:
         """Run a step of `n` rows, and return what `Llama.forward` does.
@@ -96,7 +96,7 @@ class LayerGraphs:
             attention.attend(layer, self._turned[:n], self._attended[:n])
             if layer_stored is not None:
                 layer_stored(layer)
-        return part.model.leave(self._x[:n], self._attended[:n], wanted, n_padded=size)
+        return part.model.leave(self._x[:n], self._attended[:n], logits_rows, n_padded=size)
 
     def _piece(self, layer: int, size: int) -> None:
         """Compute from the attention before `layer`'s, or from the tokens, to its own."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.extras.shared_adapters import ReceivedAdapters
-from mpillm.engine.extras.special import Special
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
@@ -29,7 +29,7 @@ from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.memory import CHOSEN_AT_ONCE
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.tensors.sampler import likeliest, sample
-from mpillm.engine.tensors.staging import Sampled, to_device
+from mpillm.engine.tensors.staging import SampledTokens, to_device
 from mpillm.telemetry.recorder import Recorder
 
 
@@ -64,7 +64,7 @@ class Worker:
         self.steps = steps
         self.peers = part.peers
         self.transfers: Transfers | None = None  # if this rank sends or receives KV caches
-        mine = part.groups.layout.vocabulary(part.info.config)
+        own_columns = part.groups.layout.vocabulary(part.info.config)
         # End tokens among this rank's columns of the logits, and among all.
         self._own_ends, self._ends = (
             torch.tensor(
@@ -72,7 +72,7 @@ class Worker:
                 dtype=torch.int64,
                 device=part.device,
             )
-            for columns in (mine, range(part.info.config.vocab_size))
+            for columns in (own_columns, range(part.info.config.vocab_size))
         )
 
     @classmethod
@@ -114,7 +114,7 @@ class Worker:
         return cls(part, GpuSteps(part, max_batch_size, kernels, decode_rows, fp8_contexts))
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Sampled | None:
+    def run(self, step: Step) -> SampledTokens | None:
         """Run a step. On the first rank of the last stage, return a token for each wanted row.
 
         With `Step.logprobs` 1 + k these are rows of 2 + 2k numbers: the token, its log probability, the k
@@ -138,18 +138,18 @@ class Worker:
         keeps_all = step.extra is not None and bool(step.extra.context_logits)
         if step.extra is not None and keeps_all:
             self._keep_logits(x, step.extra.context_logits)
-        if not step.wanted:
-            return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
+        if not step.logits_rows:
+            return None if layout.tp_rank else SampledTokens(torch.empty(0, dtype=torch.int64))
         if keeps_all:  # then these are all rows
-            x = x.index_select(0, to_device(step.wanted, x.device))
+            x = x.index_select(0, to_device(step.logits_rows, x.device))
         logits = self.part.model.logits(x)
         pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(self.chosen_at_once)]
         chosen = [piece for piece in pieces if piece is not None]
         if not chosen:
             return None
-        tokens, told = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
+        tokens, numbers = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
         self.steps.feed(tokens)
-        return None if layout.tp_rank else Sampled(told)
+        return None if layout.tp_rank else SampledTokens(numbers)
 
     def logits(self, step: Step) -> Tensor:
         """Run a step as far as the logits: this rank's columns for each wanted row.
@@ -162,7 +162,7 @@ class Worker:
         """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
 
-    def _keep_logits(self, x: Tensor, wanted: list[tuple[Special | None, slice]]) -> None:
+    def _keep_logits(self, x: Tensor, wanted: list[tuple[RequestExtras | None, slice]]) -> None:
         """Keep the logits of some rows, on the leader, whose host waits for them. Collective."""
         for special, rows in wanted:
             for start in range(rows.start, rows.stop, self.chosen_at_once):
@@ -216,8 +216,8 @@ class Worker:
         """Return each row's likeliest token, from each rank's likeliest; or None, as `Groups.gather`."""
         groups, layout = self.part.groups, self.part.groups.layout
         # float64 holds both exactly.
-        mine = torch.stack([best.double(), (at + self.part.model.vocabulary.start).double()], dim=1)
-        pairs = groups.gather(mine, [2] * layout.tp_size)
+        own_columns = torch.stack([best.double(), (at + self.part.model.vocabulary.start).double()], dim=1)
+        pairs = groups.gather(own_columns, [2] * layout.tp_size)
         if pairs is None:
             return None
         pairs = pairs.view(len(best), layout.tp_size, 2)
@@ -259,7 +259,7 @@ class Follower:
         self._worker = worker
         self._peers = worker.peers
         self._step: Step | None = None
-        self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
+        self._sampled: deque[SampledTokens] = deque()  # tokens that the leader waits for
         part = worker.part
         self._adapters = ReceivedAdapters(part.info.config, part.dtype, part.groups.layout)
         self.recorder: Recorder | None = None  # on a GPU, which computes on, it notes when steps are launched
@@ -282,13 +282,13 @@ class Follower:
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
             self._adapters.find(step)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)
             if self.recorder is not None and step.spans:
                 contexts = [span.n_new for span in step.spans if not span.decodes]
                 n_generating = len(step.spans) - len(contexts)
-                self.recorder.step(begun, time.perf_counter(), len(contexts), n_generating, sum(contexts))
+                self.recorder.step(started, time.perf_counter(), len(contexts), n_generating, sum(contexts))
         while self._sampled and self._sampled[0].ready():
             self._peers.send_tokens(self._sampled.popleft().take())
         return []

@@ -45,7 +45,7 @@ class Notice(NamedTuple):
     n_bytes: int
 
 
-class Room(NamedTuple):
+class PutTarget(NamedTuple):
     """Tells the sender where a piece of a KV cache shall be in the receiver's."""
 
     tag: int
@@ -66,10 +66,10 @@ def _write_step(step: Step) -> Buffer:
         step.logprobs,
         len(special := [] if step.extra is None else _extra_numbers(step.extra)),
     ]
-    end = i = 0  # of the spans so far: rows, and those among `Step.wanted`
+    end = i = 0  # of the spans so far: rows, and those among `Step.logits_rows`
     for span in step.spans:
         end, first = end + span.n_new, i
-        while i < len(step.wanted) and step.wanted[i] < end:
+        while i < len(step.logits_rows) and step.logits_rows[i] < end:
             i += 1
         n_not_end = len(not_end.intersection(range(first, i)))
         numbers += span.slot, span.n_cached, span.n_new, span.n_blocks_sent, len(span.blocks)
@@ -104,7 +104,7 @@ def _extra_numbers(extra: Extra) -> list[int]:
         [*extra.copies],
         [(rows.start, rows.stop) for _, rows in extra.context_logits],
         [*extra.adapter_rows],
-        [(number,) for number in extra.gone_adapters],
+        [(number,) for number in extra.freed_adapters],
         [(number, *weights.shape) for number, weights, _ in extra.new_adapters],
     )
     return [extra.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
@@ -119,7 +119,7 @@ def _read_extra(numbers: NDArray[np.int32]) -> Extra:
         at += n * width
     extra.copies, rows, extra.adapter_rows, gone, new = found
     extra.context_logits = [(None, slice(*ends)) for ends in rows]
-    extra.gone_adapters = [number for (number,) in gone]
+    extra.freed_adapters = [number for (number,) in gone]
     for number, n, width in new:
         config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
         at += (3 + width) * n
@@ -160,8 +160,8 @@ def _read_step(buffer: Buffer) -> Step:
         )
         at += n_blocks + n_window_blocks
         end += n_new
-        step.not_end += range(len(step.wanted), len(step.wanted) + n_not_end)
-        step.wanted += range(end - n_wanted, end)
+        step.not_end += range(len(step.logits_rows), len(step.logits_rows) + n_not_end)
+        step.logits_rows += range(end - n_wanted, end)
     heads = numbers[at : at + n_transfers * _TRANSFER]
     at += len(heads)
     for kind, ticket, peer, slot, length, n_blocks, n_window_blocks in heads.reshape(-1, _TRANSFER).tolist():
@@ -191,14 +191,14 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
     return [Notice(*row) for row in buffer.view(np.int64).reshape(-1, 2).tolist()]
 
 
-def _write_rooms(rooms: list[Room]) -> Buffer:
+def _write_rooms(rooms: list[PutTarget]) -> Buffer:
     numbers: list[int] = []
     for room in rooms:
         numbers += *room[:4], len(room.blocks), len(room.window_blocks), *room.blocks, *room.window_blocks
     return _bytes(np.array(numbers, np.int32))
 
 
-def _read_rooms(buffer: Buffer) -> list[Room]:
+def _read_rooms(buffer: Buffer) -> list[PutTarget]:
     numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
         tag, layer, head, n_tokens, n_blocks, n_window_blocks = numbers[at : (at := at + 6)]
@@ -206,7 +206,7 @@ def _read_rooms(buffer: Buffer) -> list[Room]:
             numbers[at : (at := at + n_blocks)],
             numbers[at : (at := at + n_window_blocks)],
         )
-        rooms.append(Room(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
+        rooms.append(PutTarget(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
     return rooms
 
 
@@ -224,5 +224,5 @@ NCCL_ID: Message[bytes] = Message(
 NOTICE: Message[list[Notice]] = Message(
     Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
 )
-ROOM: Message[list[Room]] = Message(Tag.ROOM, _write_rooms, _read_rooms)
+ROOM: Message[list[PutTarget]] = Message(Tag.ROOM, _write_rooms, _read_rooms)
 PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their rooms

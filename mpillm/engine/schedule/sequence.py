@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.schedule.sampling_params import SamplingParams
 
 UNREAD = -1  # stands for a token that is still on the device
@@ -54,7 +54,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
     n_published: int = 0  # how many of its blocks others can find there
     salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
-    special: Special | None = None
+    special: RequestExtras | None = None
     width: int = 1  # of its beam search (`special.beams`); 1: there is none
     more_slots: list[int] = field(default_factory=list)  # of its other beams
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mpillm.engine.extras.lora import Adapter, AdapterTensors
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.transfer import Transfer
@@ -41,18 +41,20 @@ class Span:
 
 @dataclass
 class Extra:
-    """What few requests ask of a step (see `Special`, which itself never leaves the leader)."""
+    """What few requests ask of a step (see `RequestExtras`, which itself never leaves the leader)."""
 
-    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)  # row of `wanted`, and its beam
+    specials: list[tuple[int, Sequence, int]] = field(
+        default_factory=list
+    )  # row of `logits_rows`, and its beam
     is_adjusted: bool = False  # `specials` has some, on the leader: it chooses from whole rows of logits
-    context_logits: list[tuple[Special | None, slice]] = field(default_factory=list)  # rows of the step
+    context_logits: list[tuple[RequestExtras | None, slice]] = field(default_factory=list)  # rows of the step
     copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks (from, to), before anything else
     adapters: list[tuple[Adapter, int, int]] = field(default_factory=list)  # and their rows of the step
     # The same for other ranks (see `SharedAdapters`): numbers in place of adapters, those that they do
     # not have yet, and those that they need no more.
     adapter_rows: list[tuple[int, int, int]] = field(default_factory=list)
     new_adapters: list[AdapterTensors] = field(default_factory=list)
-    gone_adapters: list[int] = field(default_factory=list)
+    freed_adapters: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -61,8 +63,10 @@ class Step:
 
     spans: list[Span] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)  # rows that a token is sampled from
-    not_end: list[int] = field(default_factory=list)  # indices in `wanted` that must not get an end token
+    logits_rows: list[int] = field(default_factory=list)  # rows that a token is sampled from
+    not_end: list[int] = field(
+        default_factory=list
+    )  # indices in `logits_rows` that must not get an end token
     sampling: list[SamplingParams] | None = None  # of each wanted row; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
@@ -120,7 +124,7 @@ class Step:
                 place, at = sequence.n_output, len(sampled)
                 if place < sequence.min_output and sequence.width == 1:
                     step.not_end += range(at, at + min(n_wanted, sequence.min_output - place))
-                step.wanted += range(len(step.tokens) - n_wanted, len(step.tokens))
+                step.logits_rows += range(len(step.tokens) - n_wanted, len(step.tokens))
                 sampled += [sequence] * n_wanted
                 places += range(place, place + n_wanted)
         if not all(s.sampling.is_greedy for s in sampled):
@@ -139,16 +143,16 @@ class Step:
         return self.extra
 
     def adjust(self, row: int, sequence: Sequence, beam: int = 0) -> None:
-        """Note that what a row of `wanted` chooses from is to be adjusted."""
+        """Note that what a row of `logits_rows` chooses from is to be adjusted."""
         self.more().specials.append((row, sequence, beam))
         self.more().is_adjusted = True
 
     def choices(self, most: int) -> Iterator[tuple[slice, Step]]:
-        """Yield rows of `wanted`, and a step that says how their tokens are chosen.
+        """Yield rows of `logits_rows`, and a step that says how their tokens are chosen.
 
         `most` rows at once, where choosing takes copies of their logits.
         """
-        n = len(self.wanted)
+        n = len(self.logits_rows)
         copies = self.is_adjusted or self.sampling is not None or self.logprobs
         if n <= most or not copies:
             yield slice(n), self
@@ -175,7 +179,7 @@ class Step:
         n_before = len(self.tokens)
         for beam, table in enumerate(tables):
             self.spans.append(Span(slots[beam], n_cached, 1, 0, table))
-            self.wanted.append(len(self.tokens))
+            self.logits_rows.append(len(self.tokens))
             self.tokens.append(beams.running[beam].tokens[-1])
             self.adjust(len(sampled), sequence, beam)
             sampled.append(sequence)

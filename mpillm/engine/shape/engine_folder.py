@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from disagg.errors import ConfigError, about
 from mpillm.engine.shape.checkpoint_folder import digests
 from mpillm.engine.shape.entries import Entry, rank_entries
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.read_config import architecture_of
 from mpillm.engine.shape.weight_files import read_header, weight_files
 from mpillm.files import read_object
@@ -45,14 +45,14 @@ class EngineFolder:
 
     folder: Path
     pretrained_config: dict[str, Any]
-    layout: Layout  # of its first rank
+    layout: RankLayout  # of its first rank
     dtype: str
     quantization: str
     kv_quantization: str  # fp8: the files have scales for the KV cache
     group: int  # inputs with one scale, of int4
     digests: tuple[str, ...]  # of the checkpoint that it was built from, and of what that was quantised from
 
-    def file(self, layout: Layout) -> Path:
+    def file(self, layout: RankLayout) -> Path:
         return self.folder / file_name(layout)
 
 
@@ -61,12 +61,12 @@ def preset_digest(name: str) -> str:
     return f"preset {name}"
 
 
-def file_name(layout: Layout) -> str:
+def file_name(layout: RankLayout) -> str:
     """Return the name of the file with a rank's tensors."""
     return f"rank{layout.pp_rank * layout.tp_size + layout.tp_rank}.safetensors"
 
 
-def layouts(first: Layout) -> list[Layout]:
+def layouts(first: RankLayout) -> list[RankLayout]:
     """Return the layouts of all ranks of an instance, in order; `first` is one of them."""
     ranks = itertools.product(range(first.pp_size), range(first.tp_size))
     return [dataclasses.replace(first, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank, tp_rank in ranks]
@@ -74,7 +74,7 @@ def layouts(first: Layout) -> list[Layout]:
 
 def engine_json(
     raw: dict[str, Any],
-    layout: Layout,
+    layout: RankLayout,
     dtype: str,
     quantization: str,
     kv_quantization: str,
@@ -132,7 +132,7 @@ def read_engine(folder: Path) -> EngineFolder:
         algorithm, kv_algorithm = (
             pretrained["quantization"][name] for name in ("quant_algo", "kv_cache_quant_algo")
         )
-        layout = Layout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
+        layout = RankLayout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
         quantization = next(name for name, theirs in _ALGORITHMS.items() if theirs == algorithm)
         kv_quantization = next(name for name, theirs in _KV_ALGORITHMS.items() if theirs == kv_algorithm)
         group = int(pretrained["quantization"].get("group_size", 0))
@@ -153,7 +153,7 @@ def check_engine(
     option = f"--engine_dir {engine.folder}"
     if config.load_format == "dummy":
         raise ConfigError(f"{option}: --load_format dummy makes random weights; leave out one of them")
-    wanted = Layout(config.tp_size, config.pp_size, config.ep_size)
+    wanted = RankLayout(config.tp_size, config.pp_size, config.ep_size)
     if wanted != engine.layout:
         raise ConfigError(
             f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(wanted)}"
@@ -208,5 +208,5 @@ def _entry(entry: Entry | None) -> str:
     return "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 
-def _sizes(layout: Layout) -> str:
+def _sizes(layout: RankLayout) -> str:
     return f"TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"

@@ -16,7 +16,7 @@ from mpillm.engine.shape.families import CORRECTION, FUSED
 from mpillm.engine.shape.quantization import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from mpillm.engine.shape.layout import Layout
+    from mpillm.engine.shape.layout import RankLayout
     from mpillm.engine.shape.model_config import ModelConfig
 
 # By safetensors' names; those besides ours may be in a file that is copied.
@@ -127,7 +127,7 @@ def in_checkpoint(name: str, shape: tuple[int, ...], model: ModelConfig) -> dict
 
 
 def rank_entries(
-    model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str = "none"
+    model: ModelConfig, layout: RankLayout, dtype: str, quantization: str, kv_quantization: str = "none"
 ) -> dict[str, Entry]:
     """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -146,15 +146,15 @@ def rank_entries(
     return made
 
 
-def rank_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+def rank_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization: str) -> int:
     """Return the bytes of a rank's weights, as its engine holds them."""
     return sum(entry.n_bytes for entry in rank_entries(model, layout, dtype, quantization).values())
 
 
 def layer_bytes(model: ModelConfig, dtype: str, quantization: str) -> tuple[int, int]:
     """Return the bytes of all layers' weights in an engine of one rank, and those of experts among them."""
-    from mpillm.engine.shape.layout import Layout
+    from mpillm.engine.shape.layout import RankLayout
 
-    entries = rank_entries(model, Layout(), dtype, quantization)
+    entries = rank_entries(model, RankLayout(), dtype, quantization)
     sizes = {name: entry.n_bytes for name, entry in entries.items() if ".layers." in name}
     return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)

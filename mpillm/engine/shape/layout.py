@@ -31,7 +31,7 @@ def length(part: slice) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """A rank's coordinates in its instance."""
 
     tp_size: int = 1
@@ -165,8 +165,8 @@ def cuts(
     """
     made = []
     for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):
-        held = Layout(sender[0], sender[1], pp_rank=source_stage).layers(config)
-        wanted = Layout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
+        held = RankLayout(sender[0], sender[1], pp_rank=source_stage).layers(config)
+        wanted = RankLayout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
         n = min(n_pieces, len(held))
         for layers in (_common(held[share(len(held), i, n)], wanted) for i in range(n)):
             for dest in range(receiver[0]) if layers else ():
@@ -184,7 +184,7 @@ def cuts(
 
 
 def _kv_range(config: ModelConfig, tp_size: int, tp_rank: int) -> range:
-    return range(config.n_kv_heads)[Layout(tp_size, tp_rank=tp_rank).kv_heads(config)]
+    return range(config.n_kv_heads)[RankLayout(tp_size, tp_rank=tp_rank).kv_heads(config)]
 
 
 def _common(a: range, b: range) -> range:

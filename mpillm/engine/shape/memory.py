@@ -11,7 +11,7 @@ from disagg.errors import ConfigError
 from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import rank_bytes
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.quantization import held
 from mpillm.engine.shape.speculative_config import decode_rows
 
@@ -52,7 +52,7 @@ def gpu_needs(
     """Return what each GPU of an instance needs at most. `quantization`: of the weights in memory."""
     width = N_BYTES[dtype]
     ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
-    layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
+    layouts = [RankLayout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
     weights = max(rank_bytes(model, layout, dtype, quantization) for layout in layouts)
     heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
     # A mixture has its feed-forward's values and its output for each chosen expert, whichever rank holds it.
@@ -153,11 +153,11 @@ def most_copied(max_seq_len: int) -> int:
     return min(_MOST_COPIED, padded(max_seq_len))
 
 
-def stages(layout: Layout) -> list[Layout]:
+def stages(layout: RankLayout) -> list[RankLayout]:
     return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
 
 
-def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+def load_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization: str) -> int:
     """Return the peak bytes while a rank loads: a matrix exists twice while it is packed or fused.
 
     One that is rounded or widened on the way exists a few times, as float32.

@@ -16,7 +16,7 @@ from mpillm.engine.shape.eagle_config import EMBEDDING, EagleConfig, eagle_confi
 from mpillm.engine.shape.engine_config import CORE_OPTIONS, FP8_CONTEXTS, EngineConfig
 from mpillm.engine.shape.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.shape.entries import BLOCK, int4_group, is_linear, rank_bytes
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.memory import (
     CacheBytes,
     GpuNeeds,
@@ -59,7 +59,7 @@ class ModelInfo:
     max_prompt_len: int | None  # tokens, if a prompt must be computed in one step
     end_ids: tuple[int, ...]
     stop_words: tuple[tuple[int, ...], ...]
-    layout: Layout  # this rank's
+    layout: RankLayout  # this rank's
     n_bytes: int  # of the weights on this rank, as the engine holds them
     dtype: str  # of weights that are not quantised: float32 or bfloat16
     kv_dtype: str  # of the KV cache: float32, bfloat16 or fp8
@@ -159,7 +159,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
     if config.load_format == "auto":
         model = with_own_head(model, folder)
     _check_layout(config, model)
-    layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
+    layout = RankLayout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
     if engine is not None:
         check_engine(
@@ -270,7 +270,7 @@ def _check_fp8_contexts(config: EngineConfig, model: ModelConfig, quantization: 
         raise ConfigError(f"--core_options {FP8_CONTEXTS}:True: {wrong}", about=["core_options"])
 
 
-def _quantization(config: EngineConfig, model: ModelConfig, layout: Layout, dtype: str) -> str:
+def _quantization(config: EngineConfig, model: ModelConfig, layout: RankLayout, dtype: str) -> str:
     """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
     why_floats = _why_floats(config, model, layout, dtype)
     if config.quantization == "auto":
@@ -315,7 +315,7 @@ def _quantization(config: EngineConfig, model: ModelConfig, layout: Layout, dtyp
     return quantization
 
 
-def _why_floats(config: EngineConfig, model: ModelConfig, layout: Layout, dtype: str) -> str | None:
+def _why_floats(config: EngineConfig, model: ModelConfig, layout: RankLayout, dtype: str) -> str | None:
     """Return why a model's experts can't be MXFP4 in memory; None if they can."""
     if not model.n_experts:
         return "it has none"

@@ -15,11 +15,11 @@ from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.sequence import UNREAD, Sequence
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 
 
 @dataclass(eq=False)
-class Drafting:
+class DraftSequence:
     """A sequence in the draft model's KV cache."""
 
     sequence: Sequence
@@ -31,11 +31,11 @@ class Drafting:
     n_cached: int = 0  # tokens with keys and values
 
 
-class Started(NamedTuple):
+class StartedStep(NamedTuple):
     """A step whose tokens may not be there yet."""
 
-    rows: list[Drafting]  # of each token
-    sampled: Sampled
+    rows: list[DraftSequence]  # of each token
+    sampled: SampledTokens
 
 
 class DraftModel:
@@ -54,131 +54,131 @@ class DraftModel:
         self._max_seq_len = info.max_seq_len
         self._blocks = BlockAllocator(info.kv_cache_tokens // self._size)
         self._slots = list(range(config.max_batch_size))
-        self._of: dict[Sequence, Drafting] = {}
+        self._of: dict[Sequence, DraftSequence] = {}
 
     @staticmethod
     def decode_rows(config: SchedulerConfig) -> int:
         """Return the rows of the worker's largest step without contexts."""
         return max(config.max_batch_size, min(DraftModel.FEW * config.max_batch_size, config.max_num_tokens))
 
-    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def draft(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:
             self._forget(self._of.pop(sequence))
         drafts: list[list[int]] = []
-        work: list[tuple[Drafting, int]] = []  # and how many guesses it wants
+        work: list[tuple[DraftSequence, int]] = []  # and how many guesses it wants
         new: list[list[int]] = []
-        for sequence, most in wanted:
+        for sequence, max_tokens in requests:
             n_seen = len(sequence.prompt) + len(sequence.output) - self._N_UNSEEN
-            drafting = self._with_room(sequence, n_seen + most)
+            state = self._reserve(sequence, n_seen + max_tokens)
             drafts.append([])
-            if drafting is not None:
-                new.append(self._lacks(drafting))
-                drafting.draft = drafts[-1]
-                work.append((drafting, most))
+            if state is not None:
+                new.append(self._lacks(state))
+                state.draft = drafts[-1]
+                work.append((state, max_tokens))
         if work:
-            self._guess(work, new)
+            self._draft_tokens(work, new)
         return drafts
 
-    def _lacks(self, drafting: Drafting) -> list[int]:
+    def _lacks(self, state: DraftSequence) -> list[int]:
         """Forget the wrong guesses; return the sequence's tokens to compute next, at least the last."""
-        sequence, start = drafting.sequence, self._N_UNSEEN + drafting.n_right
+        sequence, start = state.sequence, self._N_UNSEEN + state.n_right
         new = sequence.tokens(start, len(sequence.prompt) + len(sequence.output))
-        n = self._n_kept(drafting, new)
-        drafting.n_cached = drafting.n_right + n
-        drafting.n_right += len(new)
+        n = self._n_cached_drafts(state, new)
+        state.n_cached = state.n_right + n
+        state.n_right += len(new)
         return new[n:]
 
-    def _n_kept(self, drafting: Drafting, new: list[int]) -> int:
+    def _n_cached_drafts(self, state: DraftSequence, new: list[int]) -> int:
         """Return for how many of a sequence's `new` tokens keys and values are cached, as guesses."""
         n = 0
-        while n < min(len(drafting.draft), len(new)) - 1 and drafting.draft[n] == new[n]:
+        while n < min(len(state.draft), len(new)) - 1 and state.draft[n] == new[n]:
             n += 1
         return n
 
-    def _forget(self, ended: Drafting) -> None:
+    def _forget(self, ended: DraftSequence) -> None:
         """Give back what a sequence held that has ended."""
         self._slots.append(ended.slot)
         self._blocks.give_back(ended.blocks)
 
-    def _guess(self, work: list[tuple[Drafting, int]], new: list[list[int]]) -> None:
+    def _draft_tokens(self, work: list[tuple[DraftSequence, int]], new: list[list[int]]) -> None:
         """Fill each one's draft. `new`: the tokens that each one's cache lacks."""
         waits = not self._worker.steps.n_ahead
-        unread = [self._start(list(zip((drafting for drafting, _ in work), new, strict=True)))]
-        for n in range(1, max(most for _, most in work)):
+        unread = [self._start(list(zip((state for state, _ in work), new, strict=True)))]
+        for n in range(1, max(max_tokens for _, max_tokens in work)):
             if waits:
                 self._read(unread)
-            going_on = [drafting for drafting, most in work if most > n]
-            unread.append(self._start([(one, [one.draft[-1] if waits else UNREAD]) for one in going_on]))
+            unfinished = [state for state, max_tokens in work if max_tokens > n]
+            unread.append(self._start([(one, [one.draft[-1] if waits else UNREAD]) for one in unfinished]))
         self._read(unread)
 
-    def _read(self, unread: list[list[Started]]) -> None:
+    def _read(self, unread: list[list[StartedStep]]) -> None:
         """Add a guess to each draft, from the steps that find it. Waits for them."""
         for steps in unread:
-            tokens: dict[Drafting, int] = {}  # after each one's last row
+            tokens: dict[DraftSequence, int] = {}  # after each one's last row
             for step in steps:
                 tokens |= zip(step.rows, step.sampled.take(), strict=True)
-            for drafting, token in tokens.items():
-                drafting.draft.append(token)
+            for state, token in tokens.items():
+                state.draft.append(token)
         unread.clear()
 
-    def _with_room(self, sequence: Sequence, n: int) -> Drafting | None:
+    def _reserve(self, sequence: Sequence, n: int) -> DraftSequence | None:
         """Return its state, with blocks for all of `n` tokens but the last; None if there are not so many."""
-        drafting = self._of.get(sequence)
-        more = -(-(n - 1) // self._size) - (len(drafting.blocks) if drafting else 0)
-        if n > self._max_seq_len or more > self._blocks.n_free or not (drafting or self._slots):
+        state = self._of.get(sequence)
+        more = -(-(n - 1) // self._size) - (len(state.blocks) if state else 0)
+        if n > self._max_seq_len or more > self._blocks.n_free or not (state or self._slots):
             return None
-        if drafting is None:
-            drafting = self._of[sequence] = Drafting(sequence, self._slots.pop())
-        drafting.blocks += self._blocks.take(max(0, more))
-        return drafting
+        if state is None:
+            state = self._of[sequence] = DraftSequence(sequence, self._slots.pop())
+        state.blocks += self._blocks.take(max(0, more))
+        return state
 
-    def _start(self, work: list[tuple[Drafting, list[int]]]) -> list[Started]:
+    def _start(self, work: list[tuple[DraftSequence, list[int]]]) -> list[StartedStep]:
         """Add tokens to each, in as many steps as it takes."""
-        started: list[Started] = []
-        pieces: list[tuple[Drafting, list[int]]] = []
-        left = most = self._max_num_tokens
-        for drafting, new in work:
-            for at in range(0, len(new), most):
-                piece = new[at : at + most]
+        started: list[StartedStep] = []
+        pieces: list[tuple[DraftSequence, list[int]]] = []
+        left = max_tokens = self._max_num_tokens
+        for state, new in work:
+            for at in range(0, len(new), max_tokens):
+                piece = new[at : at + max_tokens]
                 if len(piece) > left:
                     started.append(self._run(pieces))
-                    pieces, left = [], most
-                pieces.append((drafting, piece))
+                    pieces, left = [], max_tokens
+                pieces.append((state, piece))
                 left -= len(piece)
         return [*started, self._run(pieces)]
 
-    def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
+    def _run(self, pieces: list[tuple[DraftSequence, list[int]]]) -> StartedStep:
         """Start a step that adds a piece to each."""
         step, rows = Step(), []
         pieces.sort(key=self._is_context)
         self._give(pieces)
-        for drafting, new in pieces:
-            n_blocks_sent, drafting.n_blocks_sent = drafting.n_blocks_sent, len(drafting.blocks)
+        for state, new in pieces:
+            n_blocks_sent, state.n_blocks_sent = state.n_blocks_sent, len(state.blocks)
             span = Span(
-                drafting.slot,
-                drafting.n_cached,
+                state.slot,
+                state.n_cached,
                 len(new),
                 n_blocks_sent,
-                drafting.blocks[n_blocks_sent:],
+                state.blocks[n_blocks_sent:],
                 is_few=1 < len(new) <= self._few,
             )
             step.spans.append(span)
-            drafting.n_cached += len(new)
+            state.n_cached += len(new)
             step.tokens += new
             # A step with a token for each of its rows is a graph.
             n_wanted = len(new) if span.decodes else 1
-            step.wanted += range(len(step.tokens) - n_wanted, len(step.tokens))
-            rows += [drafting] * n_wanted
+            step.logits_rows += range(len(step.tokens) - n_wanted, len(step.tokens))
+            rows += [state] * n_wanted
         sampled = self._worker.run(step)
         assert sampled is not None
         self._keep(rows)
-        return Started(rows, sampled)
+        return StartedStep(rows, sampled)
 
-    def _give(self, pieces: list[tuple[Drafting, list[int]]]) -> None:
+    def _give(self, pieces: list[tuple[DraftSequence, list[int]]]) -> None:
         """Give a step's rows what they read beside tokens."""
 
-    def _keep(self, rows: list[Drafting]) -> None:
+    def _keep(self, rows: list[DraftSequence]) -> None:
         """Keep what a step that runs makes of each row that gets a token."""
 
-    def _is_context(self, piece: tuple[Drafting, list[int]]) -> bool:
+    def _is_context(self, piece: tuple[DraftSequence, list[int]]) -> bool:
         return len(piece[1]) > self._few

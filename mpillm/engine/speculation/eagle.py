@@ -21,7 +21,7 @@ from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
-from mpillm.engine.speculation.draft_model import Drafting, DraftModel
+from mpillm.engine.speculation.draft_model import DraftModel, DraftSequence
 from mpillm.engine.tensors.graphs import ladder
 from mpillm.engine.tensors.staging import last_of_each, to_device
 
@@ -64,8 +64,8 @@ class EagleDrafter(DraftModel):
         """Keep what the model thought in a step. `sequences`: those that may want guesses, by slot."""
         if sequences:
             places = [self._places(sequences.get(s.slot), s.n_cached, s.n_new) for s in step.spans]
-            there = to_device(np.concatenate(places), self._states.device)
-            self._states.index_copy_(0, there, self._head.fuse(self._features.rows[: len(there)]))
+            on_device = to_device(np.concatenate(places), self._states.device)
+            self._states.index_copy_(0, on_device, self._head.fuse(self._features.rows[: len(on_device)]))
 
     def _places(self, sequence: Sequence | None, start: int, n: int) -> NDArray[np.int64]:
         """Return where the states of a sequence's tokens [start, start + n) are; without one, nowhere."""
@@ -76,23 +76,23 @@ class EagleDrafter(DraftModel):
         places: NDArray[np.int64] = blocks[at // self._size - first] * self._size + at % self._size
         return places
 
-    def _n_kept(self, drafting: Drafting, new: list[int]) -> int:
+    def _n_cached_drafts(self, state: DraftSequence, new: list[int]) -> int:
         return 0  # they had the head's own hidden states
 
     @torch.inference_mode()
-    def _give(self, pieces: list[tuple[Drafting, list[int]]]) -> None:
-        read = np.concatenate([self._read_by(drafting, len(new)) for drafting, new in pieces])
-        there = to_device(read, self._states.device)
-        torch.index_select(self._states, 0, there, out=self._head.hidden[: len(there)])
+    def _give(self, pieces: list[tuple[DraftSequence, list[int]]]) -> None:
+        read = np.concatenate([self._read_by(state, len(new)) for state, new in pieces])
+        on_device = to_device(read, self._states.device)
+        torch.index_select(self._states, 0, on_device, out=self._head.hidden[: len(on_device)])
 
-    def _read_by(self, drafting: Drafting, n: int) -> NDArray[np.int64]:
+    def _read_by(self, state: DraftSequence, n: int) -> NDArray[np.int64]:
         """Return which hidden states a sequence's next `n` rows read."""
-        if drafting.n_cached < drafting.n_right:
-            return self._places(drafting.sequence, drafting.n_cached, n)
-        return np.array([self._first_slot + drafting.slot])  # behind a guess
+        if state.n_cached < state.n_right:
+            return self._places(state.sequence, state.n_cached, n)
+        return np.array([self._first_slot + state.slot])  # behind a guess
 
     @torch.inference_mode()
-    def _keep(self, rows: list[Drafting]) -> None:
-        places = np.array([self._first_slot + drafting.slot for drafting in rows])
-        there = to_device(last_of_each(places, NULL_BLOCK * self._size), self._states.device)
-        self._states.index_copy_(0, there, self._head.hidden[: len(there)])
+    def _keep(self, rows: list[DraftSequence]) -> None:
+        places = np.array([self._first_slot + state.slot for state in rows])
+        on_device = to_device(last_of_each(places, NULL_BLOCK * self._size), self._states.device)
+        self._states.index_copy_(0, on_device, self._head.hidden[: len(on_device)])

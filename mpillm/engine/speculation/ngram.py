@@ -27,12 +27,12 @@ class NGrams:
             for n in range(1, min(self._longest, at) + 1):
                 self._after.setdefault(tuple(tokens[at - n : at]), at)
 
-    def guess(self, most: int) -> list[int]:
-        """Return up to `most` tokens; none if even the last token is new."""
+    def draft(self, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens; none if even the last token is new."""
         tokens = self._tokens
         for n in range(min(self._longest, len(tokens)), 0, -1):
             if (at := self._after.get(tuple(tokens[-n:]))) is not None:
-                return tokens[at : at + most]
+                return tokens[at : at + max_tokens]
         return []
 
 
@@ -44,13 +44,13 @@ class NGramDrafter:
         self._longest = longest
         self._of: dict[Sequence, NGrams] = {}
 
-    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def draft(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         for ended in [sequence for sequence in self._of if sequence.is_done]:
             del self._of[ended]
         drafts = []
-        for sequence, most in wanted:
+        for sequence, max_tokens in requests:
             if (ngrams := self._of.get(sequence)) is None:
                 ngrams = self._of[sequence] = NGrams(self._longest)
             ngrams.read(sequence)
-            drafts.append(ngrams.guess(most))
+            drafts.append(ngrams.draft(max_tokens))
         return drafts

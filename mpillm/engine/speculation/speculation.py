@@ -21,7 +21,7 @@ from mpillm.engine.schedule.step import Step
 class Drafter(Protocol):
     """What guesses: `NGramDrafter`, `DraftModel`."""
 
-    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def draft(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return guesses for what follows each sequence: up to that many tokens, or none."""
         ...
 
@@ -65,12 +65,16 @@ class Speculation:
         n_planned = sum(s.width if n == 1 else n for s, n in plan)  # a row for each beam
         share = (self._max_num_tokens - n_planned) // max(1, len(chosen))
         longest = min(share, self._max_draft_len)
-        wanted = [(s, most) for s in chosen if (most := min(longest, s.max_output - len(s.output) - 1)) > 0]
-        if not wanted:
+        requests = [
+            (s, max_tokens)
+            for s in chosen
+            if (max_tokens := min(longest, s.max_output - len(s.output) - 1)) > 0
+        ]
+        if not requests:
             return plan
-        for (sequence, _), draft in zip(wanted, self._drafter.draft(wanted), strict=True):
+        for (sequence, _), draft in zip(requests, self._drafter.draft(requests), strict=True):
             sequence.draft = draft[: self._scheduler.take_ahead(sequence, len(draft))]
-        self._has_drafted = any(sequence.draft for sequence, _ in wanted)
+        self._has_drafted = any(sequence.draft for sequence, _ in requests)
         with_drafts = ((s, n + len(s.draft)) for s, n in plan)
         return sorted(with_drafts, key=lambda entry: entry[1] != 1 + len(entry[0].draft))
 
@@ -79,7 +83,7 @@ class Speculation:
         if self._watch is not None:
             self._watch(step, {s.slot: s for s, _ in plan if s.special is None and s.width == 1})
 
-    def kept(
+    def accepted(
         self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
         """Yield those of a step's rows whose token counts: its sequence, and where in `numbers` the token is.

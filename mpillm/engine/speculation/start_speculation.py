@@ -18,7 +18,7 @@ from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.shape.eagle_config import EagleConfig
 from mpillm.engine.shape.engine_config import EngineConfig
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import ModelInfo, model_info
 from mpillm.engine.shape.mtp_config import MtpConfig
 from mpillm.engine.shape.speculative_config import SpeculativeConfig, decode_rows, draft_config, most_rows
@@ -85,21 +85,21 @@ def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: W
             dummy = config.load_format == "dummy"
             embedding = whole_embedding(part.info, str(part.device), dummy=dummy)
         of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
-        made = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
+        head_model = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
     info = replace(
         part.info,
         config=model,
         kv_dtype=part.info.dtype,
-        layout=Layout(),
+        layout=RankLayout(),
         end_ids=(),
         head=None,
         window_cache_tokens=0,
     )
-    own = ModelPart(info, config.scheduler.tokens_per_block, Groups(), made, part.dtype)
+    own = ModelPart(info, config.scheduler.tokens_per_block, Groups(), head_model, part.dtype)
     steps: CpuSteps | GpuSteps = CpuSteps(own, kernels)
     if on_gpu is not None:
         steps = GpuSteps(own, config.scheduler.max_batch_size, kernels, decode_rows(config))
-    drafter = EagleDrafter(Worker(own, steps), made, features, config.scheduler, how.max_draft_len)
+    drafter = EagleDrafter(Worker(own, steps), head_model, features, config.scheduler, how.max_draft_len)
     if on_gpu is not None:
         drafter.warm_up()
     return drafter

@@ -27,12 +27,12 @@ def too_slow(times: Mapping[int, float]) -> list[int]:
 
     For some numbers of rows cuBLAS chooses kernels half as fast as those for more rows.
     """
-    found, fastest = [], math.inf
+    slow_sizes, fastest = [], math.inf
     for size in sorted(times, reverse=True):
         if times[size] > _SLOWER * fastest:
-            found.append(size)
+            slow_sizes.append(size)
         fastest = min(fastest, times[size])
-    return found
+    return slow_sizes
 
 
 def capture(work: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:

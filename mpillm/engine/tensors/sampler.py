@@ -82,12 +82,12 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     groups = F.pad(probabilities, (0, -m % _GROUP)).view(n, -1, _GROUP)
     sums = groups.sum(-1, dtype=torch.float64)
     running = sums.cumsum(-1)
-    wanted = uniform[:, None] * running[:, -1:]
-    group = torch.searchsorted(running, wanted, right=True).clamp_(max=groups.shape[1] - 1)
+    threshold = uniform[:, None] * running[:, -1:]
+    group = torch.searchsorted(running, threshold, right=True).clamp_(max=groups.shape[1] - 1)
     inside = groups.gather(1, group[:, :, None].expand(-1, -1, _GROUP))[:, 0].cumsum(-1, dtype=torch.float64)
     # Rounded differences may reach the group's sum, behind its last possible token.
     last = inside[:, -1:]
-    rest = (wanted - (running - sums).gather(1, group)).minimum(last.nextafter(torch.zeros_like(last)))
+    rest = (threshold - (running - sums).gather(1, group)).minimum(last.nextafter(torch.zeros_like(last)))
     place = torch.searchsorted(inside, rest, right=True)
     return (group * _GROUP + place)[:, 0].clamp_(max=m - 1)
 

@@ -54,7 +54,7 @@ class Staging:
         buffer = self._new(n) if at is None else self._free.pop(at)
         buffer.numbers[:n] = array
         self._filled.append(buffer)
-        return buffer.there[:n].copy_(buffer.here[:n], non_blocking=True)
+        return buffer.on_device[:n].copy_(buffer.host[:n], non_blocking=True)
 
     def read_until(self, event: Event) -> None:
         """Note that once `event` has come, nothing reads what was copied so far."""
@@ -63,17 +63,17 @@ class Staging:
 
     def _new(self, n: int) -> _Buffer:
         size = max(_LEAST_STAGED, 1 << (n - 1).bit_length())
-        here = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-        return _Buffer(here, here.numpy(), torch.empty(size, dtype=torch.int64, device=self._device))
+        host = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        return _Buffer(host, host.numpy(), torch.empty(size, dtype=torch.int64, device=self._device))
 
 
 class _Buffer(NamedTuple):
-    here: Tensor
+    host: Tensor
     numbers: NDArray[np.int64]  # the same memory
-    there: Tensor
+    on_device: Tensor
 
 
-class Sampled:
+class SampledTokens:
     """Tokens of a step that the device may not have computed yet: int64 [n]."""
 
     def __init__(self, tokens: Tensor) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-_held = 0
+_n_bytes = 0
 
 
 def note(n_bytes: int) -> None:
     """Record that as many bytes, as the engine holds them, have been read."""
-    global _held
-    _held += n_bytes
+    global _n_bytes
+    _n_bytes += n_bytes
 
 
 def count() -> int:
     """Return the bytes read so far."""
-    return _held
+    return _n_bytes

@@ -26,7 +26,7 @@ from mpillm.engine.shape.entries import (
     scale_name,
 )
 from mpillm.engine.shape.families import CORRECTION, FUSED
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
@@ -87,7 +87,7 @@ class Shards(Weights):
         self,
         source: WeightSource,
         config: ModelConfig,
-        layout: Layout,
+        layout: RankLayout,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         quantization: str = "none",
@@ -173,10 +173,12 @@ def rotary_order(x: Tensor, head_dim: int) -> Tensor:
     return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
 
-class Built(Weights):
+class EngineWeights(Weights):
     """A rank's file of an engine, memory-mapped: bytes are read when a device or a computation needs them."""
 
-    def __init__(self, engine: EngineFolder, config: Any, layout: Layout, device: torch.device | str) -> None:
+    def __init__(
+        self, engine: EngineFolder, config: Any, layout: RankLayout, device: torch.device | str
+    ) -> None:
         """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
         super().__init__(config, torch_dtype(engine.dtype), device)
         self._path = engine.file(layout)
@@ -211,18 +213,18 @@ class Built(Weights):
 
 def whole_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
     """Return the embedding [vocabulary, hidden] of a model of one stage; as `open_weights`."""
-    each = layouts(info.layout) if info.engine is not None else [Layout()]
+    each = layouts(info.layout) if info.engine is not None else [RankLayout()]
     parts = [open_weights(info, layout, device, dummy=dummy).get("model.embed_tokens") for layout in each]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:
+def open_weights(info: ModelInfo, layout: RankLayout, device: str, *, dummy: bool) -> Weights:
     """Return a rank's weights: of a built engine, of a checkpoint, or random (`dummy`, or a preset's).
 
     Raises ConfigError if a file cannot be opened.
     """
     if info.engine is not None:
-        return Built(info.engine, info.config, layout, device)
+        return EngineWeights(info.engine, info.config, layout, device)
     source: WeightSource
     config = info.config
     if dummy or info.folder is None:  # these are floats, whatever a checkpoint has

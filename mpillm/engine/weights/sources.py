@@ -52,11 +52,11 @@ class Checkpoint:
             return self._form.get(name, rows, columns, self._read)
         if self._config.stored == "matrix" and name in self._one_scale_of:
             return self._read(name, ALL, ALL).reshape(1, 1).expand(self._one_scale_of[name], 1)[rows]
-        found = self._read(checkpoint_name(name), rows, columns)
+        tensor = self._read(checkpoint_name(name), rows, columns)
         if self._config.stored == "blocks" and is_linear(name):
             scales = self._read(block_scale_name(name), ALL, ALL)
-            return dequantize_blocks(found, scales, rows, columns)
-        return found
+            return dequantize_blocks(tensor, scales, rows, columns)
+        return tensor
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         file = self._file_of[name]
@@ -99,8 +99,8 @@ class DummyWeights:
             return torch.ones(1, device=self._device)
         shape = self._shapes[name]
         if len(shape) == 1:
-            made = torch.zeros if name.endswith(".bias") else torch.ones
-            return made(shape, device=self._device)[rows]
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            return fill(shape, device=self._device)[rows]
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
         by_row, by_column = (
             _mixed(

@@ -24,7 +24,7 @@ from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.speculation.start_speculation import start_speculation
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 
 _SQUARE = 2048  # rows, inputs and outputs of a large product
 
@@ -41,8 +41,8 @@ class _CountingWorker(Worker):
         super().__init__(plain.part, plain.steps)
         self.counts: list[tuple[int, int]] = []  # of each step: rows, rows with logits
 
-    def run(self, step: Step) -> Sampled | None:
-        self.counts.append((len(step.tokens), len(step.wanted)))
+    def run(self, step: Step) -> SampledTokens | None:
+        self.counts.append((len(step.tokens), len(step.logits_rows)))
         return super().run(step)
 
 

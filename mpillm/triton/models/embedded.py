@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from launch.logs import log_to
 from mpillm.engine.extras.lora import Adapter, Adapters
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.files import excerpt
 from mpillm.triton.models.engine_metrics import EngineMetrics
@@ -301,7 +301,7 @@ class _Request:
         return outputs
 
 
-def _logits(special: Special, new: slice) -> dict[str, Any]:
+def _logits(special: RequestExtras, new: slice) -> dict[str, Any]:
     """Those that a request wants: of its prompt (in each response, as TensorRT-LLM), and of `new` tokens."""
     logits = {}
     if special.keeps_context_logits and special.context_logits:

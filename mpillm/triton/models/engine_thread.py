@@ -26,7 +26,7 @@ from mpillm.triton.models.requests import NO_END, Asked
 
 if TYPE_CHECKING:
     from mpillm.engine.extras.lora import Adapter
-    from mpillm.engine.extras.special import Special
+    from mpillm.engine.extras.request_extras import RequestExtras
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.5
@@ -96,11 +96,11 @@ class TakesSpecial(Protocol):
     def takes_adapters(self) -> bool:
         """Whether `make_adapter` does, too: so far on CPUs."""
 
-    def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
+    def enqueue_special(self, requests: Batch, specials: Mapping[int, RequestExtras]) -> None:
         """As `enqueue`, with what some of them ask for besides, by id; see there what comes back."""
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
-        """Make a LoRA adapter for `Special.adapter`. Raises ValueError if it does not fit the model."""
+        """Make a LoRA adapter for `RequestExtras.adapter`. Raises ValueError if it does not fit the model."""
 
 
 class EngineThread:

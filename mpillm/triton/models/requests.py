@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.engine.extras.lora import Adapter
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 
 Tensors = Mapping[str, NDArray[Any]]
 """The inputs of one request of a batch, by name, without the dimension of the batch."""
@@ -70,7 +70,7 @@ _READ = frozenset(
         "streaming",
     }
 )
-# What `Special` is made from, with the value that asks for nothing.
+# What `RequestExtras` is made from, with the value that asks for nothing.
 _SPECIAL: dict[str, float] = {
     "repetition_penalty": 1,
     "presence_penalty": 0,
@@ -113,7 +113,7 @@ class Asked:
     num_input_tokens: bool = False  # to be answered, too
     num_output_tokens: bool = False
     log_probs: bool = False
-    special: Special | None = None
+    special: RequestExtras | None = None
 
 
 FindAdapter = Callable[[int, NDArray[Any] | None, NDArray[Any] | None], Adapter]
@@ -165,10 +165,10 @@ def read(
         if find_adapter is None:
             name = "lora_task_id" if task_id else "lora_weights"
             raise Refused(f"{name}: the embedded engine has it only on CPUs, so far")
-        special = special or Special()
+        special = special or RequestExtras()
         special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
     if n_before_end and end_id >= 0 and takes_special:
-        special = special or Special()
+        special = special or RequestExtras()
         special.not_yet = (end_id,)
     if special is not None and special.beam_width > 1:
         if special.beam_width > max_beam_width:
@@ -196,7 +196,7 @@ def read(
     )
 
 
-def _special(tensors: Tensors, temperature: float) -> tuple[Special | None, str]:
+def _special(tensors: Tensors, temperature: float) -> tuple[RequestExtras | None, str]:
     """What a prompt asks for that few do, and an input that asks for it. Refused."""
     said = {name: float(tensors[name].reshape(-1)[0]) for name in _SPECIAL if _is_there(tensors, name)}
     words = word_list(tensors.get("bad_words_list"))
@@ -209,7 +209,7 @@ def _special(tensors: Tensors, temperature: float) -> tuple[Special | None, str]
     if (penalty := said.get("repetition_penalty", 1.0)) <= 0:
         raise Refused(f"repetition_penalty {penalty:g}: must be above 0")
     # Presence and frequency count after the division by the temperature.
-    return Special(
+    return RequestExtras(
         bias.reshape(-1).astype(np.float32) if bias is not None and "embedding_bias" in names else None,
         penalty,
         said.get("presence_penalty", 0.0) * temperature,

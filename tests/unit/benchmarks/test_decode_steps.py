@@ -68,7 +68,7 @@ def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path) -> None:
     run, draft = worker.run, drafter.draft
 
     def noting(step: Step) -> object:
-        steps.append((len(step.tokens), len(step.wanted), sum(guessed)))
+        steps.append((len(step.tokens), len(step.logits_rows), sum(guessed)))
         guessed.clear()
         return run(step)
 

@@ -14,7 +14,7 @@ from mpillm.engine.weights import bytes_held
 def test_before_the_first_weights_no_bytes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = object.__new__(TorchCore)
     core._runs, core.info = None, SimpleNamespace(n_bytes=540_000_000)
-    monkeypatch.setattr(bytes_held, "_held", 0)
+    monkeypatch.setattr(bytes_held, "_n_bytes", 0)
     assert core.doing() == "starts the engine, no weights are read yet"
     bytes_held.note(113_000_000)
     assert core.doing() == "0.11 of 0.54 GB of weights"

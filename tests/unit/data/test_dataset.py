@@ -157,14 +157,14 @@ def test_a_prompt_without_tokens(tmp_path: Path) -> None:
 # Synthetic
 
 
-class Special(ByteTokenizer):
+class RequestExtras(ByteTokenizer):
     vocab_size = 300
     plain_tokens = range(10, 290)
 
 
 def test_synthetic() -> None:
     spec = Synthetic(input_mean=50, input_stdev=10, output_mean=20, output_stdev=5, num_samples=4000, seed=3)
-    dataset = load_dataset(spec, Special())
+    dataset = load_dataset(spec, RequestExtras())
     assert dataset.output_lengths is not None
     assert len(dataset) == len(dataset.output_lengths) == 4000
     for lengths, mean, stdev in ((dataset.lengths(), 50, 10), (dataset.output_lengths, 20, 5)):
@@ -175,8 +175,8 @@ def test_synthetic() -> None:
     assert np.unique(dataset.tokens).tolist() == list(range(10, 290))
     assert dataset.name == "synthetic"
     again, other = (
-        load_dataset(spec, Special()),
-        load_dataset(Synthetic(50, 20, 10, 5, 4000, seed=4), Special()),
+        load_dataset(spec, RequestExtras()),
+        load_dataset(Synthetic(50, 20, 10, 5, 4000, seed=4), RequestExtras()),
     )
     assert np.array_equal(again.tokens, dataset.tokens)
     assert np.array_equal(again.output_lengths, dataset.output_lengths)  # type: ignore[arg-type]
@@ -219,9 +219,9 @@ def test_bad_synthetic(change: dict[str, Any], says: str) -> None:
 
 
 def test_synthetic_for_a_small_vocabulary() -> None:
-    assert load_dataset(Synthetic(10, 10), Special(), Limits(vocab_size=12)).tokens.max() == 11
+    assert load_dataset(Synthetic(10, 10), RequestExtras(), Limits(vocab_size=12)).tokens.max() == 11
     with pytest.raises(ConfigError, match="none of the model's 10 tokens"):
-        load_dataset(Synthetic(10, 10), Special(), Limits(vocab_size=10))
+        load_dataset(Synthetic(10, 10), RequestExtras(), Limits(vocab_size=10))
 
 
 # The prompts that come with the program

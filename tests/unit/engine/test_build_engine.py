@@ -17,11 +17,11 @@ from disagg.errors import ConfigError
 from mpillm.engine.build_engine import build
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import layouts, read_engine
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.rank_weights import Built, Shards, whole_embedding
+from mpillm.engine.weights.rank_weights import EngineWeights, Shards, whole_embedding
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.oracle import Tokens
@@ -74,12 +74,16 @@ def test_each_rank_gets_what_it_would_have_cut(
     folder = request.getfixturevalue(preset)
     build(folder, tmp_path / "engine", *sizes, dtype="bfloat16", quantization=quantization)
     engine = read_engine(tmp_path / "engine")
-    assert (engine.layout, engine.dtype, engine.quantization) == (Layout(*sizes), "bfloat16", quantization)
+    assert (engine.layout, engine.dtype, engine.quantization) == (
+        RankLayout(*sizes),
+        "bfloat16",
+        quantization,
+    )
     model = load_model_config(str(folder))
     assert len(list((tmp_path / "engine").iterdir())) == sizes[0] * sizes[1] + 1
     for layout in layouts(engine.layout):
         shards = Shards(Checkpoint(folder, model), model, layout, torch.bfloat16, quantization=quantization)
-        built = Built(engine, model, layout, "cpu")
+        built = EngineWeights(engine, model, layout, "cpu")
         names = {
             name.removesuffix(".weight")
             for name in load_file(engine.file(layout))
@@ -179,7 +183,7 @@ def test_config_json(llama: Path, tmp_path: Path) -> None:
 
 def test_the_memory_of_weights_is_that_of_their_files(mixtral: Path, tmp_path: Path) -> None:
     build(mixtral, tmp_path / "engine", 2, 2, 2, quantization="int8")
-    for rank, layout in enumerate(layouts(Layout(2, 2, 2))):
+    for rank, layout in enumerate(layouts(RankLayout(2, 2, 2))):
         info = model_info(
             config(
                 mixtral,

@@ -116,7 +116,7 @@ def test_contexts_are_offered_a_step_ahead_and_sent_as_they_are_computed(folder:
 
     def layer_stored(layer: int) -> None:
         stored(layer)
-        seen.append(len(transfers._under_way[0].pieces))
+        seen.append(len(transfers._active[0].pieces))
 
     transfers.layer_stored = layer_stored  # type: ignore[method-assign]
     context.poll_responses()

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.engine.build_engine import build
-from mpillm.engine.cache.kv_cache import Held, KVCache, rounded, widened
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache, rounded, widened
 from mpillm.engine.calibrate import kv_scales
 from mpillm.engine.shape.engine_config import EngineConfig
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.tensors.rounding import FP8, to_fp8, widen
@@ -199,7 +199,9 @@ def test_pieces_keep_every_bit() -> None:
     for pool in (caches[0].keys, caches[0].values):
         pool.view(torch.uint8).random_(0, 256)
     part = slice(1, 3), slice(2, 4)
-    caches[1].write([Held(here, n_tokens)], *part, caches[0].read([Held(there, n_tokens)], *part))
+    caches[1].write(
+        [CachedBlocks(here, n_tokens)], *part, caches[0].read([CachedBlocks(there, n_tokens)], *part)
+    )
     for name in ("keys", "values"):
         sent, got = (getattr(cache, name).view(torch.uint8) for cache in caches)
         sent, got = (
@@ -242,7 +244,7 @@ def test_an_engine_has_its_scales(
     assert config["pretrained_config"]["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     model = load_model_config(str(folder))
     for rank in range(tp_size):
-        layout = Layout(tp_size, tp_rank=rank)
+        layout = RankLayout(tp_size, tp_rank=rank)
         held = load_file(tmp_path / "engine" / f"rank{rank}.safetensors")
         wanted = Shards(Checkpoint(folder, model), model, layout, torch.float32).kv_scales(
             layout.layers(model)

@@ -16,7 +16,7 @@ from mpillm.cli import main
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.calibrate import kv_scales
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
@@ -48,7 +48,12 @@ def test_scales_of_a_checkpoint_by_any_name_and_shape(tmp_path: Path) -> None:
         ][layer % 3]
     folder = with_scales(tmp_path / "model", scales, strategy="attn_head")
     model = load_model_config(str(folder))
-    for layout in (Layout(), Layout(2, 1, tp_rank=1), Layout(8, 1, tp_rank=5), Layout(1, 2, pp_rank=1)):
+    for layout in (
+        RankLayout(),
+        RankLayout(2, 1, tp_rank=1),
+        RankLayout(8, 1, tp_rank=5),
+        RankLayout(1, 2, pp_rank=1),
+    ):
         heads, layers = layout.kv_heads(model), layout.layers(model)
         found = Shards(Checkpoint(folder, model), model, layout, torch.float32).kv_scales(layers)
         keys: list[list[float]] = [[0.25] * 4, [0.25] * 4, [1, 2, 3, 4]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from tests.helpers.oracle import Oracle
 from tests.helpers.special_checks import (
     AS_ON_A_GPU,
@@ -55,7 +55,7 @@ def test_as_on_a_gpu(n_tokens: int | None, folder: Path, oracle: Oracle) -> None
 def test_forks_share_full_blocks(folder: Path) -> None:
     """Only the last block of a beam is copied; the blocks of the prompt exist once."""
     core = make_core(folder)
-    special = Special(beam_width=4, ends=())
+    special = RequestExtras(beam_width=4, ends=())
     core.enqueue_special(make_batch([BEAM_PROMPTS[1]], max_output=N_BEAM_OUTPUT), {0: special})
     total = core.engine.blocks.n_free
     copied = 0
@@ -82,7 +82,7 @@ def test_forks_share_full_blocks(folder: Path) -> None:
 )
 def test_no_room(options: dict[str, Any], message: str, folder: Path) -> None:
     core = make_core(folder, **options)
-    special = Special(beam_width=4)
+    special = RequestExtras(beam_width=4)
     beam_answers(core, [BEAM_PROMPTS[0]], {0: special})
     assert message in special.error
 
@@ -90,7 +90,7 @@ def test_no_room(options: dict[str, Any], message: str, folder: Path) -> None:
 def test_cancelled(folder: Path) -> None:
     core = make_core(folder)
     free = core.engine.blocks.n_free
-    special = Special(beam_width=4, ends=())
+    special = RequestExtras(beam_width=4, ends=())
     core.enqueue_special(make_batch([BEAM_PROMPTS[0]], max_output=N_BEAM_OUTPUT), {0: special})
     for _ in range(4):
         core.poll_responses()

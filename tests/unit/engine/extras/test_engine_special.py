@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from tests.helpers.oracle import Oracle
 from tests.helpers.special_checks import (
     AS_ON_A_GPU,
@@ -58,12 +58,12 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(
 @pytest.mark.parametrize(
     ("special", "message"),
     [
-        (Special(bias=np.zeros(5, np.float32)), "embedding_bias has 5 numbers, the vocabulary 512"),
-        (Special(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
+        (RequestExtras(bias=np.zeros(5, np.float32)), "embedding_bias has 5 numbers, the vocabulary 512"),
+        (RequestExtras(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
     ],
 )
 def test_what_the_vocabulary_does_not_have(
-    special: Special, message: str, folder: Path, on: dict[str, Any]
+    special: RequestExtras, message: str, folder: Path, on: dict[str, Any]
 ) -> None:
     answers(core := make_core(folder, **on), {0: special})
     assert message in special.error and not core.has_work()
@@ -74,9 +74,9 @@ def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dic
     core = make_core(folder, **on)
     core.engine.worker.chosen_at_once = 2
     specials = {
-        0: Special(repetition_penalty=1.7),
-        1: Special(beam_width=4, ends=(), keeps_context_logits=True),
-        3: Special(bad_words=((8,),), keeps_generation_logits=True),
+        0: RequestExtras(repetition_penalty=1.7),
+        1: RequestExtras(beam_width=4, ends=(), keeps_context_logits=True),
+        3: RequestExtras(bad_words=((8,),), keeps_generation_logits=True),
     }
     found = answers(core, specials, min_output=[0, 0, 4, 0])
     assert found[0] == oracle.tokens(PROMPTS[0], N_OUTPUT, repetition_penalty=1.7)

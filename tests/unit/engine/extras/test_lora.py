@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.extras.lora import MODULES, Adapters
-from mpillm.engine.extras.special import Special
+from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.weights.sources import save_preset
 from mpillm.triton.peft_adapter import convert
 from tests.helpers.adapters import make_adapter, with_adapter
@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("lora"))
 
 
-def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
+def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, RequestExtras]) -> list[list[int]]:
     return answer_specials(core, prompts, specials, N_OUTPUT)
 
 
@@ -63,7 +63,7 @@ def test_mixed_in_a_batch(options: dict[str, Any], models: Models) -> None:
     expected = [models.answer(model, prompt) for model, prompt in zip(which, prompts, strict=True)]
     assert len({tuple(answer) for answer in expected}) == len(expected)
     for _ in range(2):
-        specials = {i: Special(adapter=adapters[model]) for i, model in enumerate(which) if model}
+        specials = {i: RequestExtras(adapter=adapters[model]) for i, model in enumerate(which) if model}
         assert run(core, prompts, specials) == expected
     assert ("reused_blocks" in core.statistics()) == bool(options)
 
@@ -73,8 +73,8 @@ def test_beams_and_logits_with_an_adapter(models: Models) -> None:
     weights, config = convert(models.adapters[1], "float32")
     adapter = core.make_adapter(weights[0], config[0])
     specials = {
-        0: Special(adapter=adapter, beam_width=3, ends=()),
-        1: Special(adapter=adapter, keeps_context_logits=True),
+        0: RequestExtras(adapter=adapter, beam_width=3, ends=()),
+        1: RequestExtras(adapter=adapter, keeps_context_logits=True),
     }
     answers = run(core, PROMPTS, specials)
     assert answers[0] == models.answer(1, PROMPTS[0], num_beams=3)

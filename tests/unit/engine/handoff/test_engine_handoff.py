@@ -12,7 +12,7 @@ import pytest
 from mpillm.comms.mover import Peer
 from mpillm.comms.tags import Tag
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import Layout, cuts
+from mpillm.engine.shape.layout import RankLayout, cuts
 from mpillm.engine.shape.model_config import ModelConfig
 from tests.helpers.handoff_instances import Instance, layouts, model
 from tests.helpers.loopback import Wire
@@ -21,7 +21,7 @@ SIZES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (8, 3)]  # TP, 
 PAIRS = list(itertools.product(SIZES, SIZES))
 
 
-def held(layout: Layout, config: ModelConfig) -> set[tuple[int, int]]:
+def held(layout: RankLayout, config: ModelConfig) -> set[tuple[int, int]]:
     """Return each (layer, KV head) that a rank holds."""
     return set(itertools.product(layout.layers(config), range(config.n_kv_heads)[layout.kv_heads(config)]))
 

@@ -17,7 +17,7 @@ from mpillm.engine.handoff.nccl_mover import NcclMover
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.schedule.engine_messages import Notice
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.tensors.staging import Event
 from tests.helpers.loopback import Mark
@@ -121,7 +121,7 @@ def test_nothing_is_launched_before_it_is_computed() -> None:
 
 
 def test_small_buffers_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_mover, "_TOGETHER", 20)
+    monkeypatch.setattr(nccl_mover, "_MAX_LAUNCH_BYTES", 20)
     wire = Wire(computes_at_once=False)
     sender, _ = movers(wire)
     for i, n_bytes in enumerate((8, 8, 8, 40, 8)):
@@ -163,11 +163,11 @@ def test_transfers_in_pieces_within_their_memory() -> None:
             Transfers(
                 cache,
                 config,
-                Layout(),
+                RankLayout(),
                 mover,
                 {9: Peer(peer, 1, 1)},
                 sends=sends,
-                most_bytes=3 * n_bytes if sends else None,
+                max_bytes=3 * n_bytes if sends else None,
             )
         )
     blocks = [(1 + rng.permutation(40))[: 3 * n].reshape(n, 3).tolist() for _ in range(2)]
@@ -195,7 +195,7 @@ def test_a_small_cache_goes_in_one_piece() -> None:
         mover, _ = movers(wire)
         mover.whole_below = whole_below
         cache = KVCache(config.n_layers, 4, config.n_kv_heads, 4, config.head_dim, torch.float32)
-        transfers = Transfers(cache, config, Layout(), mover, {9: Peer(1, 1, 1)}, sends=True)
+        transfers = Transfers(cache, config, RankLayout(), mover, {9: Peer(1, 1, 1)}, sends=True)
         transfers.start([Transfer(Kind.SEND, 1, 9, 0, 5, [1, 2])])
         transfers.poll()
         assert sum(map(len, wire.log)) == min(n_sent, config.n_layers)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mpillm.comms.mover import Peer
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.handoff import peer_mover
-from mpillm.engine.handoff.peer_mover import Link, Moving, PeerMover
+from mpillm.engine.handoff.peer_mover import PeerMover, PutLink, SliceTransfer
 from mpillm.engine.handoff.transfers import Transfers, partners
 from mpillm.engine.schedule.transfer import Kind, Transfer
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from tests.helpers.handoff_instances import Instance, model
 from tests.helpers.loopback import PeerWire
 from tests.helpers.loopback import Wire as BufferWire
@@ -30,7 +30,7 @@ def connect(context: Instance, generation: Instance) -> list[bool]:
     wires: dict[tuple[int, int], PeerWire] = {}
     for one in (context, generation):
         for i, layout in enumerate(one.layouts):
-            links: dict[int, Link] = {}
+            links: dict[int, PutLink] = {}
             for rank in partners(one.config, layout, [one.peer], sends=one.sends):
                 j = rank - one.peer.rank
                 pair = (i, j) if one.sends else (j, i)
@@ -98,11 +98,11 @@ class Pair:
             PeerMover({0: self.wire}, sends=False),
         )
 
-    def send(self, tag: int, blocks: list[int], n_tokens: int = 4) -> Moving:
-        return self.sender.move(1, tag, Held(blocks, n_tokens), slice(0, 2), slice(0, 3))
+    def send(self, tag: int, blocks: list[int], n_tokens: int = 4) -> SliceTransfer:
+        return self.sender.move(1, tag, CachedBlocks(blocks, n_tokens), slice(0, 2), slice(0, 3))
 
-    def receive(self, tag: int, blocks: list[int], n_tokens: int = 4) -> Moving:
-        return self.receiver.move(0, tag, Held(blocks, n_tokens), slice(0, 2), slice(0, 3))
+    def receive(self, tag: int, blocks: list[int], n_tokens: int = 4) -> SliceTransfer:
+        return self.receiver.move(0, tag, CachedBlocks(blocks, n_tokens), slice(0, 2), slice(0, 3))
 
     def poll(self) -> None:
         for mover in (self.receiver, self.sender, self.receiver):
@@ -124,7 +124,9 @@ def test_caches_of_any_order_find_their_rooms() -> None:
 def test_much_is_launched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the first are done, and others can follow, while the rest is under way."""
     pair = Pair()
-    monkeypatch.setattr(peer_mover, "_TOGETHER", 2 * pair.wire.n_bytes(pair.send(40, [1]).part))
+    monkeypatch.setattr(
+        peer_mover, "_MAX_LAUNCH_BYTES", 2 * pair.wire.n_bytes(pair.send(40, [1]).cache_slice)
+    )
     for tag in range(41, 45):
         pair.send(tag, [2])
     for tag in range(40, 45):
@@ -140,14 +142,14 @@ def test_blocks_that_are_still_used_are_not_told() -> None:
     pair.poll()
     pair.receive(41, [2])
     pair.poll()
-    assert not pair.wire.rooms_under_way
+    assert not pair.wire.targets_in_flight
     first, second = pair.wire.marks
     first.over = True
     pair.receiver.poll()
-    assert [room.tag for room in pair.wire.rooms_under_way] == [40]
+    assert [room.tag for room in pair.wire.targets_in_flight] == [40]
     second.over = True
     pair.receiver.poll()
-    assert [room.tag for room in pair.wire.rooms_under_way] == [40, 41]
+    assert [room.tag for room in pair.wire.targets_in_flight] == [40, 41]
 
 
 def test_a_copy_waits_for_what_it_copies() -> None:
@@ -182,7 +184,7 @@ def test_a_lost_instance_ends_its_transfers() -> None:
     peers = {9: Peer(1, 1, 1)}
     cache = KVCache(2, 9, config.n_kv_heads, 4, config.head_dim, torch.float32)
     transfers = Transfers(
-        cache, config, Layout(), BufferWire().mover(0), peers, sends=True, block_mover=pair.sender
+        cache, config, RankLayout(), BufferWire().mover(0), peers, sends=True, block_mover=pair.sender
     )
     transfers.start([Transfer(Kind.SEND, 1, 9, 0, 6, [1, 2])])
     assert transfers.poll() == []

@@ -11,7 +11,7 @@ import torch
 
 from mpillm.engine.handoff import host_mover
 from mpillm.engine.handoff.host_mover import HostMover
-from mpillm.engine.handoff.pinned import Pinned
+from mpillm.engine.handoff.pinned import PinnedMemory
 from tests.helpers.loopback import Mark, Wire
 
 TAG = 7
@@ -46,7 +46,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def mover(wire: Wire, rank: int) -> HostMover:
-    return HostMover(wire.mover(rank), rank, Pinned(0, pin=False))
+    return HostMover(wire.mover(rank), rank, PinnedMemory(0, pin=False))
 
 
 def piece(value: int) -> Any:

@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 
-from mpillm.engine.handoff.pinned import Pinned
+from mpillm.engine.handoff.pinned import PinnedMemory
 
 PAGE = 4096
 
 
 def test_a_part_is_free_again_when_its_last_view_is_gone() -> None:
-    pinned = Pinned(4 * PAGE, pin=False)
+    pinned = PinnedMemory(4 * PAGE, pin=False)
     one = pinned.new(2 * PAGE)
     view = one[10:].view(np.uint8).reshape(2, -1)[1]
     del one
@@ -22,7 +22,7 @@ def test_a_part_is_free_again_when_its_last_view_is_gone() -> None:
 
 
 def test_parts_do_not_overlap_and_the_rest_is_other_memory() -> None:
-    draw, pinned, held = random.Random(1), Pinned(64 * PAGE, pin=False), list[tuple[int, np.ndarray]]()
+    draw, pinned, held = random.Random(1), PinnedMemory(64 * PAGE, pin=False), list[tuple[int, np.ndarray]]()
     most = 0
     for step in range(2000):
         if held and draw.random() < 0.5:

@@ -21,7 +21,7 @@ from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
-from mpillm.engine.shape.layout import Layout, share
+from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.rank_weights import Shards
@@ -30,8 +30,8 @@ from mpillm.engine.weights.sources import Checkpoint, DummyWeights, save_preset
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 3, 1), (2, 1, 2), (4, 2, 2), (4, 6, 4)]
 
 
-def ranks(tp: int, pp: int, ep: int) -> list[Layout]:
-    return [Layout(tp, pp, ep, tp_rank, pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)]
+def ranks(tp: int, pp: int, ep: int) -> list[RankLayout]:
+    return [RankLayout(tp, pp, ep, tp_rank, pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)]
 
 
 @pytest.mark.parametrize("n", [1, 7, 30, 256])
@@ -100,7 +100,7 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
     config = load_model_config("tiny-mixtral")
     source = DummyWeights(config)
 
-    def contribution(layout: Layout, x: torch.Tensor) -> torch.Tensor:
+    def contribution(layout: RankLayout, x: torch.Tensor) -> torch.Tensor:
         shards = Shards(source, config, layout, torch.float32)
         names = config.family.experts
         assert names is not None
@@ -109,7 +109,7 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
     for n in (0, 1, 40):
         x = torch.randn(n, config.hidden_size)
         parts = [contribution(layout, x) for layout in ranks(*shape)]
-        torch.testing.assert_close(sum(parts[1:], parts[0]), contribution(Layout(), x))
+        torch.testing.assert_close(sum(parts[1:], parts[0]), contribution(RankLayout(), x))
         n_silent = sum(not part.any() for part in parts)
         assert (
             n_silent == 0

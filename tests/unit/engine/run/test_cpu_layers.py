@@ -14,7 +14,7 @@ from mpillm.engine.kernels.cpu_products import cpu_products
 from mpillm.engine.model.attention import _MOST_BY_ROW
 from mpillm.engine.run.cpu_steps import CpuLayers, CpuSteps
 from mpillm.engine.schedule.step import Span, Step
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from tests.helpers.torch_cores import make_core
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -35,7 +35,7 @@ def step(*spans: Span, wanted: list[int] | None = None) -> Step:
     n = sum(span.n_new for span in spans)
     generator = torch.Generator().manual_seed(n)
     tokens = torch.randint(3, 500, (n,), generator=generator).tolist()
-    return Step(spans=list(spans), tokens=tokens, wanted=list(range(n)) if wanted is None else wanted)
+    return Step(spans=list(spans), tokens=tokens, logits_rows=list(range(n)) if wanted is None else wanted)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_made_for_dense_models_of_one_rank_with_compiled_products(monkeypatch: p
     steps = steps_of(make_core("tiny-llama"))
     assert steps._layers is not None and steps._kernels is not None
     part = steps._part
-    part.groups.layout = Layout(tp_size=2)
+    part.groups.layout = RankLayout(tp_size=2)
     assert CpuLayers.of(part, steps._kernels) is None
     monkeypatch.setattr(linear, "_compiled", lambda dtype, weight_dtype: None)
     assert steps_of(make_core("tiny-llama"))._layers is None

@@ -21,7 +21,7 @@ from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.graphs import ladder, too_slow
-from mpillm.engine.tensors.staging import Sampled
+from mpillm.engine.tensors.staging import SampledTokens
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import changed, engine_config
 from tests.helpers.gpu_steps_on_cpu import GpuCore, LateWorker, make_engine
@@ -34,7 +34,7 @@ class Repacked(LateWorker):
 
     message: Buffer
 
-    def run(self, step: Step) -> Sampled | None:
+    def run(self, step: Step) -> SampledTokens | None:
         told = PLAN.read(self.message)
         assert told == step
         return super().run(told)
@@ -149,12 +149,12 @@ def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts
     of the rank's loop."""
     ready = False
 
-    class Together(Sampled):
+    class Together(SampledTokens):
         def ready(self) -> bool:
             return ready
 
     class TogetherWorker(Worker):
-        def run(self, step: Step) -> Sampled | None:
+        def run(self, step: Step) -> SampledTokens | None:
             sampled = super().run(step)
             return sampled and Together(sampled._tokens)
 

@@ -17,7 +17,7 @@ from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.step import Span, Step
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import engine_config
@@ -30,7 +30,7 @@ class ThreadGroups(MpiGroups):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: RankLayout,
         meeting: threading.Barrier,
         brought: list[Any],
         hidden: queue.Queue[torch.Tensor],
@@ -82,7 +82,7 @@ def test_all_ranks_of_an_instance_warm_up_together(
         config = engine_config(
             folder, tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
         )
-        groups = ThreadGroups(Layout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
+        groups = ThreadGroups(RankLayout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
         worker = Worker.on_gpu(
             check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
         )
@@ -112,7 +112,7 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
 
     def run(rank: int, tp_size: int) -> list[list[int]]:
         config = engine_config(folder, dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64)
-        groups = ThreadGroups(Layout(tp_size, 1, tp_rank=rank), meeting, brought, queue.Queue())
+        groups = ThreadGroups(RankLayout(tp_size, 1, tp_rank=rank), meeting, brought, queue.Queue())
         kernels = types.SimpleNamespace(**vars(plain_kernels))
 
         def add_norm(x: torch.Tensor, delta: Any, *rest: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_sum_is_left_to_the_next_operation(folder: Path) -> None:
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * x
 
-    groups: Any = Nccl(Layout(2, 1, 1, 0, 0))
+    groups: Any = Nccl(RankLayout(2, 1, 1, 0, 0))
     model._groups = groups
     part = torch.ones(256, 4)
     assert model._sum(part) is not part and torch.equal(torch.as_tensor(model._sum(part)), 2 * part)

@@ -13,7 +13,7 @@ from mpillm.comms.tags import Tag
 from mpillm.engine.extras.lora import AdapterTensors
 from mpillm.engine.parallel.groups import HIDDEN
 from mpillm.engine.schedule import engine_messages
-from mpillm.engine.schedule.engine_messages import Notice, Room
+from mpillm.engine.schedule.engine_messages import Notice, PutTarget
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.step import Extra, Span, Step
 from mpillm.engine.schedule.transfer import Kind, Transfer
@@ -42,7 +42,7 @@ SAMPLED = Step(
 SPECIAL = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1], [SamplingParams(0.5, 7)] * 2, [4, 0])
 EXTRA = SPECIAL.more()
 EXTRA.is_adjusted, EXTRA.context_logits, EXTRA.copies = True, [(None, slice(2, 6))], [(17, 4), (9, 2)]
-EXTRA.adapter_rows, EXTRA.gone_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
+EXTRA.adapter_rows, EXTRA.freed_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
 SENT: dict[Tag, list[Any]] = {
     Tag.PLAN: [
         GREEDY,
@@ -56,7 +56,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],
     Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
-    Tag.ROOM: [[Room(Tag.KV + 7, 3, 1, 40, [5, 1], (0, 3)), Room(Tag.KV, 0, 0, 1, [9])], []],
+    Tag.ROOM: [[PutTarget(Tag.KV + 7, 3, 1, 40, [5, 1], (0, 3)), PutTarget(Tag.KV, 0, 0, 1, [9])], []],
     Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
 }
 MESSAGES: dict[Tag, Message[Any]] = {
@@ -87,7 +87,7 @@ def test_adapters_travel_with_a_step() -> None:
         )
     found = engine_messages.PLAN.read(engine_messages.PLAN.write(sent))
     ours, theirs = found.more(), sent.more()
-    assert (found.tokens, found.wanted, ours.adapter_rows) == ([1], [0], theirs.adapter_rows)
+    assert (found.tokens, found.logits_rows, ours.adapter_rows) == ([1], [0], theirs.adapter_rows)
     for mine, other in zip(ours.new_adapters, theirs.new_adapters, strict=True):
         assert mine.number == other.number and mine.config.tolist() == other.config.tolist()
         assert mine.weights.dtype == np.float32 and mine.weights.tolist() == other.weights.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.prefix_cache import PrefixCache
@@ -117,7 +117,7 @@ def test_two_caches_are_handed_over_as_one() -> None:
         TwoCaches((KVCache(2, 9, 2, 4, 8, torch.float32), KVCache(3, 3, 2, 4, 8, torch.float32)), places)
         for _ in range(2)
     )
-    there, here = Held([3, 8, 2], n_tokens), Held([5, 1, 7], n_tokens, [NULL_BLOCK, 3, 1])
+    there, here = CachedBlocks([3, 8, 2], n_tokens), CachedBlocks([5, 1, 7], n_tokens, [NULL_BLOCK, 3, 1])
     pieces = one.read([there], layers, heads)
     assert pieces[0].numel() == two.piece_bytes(n_tokens, layers, heads)
     two.write([here], layers, heads, pieces)

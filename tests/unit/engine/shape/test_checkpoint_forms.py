@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mpillm.engine.build_engine import build  # noqa: E402
 from mpillm.engine.shape.entries import is_linear  # noqa: E402
-from mpillm.engine.shape.layout import Layout  # noqa: E402
+from mpillm.engine.shape.layout import RankLayout  # noqa: E402
 from mpillm.engine.tensors.rounding import dequantize_blocks  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402
 from mpillm.engine.weights.rank_weights import Shards  # noqa: E402
@@ -115,7 +115,7 @@ def test_each_rank_has_the_bits_of_its_part(folders: tuple[Path, Any]) -> None:
     folder, floats = folders
     config = load_model_config(str(folder))
     for rank in range(4):
-        source, layout = Checkpoint(folder, config), Layout(4, tp_rank=rank)
+        source, layout = Checkpoint(folder, config), RankLayout(4, tp_rank=rank)
         shards = Shards(source, config, layout, torch.float32, "cpu", config.quantization)
         for name in ("mlp.down_proj", "mlp.gate_proj", "self_attn.v_proj"):
             weight, scales = shards.matrix(f"model.layers.1.{name}")

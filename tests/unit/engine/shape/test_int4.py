@@ -25,7 +25,7 @@ from mpillm.engine.kernels import linear  # noqa: E402
 from mpillm.engine.kernels.linear import Int4Linear  # noqa: E402
 from mpillm.engine.shape import int4  # noqa: E402
 from mpillm.engine.shape.entries import blocks_name, scale_name  # noqa: E402
-from mpillm.engine.shape.layout import Layout  # noqa: E402
+from mpillm.engine.shape.layout import RankLayout  # noqa: E402
 from mpillm.engine.weights.rank_weights import open_weights, rotary_order  # noqa: E402
 from mpillm.engine.weights.sources import Checkpoint  # noqa: E402
 
@@ -54,7 +54,7 @@ def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, 
     held = [source.get(part(name), rows, columns) for part in (blocks_name, scale_name)]
     assert torch.equal(int4.widened(*held).half().float(), wanted)
     info = model_info(engine_config(tmp_path))
-    weights = open_weights(info, Layout(), "cpu", dummy=False)
+    weights = open_weights(info, RankLayout(), "cpu", dummy=False)
     q, k, v = (dict(model.named_parameters())[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
     numbers, scales = weights.matrix("model.layers.0.self_attn.qkv_proj")
     assert scales is not None
@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ConfigError, match=message):
             there = info()
-            open_weights(there, Layout(), "cpu", dummy=False).matrix(prefix)  # type: ignore[arg-type]
+            open_weights(there, RankLayout(), "cpu", dummy=False).matrix(prefix)  # type: ignore[arg-type]
 
 
 def test_scales_of_tensors_with_a_prefix_are_checked(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tests.helpers.torch_cores import Answers, make_batch, make_core
 
 def feed_backwards(steps: GpuSteps, tokens: Tensor) -> None:
     """As `GpuSteps.feed`: a GPU may write tokens in any order."""
-    steps._last.index_copy_(0, steps._slots_wanted.flip(0), tokens.flip(0))
+    steps._last.index_copy_(0, steps._token_slots.flip(0), tokens.flip(0))
 
 
 def answers(
@@ -74,10 +74,10 @@ def test_greedy_tokens_are_the_plain_ones(
     assert 0 < core.statistics()["accepted_tokens"] <= core.statistics()["drafted_tokens"]
     assert not any(n for _, n in steps)
     with_guesses = [step for step, _ in steps if any(span.is_few for span in step.spans)]
-    of_decode = [len(step.tokens) == len(step.wanted) for step in with_guesses]
+    of_decode = [len(step.tokens) == len(step.logits_rows) for step in with_guesses]
     assert any(of_decode)
     assert not (options and all(of_decode))  # some beside contexts
-    assert max(len(step.tokens) for step in with_guesses if len(step.tokens) == len(step.wanted)) <= (
+    assert max(len(step.tokens) for step in with_guesses if len(step.tokens) == len(step.logits_rows)) <= (
         decode_rows(core.config.engine)
     )
 
@@ -133,7 +133,7 @@ def test_a_draft_model(
     assert 0 < counts["accepted_tokens"] <= counts["drafted_tokens"]
     assert counts["accepted_tokens"] == counts["drafted_tokens"] or kind == "half of it"
     of_decode = [step for step in steps if all(span.decodes for span in step.spans)]
-    assert all(len(step.wanted) == len(step.tokens) for step in of_decode)
+    assert all(len(step.logits_rows) == len(step.tokens) for step in of_decode)
     assert any(span.is_few for step in of_decode for span in step.spans)
     rows = max(len(step.tokens) for step in of_decode)
     assert rows <= DraftModel.decode_rows(core.config.engine.scheduler)

@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.engine_config import EngineConfig
-from mpillm.engine.shape.layout import Layout
+from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
@@ -156,7 +156,7 @@ def test_quantised_at_load_or_before_is_the_same(
         pytest.skip("no experts")
     before, at_load = (load_model_config(str(folders[preset, name])) for name in (algorithm, "none"))
     for rank in range(shape[0]):
-        layout = Layout(*shape, tp_rank=rank, pp_rank=shape[1] - 1)
+        layout = RankLayout(*shape, tp_rank=rank, pp_rank=shape[1] - 1)
         shards = [
             Shards(
                 Checkpoint(folders[preset, name], model), model, layout, torch.float32, quantization=algorithm

@@ -1,13 +1,14 @@
-"""What few requests ask for and a row of a message can't say: logits, forbidden words, penalties.
+"""Optional features of a request that a message row does not carry: logits, forbidden words, penalties.
 
-A `Special` comes with its request to the core, in this process, and the engine leaves there what its answer
-has besides tokens. Ordinary requests have none, and pay nothing. A sequence that has one waits for each token
-before its next step, also where others don't (see `Steps.n_ahead`). Only for an instance of one stage. Its
-other ranks only learn which rows and adapters a step has; the leader gathers their logits, and chooses from
-those.
+A `RequestExtras` object reaches the core with its request, in this process. The engine adds the results that
+are not tokens. Requests without extras have no extra cost. A sequence with extras waits for each token before
+its next step (see `Steps.n_ahead`).
 
-Penalties, and their order, are those of TensorRT-LLM's `penaltyKernels.cu`: the bias, then repetition,
-presence and frequency, over the tokens of the prompt and of the answer so far.
+Extras require an instance of one pipeline stage. The other ranks receive only the rows and adapters of a
+step. The root rank gathers their logits and samples.
+
+The penalties and their order are those of TensorRT-LLM's `penaltyKernels.cu`: bias, then repetition,
+presence and frequency, over the prompt and the output so far.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Special:
-    """What a request asks for, and what the engine adds to its answer."""
+class RequestExtras:
+    """Optional features of a request, and their results."""
 
     bias: NDArray[np.float32] | None = None  # [vocab], added to the logits
     repetition_penalty: float = 1.0
@@ -55,7 +56,7 @@ class Special:
     error: str = ""  # why the engine has refused it
 
     def refusal(self, vocab_size: int) -> str | None:
-        """Return what can't be done, or None."""
+        """Return the reason why the engine cannot serve the request, or None."""
         if self.bias is not None and len(self.bias) != vocab_size:
             return f"embedding_bias has {len(self.bias)} numbers, the vocabulary {vocab_size}"
         words = [token for word in self.bad_words for token in word]
@@ -64,7 +65,7 @@ class Special:
         return None
 
     def rows_to_keep(self, n_prompt: int, start: int, end: int) -> range:
-        """Which of the tokens [start, end) of a sequence have context logits that are not there yet."""
+        """Return which of the tokens [start, end) of a sequence still lack their context logits."""
         if not self.keeps_context_logits:
             return range(0)
         there = sum(map(len, self.context_logits))  # a preempted sequence computes its prompt again
