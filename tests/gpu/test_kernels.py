@@ -548,4 +548,8 @@ def by_expert(
         None if biases is None else list(biases.cpu().float()),
     )
     order, ends = (places.cpu().long() for places in (choice.order, choice.ends))  # GPUs have int32
+    # A GPU leaves the order of other ranks' pairs undefined. A CPU writes zeros there.
+    local = order[: int(ends[-1])]
+    is_local = torch.zeros(len(order), dtype=torch.bool).index_fill(0, local, True)
+    order = torch.cat([local, (~is_local).nonzero()[:, 0]])
     return linear(x.cpu().float(), Choice(choice.weights.cpu(), order, ends)).to(x)
