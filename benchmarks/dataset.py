@@ -43,7 +43,7 @@ class Options(Values):
 _LOAD = """
 import json, pathlib, sys, time
 from mpillm import workloads
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tokenizer import ByteTokenizer
 def peak(): return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
@@ -56,7 +56,7 @@ for file in [path] if path.is_file() else path.iterdir():
         while stream.readinto(buffer): pass
 read_s = time.perf_counter() - began
 before, began, cpu = peak(), time.perf_counter(), time.process_time()
-dataset = load_dataset(loader_of(path, workload), ByteTokenizer(), Limits(32000, 2048, 1024))
+dataset = load_dataset(loader_of(path, workload), ByteTokenizer(), PromptLimits(32000, 2048, 1024))
 took = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "bytes": peak() - before}
 print(json.dumps(took | {"read_s": read_s, "samples": len(dataset), "tokens": len(dataset.tokens)}))
 """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.agreement import agreeing, answer
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.engine.shape.model_info import check_model
@@ -181,7 +181,7 @@ def _prompts(config: Options) -> Tokens:
         )
     info = check_model(EngineConfig(model_path=config.model_path))
     source = Path(config.dataset_path) if config.dataset_path else None
-    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
+    dataset = load_dataset(source, load_tokenizer(info.folder), PromptLimits(info.vocab_size))
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
     prompts = [prompt for prompt in prompts if 2 <= len(prompt) <= config.max_prompt_len]
     if not prompts:

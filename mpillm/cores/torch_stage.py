@@ -53,13 +53,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> Any:
     """Return scales for an fp8 KV cache, from prompts that come with mpillm."""
-    from mpillm.data.dataset import Limits, load_dataset
+    from mpillm.data.dataset import PromptLimits, load_dataset
     from mpillm.data.tokenizer import load_tokenizer
     from mpillm.engine.calibrate import kv_scales
     from mpillm.engine.shape.read_config import load_model_config
 
     config = load_model_config(str(model))
-    limits = Limits(config.vocab_size, max_seq_len=config.max_position_embeddings)
+    limits = PromptLimits(config.vocab_size, max_seq_len=config.max_position_embeddings)
     dataset = load_dataset(None, load_tokenizer(model), limits)
     prompts = [dataset.sample(i).tolist() for i in range(min(n_prompts, len(dataset)))]
     return kv_scales(model, prompts, len(os.sched_getaffinity(0)), say)

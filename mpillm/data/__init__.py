@@ -1,1 +1,1 @@
-"""The samples of a test: data sets, the published formats, tokenizers. Knows nothing of ranks."""
+"""The samples of a test: data sets, the published formats, tokenizers. Independent of ranks."""

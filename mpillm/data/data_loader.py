@@ -1,4 +1,4 @@
-"""What gives a test its samples: the base class of data sets that are loaded whole."""
+"""Base class of data sets, which provide the samples of a test."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Samples:
 @autoconfigure
 @bind(AllFields.dataset_path)
 class LLMDataLoader:
-    """A data set. A subclass says how many samples it has, and their tokens.
+    """A data set. A subclass defines the number of samples and their tokens.
 
-    ``--dataset package.module:Class`` runs a test with it.
+    ``--dataset package.module:Class`` runs a test with a subclass.
     """
 
     def __init__(self, fnames: Iterable[str | Path] = (), *, dataset_path: str | Path | None = None) -> None:
-        """Map the .npy files `fnames` of the folder `dataset_path`: attributes of their names without suffix.
+        """Map the .npy files `fnames` of a folder. Each becomes an attribute with its name without suffix.
 
-        `dataset_path`: None is the current folder.
+        `dataset_path`: the folder; None: the current folder.
         """
         self.dataset_path = Path(dataset_path or ".")
         self.tensors: dict[str, NDArray[Any]] = {}
@@ -58,7 +58,7 @@ class LLMDataLoader:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the data set for a run: its parameters that are bound to options get the run's values."""
+        """Return the data set for a run. Parameters that are bound to options get the run's values."""
         return configured(cls, config)
 
     def __getattr__(self, name: str) -> NDArray[Any]:
@@ -70,7 +70,7 @@ class LLMDataLoader:
             ) from None
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
     def get_input_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -78,16 +78,16 @@ class LLMDataLoader:
         raise NotImplementedError(f"{type(self).__name__}.get_input_tokens")
 
     def get_stop_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int] | None]:
-        """Return the stop word that ends each of these samples' answers, as tokens; None: no stop word."""
+        """Return the tokens of each sample's stop word; None: no stop word."""
         return [None for _ in sample_indices]
 
     def load(self) -> Samples:
-        """Return all samples. ConfigError names the sample that has no tokens, or too many stop words."""
+        """Return all samples. Raises ConfigError if one has no tokens, or the numbers of samples differ."""
         name, every = type(self).__name__, range(len(self))
         prompts, stop_words = self.get_input_tokens(every), self.get_stop_tokens(every)
         for method, got in (("get_input_tokens", prompts), ("get_stop_tokens", stop_words)):
             if len(got) != len(every):
-                raise ConfigError(f"{name}.{method} gave {len(got)} samples, asked for {len(every)}")
+                raise ConfigError(f"{name}.{method} returned {len(got)} samples instead of {len(every)}")
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         if not len(lengths) or not lengths.all():
             raise ConfigError(
@@ -102,8 +102,8 @@ class LLMDataLoader:
 def _padded(stop_words: Sequence[Sequence[int] | None]) -> NDArray[np.int32] | None:
     if all(word is None for word in stop_words):
         return None
-    words = [[] if word is None else list(word) for word in stop_words]
-    rows = np.full((len(words), max(map(len, words), default=0)), -1, np.int32)
-    for row, word in zip(rows, words, strict=True):
+    tokens = [[] if word is None else list(word) for word in stop_words]
+    rows = np.full((len(tokens), max(map(len, tokens), default=0)), -1, np.int32)
+    for row, word in zip(rows, tokens, strict=True):
         row[: len(word)] = word
     return rows

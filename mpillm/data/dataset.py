@@ -1,8 +1,12 @@
 """The samples of a test: their prompts as tokens, back to back in one array.
 
-A data set is a file of rows (`row_files`, `records`), as JSONL with ``{"prompt": "text"}`` or
-``{"input_tokens": [1, 2, 3]}`` on each line, the prompts that come with the program, synthetic (random tokens
-with normally distributed lengths), or one of MLPerf's, tokenized beforehand (`preprocessed`).
+A data set is one of these:
+
+- a file of rows (`row_files`, `records`), such as JSONL with ``{"prompt": "text"}`` or
+  ``{"input_tokens": [1, 2, 3]}`` in each line;
+- the prompts that come with mpillm;
+- synthetic: random tokens with normally distributed lengths;
+- a tokenized data set of MLPerf (`preprocessed`).
 """
 
 from __future__ import annotations
@@ -26,24 +30,24 @@ from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_LONGEST = 1 << 40  # tokens of a synthetic prompt or answer: sums of these do not overflow
-_TRACE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
-_MAX_TRACE_TOKENS = 1 << 31  # of all prompts of a trace
+_MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer: sums of lengths do not overflow
+_TRACE_BLOCK = 512  # tokens per hash in Mooncake's traces
+_MAX_TRACE_TOKENS = 1 << 31  # in all prompts of a trace
 _ENCODE_BATCH = 4096  # prompts tokenized in one call: bounds the memory of the results
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Sample i's prompt is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    """A data set; sample i's prompt is ``tokens[offsets[i]:offsets[i + 1]]``."""
 
     name: str  # of the file, or `synthetic`
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]  # shape [samples + 1]
-    output_lengths: NDArray[np.int64] | None = None  # tokens to generate for each sample, if it says so
-    texts: Mapping[int, str] = field(default_factory=dict)  # by sample, the prompts that were given as text
-    ignores_stop: NDArray[np.bool_] | None = None  # samples whose answers no stop word ends, if any
-    sends_text: bool = False  # the tokens are the bytes of texts, of which servers make tokens
-    note: str = ""  # for the user: which prompts were left out, or where the converted file is
+    output_lengths: NDArray[np.int64] | None = None  # tokens to generate for each sample; None: no column
+    texts: Mapping[int, str] = field(default_factory=dict)  # text prompts by sample
+    ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: no column
+    sends_text: bool = False  # the tokens are bytes of text, which servers tokenize
+    note: str = ""  # for the user: omitted prompts, or the path of the converted file
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -57,7 +61,7 @@ class Dataset:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def gather(self, indices: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return lengths and tokens, back to back, of these samples' prompts, in the order of `indices`."""
+        """Return the lengths and the concatenated tokens of samples, in the order of `indices`."""
         at = index_of(indices)
         starts = self.offsets[at]
         lengths = self.offsets[1:][at] - starts
@@ -66,9 +70,9 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random prompts of normal, rounded lengths, at least 1; tokens uniform over `Tokenizer.plain_tokens`.
+    """Random prompts with normally distributed lengths, tokens uniform over `Tokenizer.plain_tokens`.
 
-    The options of the same names give the values; their fields check them.
+    The fields are options of the same names.
     """
 
     input_mean: float
@@ -80,29 +84,29 @@ class Synthetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits that a model and a run set to a data set."""
+class PromptLimits:
+    """Limits of a model and a run on the prompts of a data set."""
 
     vocab_size: int | None = None  # None: the tokenizer's
     max_seq_len: int | None = None  # tokens of prompt plus answer
     max_output_len: int = 1
-    max_prompt_len: int | None = None  # tokens of a step, if a prompt must fit one step
+    max_prompt_len: int | None = None  # tokens of one step, if a prompt must fit it
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
-    any_stop_words: bool = True  # False: ignore those of the data set
+    any_stop_words: bool = True  # False: ignore the data set's stop words
 
 
 @about("dataset_path", "dataset")
 def load_dataset(
     source: Path | Synthetic | LLMDataLoader | None,
     tokenizer: Tokenizer,
-    limits: Limits = Limits(),
+    limits: PromptLimits = PromptLimits(),
     columns: Columns = KNOWN,
 ) -> Dataset:
-    """Read a file of rows or a preprocessed data set, make a synthetic one, or (None) take our prompts.
+    """Read a data set, or create a synthetic one; None: the prompts that come with mpillm.
 
-    Raises ConfigError, which names the file and the line or sample, also for a prompt that does not fit the
-    limits (a synthetic sample: with its own output length).
+    Raises ConfigError, with the file and the line or sample, also for a prompt that exceeds the limits. The
+    limits apply to a synthetic sample with its own output length.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if isinstance(source, Synthetic):
@@ -110,7 +114,7 @@ def load_dataset(
             return _synthetic(source, tokenizer, vocab_size, limits.max_seq_len)
         except ConfigError:
             raise
-        except (MemoryError, OverflowError, ValueError) as error:  # ValueError: more than an array can have
+        except (MemoryError, OverflowError, ValueError) as error:  # ValueError: too large for an array
             raise ConfigError(
                 f"--dataset synthetic: {source.num_samples} samples (--num_samples) do not fit the memory",
                 about=["num_samples"],
@@ -126,9 +130,9 @@ def load_dataset(
 
 
 def _of_rows(
-    file: Path, tokenizer: Tokenizer, vocab_size: int, columns: Columns, limits: Limits
+    file: Path, tokenizer: Tokenizer, vocab_size: int, columns: Columns, limits: PromptLimits
 ) -> tuple[Dataset, list[int]]:
-    """Return the data set in a file, and the line of each sample."""
+    """Read the data set in a file. Returns also the line of each sample."""
     lines, samples = _samples(file, vocab_size, columns)
     where = [f"{file}:{line}" for line in lines]
     texts = {i: sample.prompt for i, sample in enumerate(samples) if isinstance(sample.prompt, str)}
@@ -156,7 +160,7 @@ def _of_rows(
             )
     lengths = None
     if any(sample.output_len is not None for sample in samples):
-        lengths = np.array([sample.output_len or _LONGEST for sample in samples], np.int64)
+        lengths = np.array([sample.output_len or _MAX_LENGTH for sample in samples], np.int64)
     packed = _pack(file.name, [rows[i] for i in range(len(samples))], texts)
     return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
 
@@ -171,40 +175,40 @@ def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], 
         try:
             samples.append(sample_of(row, vocab_size, columns))
         except ValueError as error:
-            said = str(error).replace("< FILE ", f"< {shlex.quote(str(file))} ")
-            raise ConfigError(f"{file}:{line}: {said}") from error
+            message = str(error).replace("< FILE ", f"< {shlex.quote(str(file))} ")
+            raise ConfigError(f"{file}:{line}: {message}") from error
         lines.append(line)
     if not samples:
         raise ConfigError(f"data set {file} is empty")
     return lines, samples
 
 
-def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: Limits) -> str:
-    """Return what of a file's rows has no effect, for the user."""
+def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
+    """Return a note for the user about parts of the rows without effect."""
     notes = []
     if lengths is not None:
-        over = lengths[(lengths > limits.max_output_len) & (lengths < _LONGEST)]
+        over = lengths[(lengths > limits.max_output_len) & (lengths < _MAX_LENGTH)]
         if len(over):
             notes.append(
-                f"{len(over)} of its {len(samples)} samples ask for more than --max_output_len"
-                f" {limits.max_output_len} tokens, at most {over.max()}: their answers are cut"
+                f"{len(over)} of its {len(samples)} samples exceed --max_output_len {limits.max_output_len}"
+                f" with at most {over.max()} tokens: their answers are cut"
             )
     if unused := sorted(frozenset().union(*(sample.unused for sample in samples))):
         notes.append(f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect")
     if any(isinstance(sample.prompt, Trace) for sample in samples):
-        notes.append("its prompts are random tokens of the lengths in the trace, equal where hash_ids are")
+        notes.append("its prompts are random tokens, with the trace's lengths, and equal for equal hash_ids")
     return "; ".join(notes)
 
 
-def _check_trace(file: Path, samples: Sequence[Sample], limits: Limits) -> None:
-    """Raise ConfigError for lengths that do not fit the model, or the memory, before tokens are made."""
+def _check_trace(file: Path, samples: Sequence[Sample], limits: PromptLimits) -> None:
+    """Raise ConfigError for a trace with lengths that exceed the model's or the memory's limits."""
     lengths = np.array([sample.prompt.length for sample in samples if isinstance(sample.prompt, Trace)])
     if len(lengths) and lengths.sum() > _MAX_TRACE_TOKENS:
         raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
     for i, sample in enumerate(samples):
         if isinstance(sample.prompt, Trace):
-            for longest, name, options in _allowed(limits):
-                if sample.prompt.length > longest:
+            for max_length, name, options in _allowed(limits):
+                if sample.prompt.length > max_length:
                     raise ConfigError(
                         f"{file}: sample {i} has {sample.prompt.length} tokens and does not fit {name}",
                         about=options,
@@ -212,7 +216,7 @@ def _check_trace(file: Path, samples: Sequence[Sample], limits: Limits) -> None:
 
 
 def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
-    """Return random tokens, the same in each block with the same hash."""
+    """Return random tokens; blocks with equal hashes are equal."""
     plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop] or range(vocab_size)
     n_blocks = -(-trace.length // _TRACE_BLOCK)
     ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
@@ -226,14 +230,14 @@ def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[
 
 
 def unused_lengths(dataset: Dataset) -> str:
-    """Return what a benchmark says that decides the lengths of answers itself."""
+    """Return a warning for a benchmark with its own output length."""
     return f"the lengths of answers in {dataset.name} have no effect: --output_len decides"
 
 
-def _check_lengths(lengths: NDArray[np.int64], limits: Limits, where: Callable[[int], str]) -> None:
-    """Raise ConfigError for the longest prompt that does not fit; `where(sample)` names it."""
-    for longest, name, options in _allowed(limits):
-        over = np.flatnonzero(lengths > longest)
+def _check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Callable[[int], str]) -> None:
+    """Raise ConfigError for the max_length prompt that exceeds a limit. `where(sample)`: its place."""
+    for max_length, name, options in _allowed(limits):
+        over = np.flatnonzero(lengths > max_length)
         if len(over):
             worst = int(over[np.argmax(lengths[over])])
             more = ""
@@ -245,8 +249,8 @@ def _check_lengths(lengths: NDArray[np.int64], limits: Limits, where: Callable[[
             )
 
 
-def _allowed(limits: Limits) -> Iterator[tuple[int, str, Sequence[str]]]:
-    """Yield the longest prompt that each limit allows, the limit's name, and its options."""
+def _allowed(limits: PromptLimits) -> Iterator[tuple[int, str, Sequence[str]]]:
+    """Yield for each limit the maximum prompt length, its name and its options."""
     if limits.max_seq_len is not None:
         name = f"max_seq_len {limits.max_seq_len} with max_output_len {limits.max_output_len}"
         yield limits.max_seq_len - limits.max_output_len, name, ("max_seq_len", "max_output_len")
@@ -255,27 +259,31 @@ def _allowed(limits: Limits) -> Iterator[tuple[int, str, Sequence[str]]]:
         yield limits.max_prompt_len, name, ("max_num_tokens", "enable_chunked_context")
 
 
-def _fitting(dataset: Dataset, limits: Limits) -> Dataset:
-    """Keep the samples that fit; if none does, keep all, for the caller to refuse."""
+def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
+    """Remove the samples that exceed the limits. If all do, return all; the caller rejects them."""
     lengths, allowed = dataset.lengths(), list(_allowed(limits))
-    kept = np.flatnonzero(lengths <= min((longest for longest, *_ in allowed), default=lengths.max()))
-    if len(kept) in (0, len(lengths)):
+    indices = np.flatnonzero(
+        lengths <= min((max_length for max_length, *_ in allowed), default=lengths.max())
+    )
+    if len(indices) in (0, len(lengths)):
         return dataset
-    names = ", or ".join(name for longest, name, _ in allowed if lengths.max() > longest)
-    note = f"{len(lengths) - len(kept)} of its {len(lengths)} prompts are left out: they do not fit {names}"
-    kept_lengths, tokens = dataset.gather(kept)
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(kept_lengths)))
+    names = ", or ".join(name for max_length, name, _ in allowed if lengths.max() > max_length)
+    note = (
+        f"{len(lengths) - len(indices)} of its {len(lengths)} prompts are left out: they do not fit {names}"
+    )
+    new_lengths, tokens = dataset.gather(indices)
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(new_lengths)))
     return Dataset(
         dataset.name,
         tokens,
         offsets,
-        texts={new: dataset.texts[int(old)] for new, old in enumerate(kept)},
+        texts={new: dataset.texts[int(old)] for new, old in enumerate(indices)},
         note=note,
     )
 
 
-def _preprocessed(samples: Samples, vocab_size: int, limits: Limits) -> Dataset:
-    """Raise ConfigError, with the file and the sample, if one does not fit the model or the run."""
+def _preprocessed(samples: Samples, vocab_size: int, limits: PromptLimits) -> Dataset:
+    """Check the samples against the vocabulary and the limits. Raises ConfigError."""
     file, tokens = samples.file, samples.tokens
     offsets = np.zeros(len(samples.lengths) + 1, np.int64)
     np.cumsum(samples.lengths, out=offsets[1:])
@@ -292,9 +300,9 @@ def _preprocessed(samples: Samples, vocab_size: int, limits: Limits) -> Dataset:
     return Dataset(file.name, tokens, offsets, ignores_stop=ignores_stop, note=samples.note)
 
 
-def _ignores_stop(words: NDArray[np.int32], limits: Limits, file: Path) -> NDArray[np.bool_]:
-    """Return which samples have only the end token; ConfigError for a stop word that is not the run's."""
-    distinct, first, which = np.unique(words, axis=0, return_index=True, return_inverse=True)
+def _ignores_stop(stop_words: NDArray[np.int32], limits: PromptLimits, file: Path) -> NDArray[np.bool_]:
+    """Return True for samples with only the end token. Raises ConfigError for an unknown stop word."""
+    distinct, first, which = np.unique(stop_words, axis=0, return_index=True, return_inverse=True)
     ignores = np.zeros(len(distinct), np.bool_)
     for i, row in enumerate(distinct.tolist()):
         word = [token for token in row if token >= 0]
@@ -305,7 +313,7 @@ def _ignores_stop(words: NDArray[np.int32], limits: Limits, file: Path) -> NDArr
             known = ", ".join(str(list(known)) for known in limits.stop_words) or "none"
             raise ConfigError(
                 f"{file}: sample {first[i]} has stop word {word}; "
-                f"those of this run (--stop_words) are: {known}",
+                f"the stop words of this run (--stop_words) are: {known}",
                 about=["stop_words"],
             )
     return ignores[which.reshape(-1)]
@@ -322,7 +330,7 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
     random = np.random.default_rng(spec.seed)
 
     def lengths(mean: float, stdev: float) -> NDArray[np.int64]:
-        return np.clip(np.rint(random.normal(mean, stdev, spec.num_samples)), 1, _LONGEST).astype(np.int64)
+        return np.clip(np.rint(random.normal(mean, stdev, spec.num_samples)), 1, _MAX_LENGTH).astype(np.int64)
 
     inputs, outputs = lengths(spec.input_mean, spec.input_stdev), lengths(spec.output_mean, spec.output_stdev)
     worst = int(np.argmax(inputs + outputs))

@@ -1,4 +1,4 @@
-"""Text of an answer as its tokens come: joined, its pieces are what `Tokenizer.decode` makes of them."""
+"""Incremental text of a response; its joined pieces equal `Tokenizer.decode` of all tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
 
-_REPLACEMENT = "\ufffd"  # of bytes that are no UTF-8, or not yet
+_REPLACEMENT = "\ufffd"  # for invalid or incomplete UTF-8
 _CHARACTER = 4  # bytes, and so tokens, at most
-_MOST_HELD = 8  # tokens: with so many some are no UTF-8 for good
+_MAX_PENDING = 8  # tokens; with more, some bytes are certainly invalid
 
 
 class Detokenizer:
-    """Holds back the tokens whose bytes may be the beginning of a character.
+    """Incremental decoder; delays tokens whose bytes may be the beginning of a character.
 
-    The text of a token depends on the one before it (SentencePiece drops the space before the first), so each
-    piece is the difference of two short decodings with some context, as vLLM and Hugging Face's
-    text-generation-inference have it.
+    The text of a token depends on the previous token (SentencePiece drops the space before the first token).
+    So each piece is the difference of two short decodings with some context. vLLM and Hugging Face's
+    text-generation-inference do the same.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,10 +26,10 @@ class Detokenizer:
             codecs.getincrementaldecoder("utf-8")("replace") if type(tokenizer) is ByteTokenizer else None
         )
         self._tokens: list[int] = []
-        # Decoded so far are tokens [:read], the last of them from [context:read].
+        # Tokens [:read] are decoded; [context:read] are the last piece.
         self._context = self._read = 0
         self._context_text = ""
-        self._length = 0  # of the text that was given
+        self._length = 0  # of the text returned by `add`
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens add."""
@@ -46,52 +46,52 @@ class Detokenizer:
         return piece
 
     def _certain(self) -> tuple[str, int]:
-        """Return the text from the context on that no later token changes, and where its tokens end."""
+        """Return the text after the context that no later token changes, and the end of its tokens."""
         n = len(self._tokens)
         for end in range(n, max(self._read, n - _CHARACTER), -1):
             text = self._tokenizer.decode(self._tokens[self._context : end])
             if not text.endswith(_REPLACEMENT):
                 return text, end
-        if n - self._read <= _MOST_HELD:
+        if n - self._read <= _MAX_PENDING:
             return "", self._read
         return self._tokenizer.decode(self._tokens[self._context :]), n
 
     def end(self) -> str:
-        """Return the text of what was held back."""
+        """Return the text of the delayed tokens."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._tokenizer.decode(self._tokens)[self._length :]
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, and holds back what may become one."""
+    """Ends a text before the first stop string, and delays a suffix that may become one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         """`strings`: none of them empty."""
         self._strings = strings
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.match: str | None = None
 
     def add(self, piece: str) -> str:
-        """Return as much of the text as can't belong to one of the strings; empty from when one is found."""
-        if self.found is not None:
+        """Return the text that cannot belong to a stop string; empty after a match."""
+        if self.match is not None:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         hits = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
         if hits:
-            at, self.found = min(hits)
-            self._held = ""
+            at, self.match = min(hits)
+            self._pending = ""
             return text[:at]
-        held = max((_overlap(text, string) for string in self._strings), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        n_pending = max((_overlap(text, string) for string in self._strings), default=0)
+        self._pending = text[len(text) - n_pending :]
+        return text[: len(text) - n_pending]
 
     def end(self) -> str:
-        """Return what was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        """Return the delayed suffix."""
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, string: str) -> int:
-    """Return the length of the longest end of `text` that begins `string`, which `text` does not have."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `string`."""
     return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)

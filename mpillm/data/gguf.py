@@ -1,10 +1,10 @@
-"""A GGUF file as a Hugging Face folder, weights in fp32.
+"""Conversion of a GGUF file to a Hugging Face folder with fp32 weights.
 
 `gguf_config` has the architectures, `gguf_tokenizer` the tokenizers.
 
-`transformers` reads GGUF too, but it needs PyTorch and accelerate, takes 20 seconds, and drops the
-tokenizer's rule for splitting text. This takes 5 seconds; a test compares its weights with those of
-`transformers`, bit by bit.
+`transformers` also reads GGUF, but it needs PyTorch and accelerate, takes 20 seconds, and drops the
+tokenizer's rule for splitting text. This module takes 5 seconds. A test compares its weights with the result
+of `transformers`, bit by bit.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FILES = (
 NEEDS = ("gguf", "safetensors", "tokenizers")  # the modules of the `models` extra that the conversion imports
 
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF's types
+_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF type
 _STRING, _ARRAY = 8, 9
 _ROPE_FACTORS = "rope_freqs"  # a tensor: `config_of` reads it
 _RESERVE = 64 << 20  # bytes of disk for the files beside the weights
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write `FILES` into the folder `target`; ConfigError says what in the GGUF file cannot be converted."""
+    """Write `FILES` into the folder `target`. Raises ConfigError if the GGUF file cannot be converted."""
     import gguf
 
     check_file(source)
@@ -76,14 +76,14 @@ def convert(source: Path, target: Path) -> None:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} has weights that are damaged: {error}") from error
-    # safetensors makes its file readable by the owner only.
+    # safetensors writes its file readable by the owner only.
     shutil.copymode(target / "config.json", target / "model.safetensors")
 
 
 def _check_counts(source: Path) -> int:
-    """Walk over the header and return the file's size. Raises ValueError for a count beyond the file's end.
+    """Check the header and return the file's size. Raises ValueError for a count beyond the file's end.
 
-    The package gguf believes each count, and goes on for ever behind the end.
+    The package gguf does not check counts, and does not stop at the file's end.
     """
     with source.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = 4
@@ -121,7 +121,7 @@ def _check_counts(source: Path) -> int:
             value(number(4))
         for _ in range(n_tensors):
             skip(number(8))
-            skip(8 * number(4) + 4 + 8)  # dimensions, type, place
+            skip(8 * number(4) + 4 + 8)  # dimensions, type, offset
         return len(data)
 
 
@@ -137,7 +137,7 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     architecture = architecture_of(metadata)
     weights: dict[str, NDArray[np.float32]] = {}
-    experts: dict[str, dict[str, NDArray[np.float32]]] = {}  # of packed ones, by layer and kind
+    experts: dict[str, dict[str, NDArray[np.float32]]] = {}  # for `_packed`, by layer and kind
     for tensor in tensors:
         layer, name, kind = _split_name(tensor.name)
         if name == _ROPE_FACTORS:
@@ -174,7 +174,7 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
 
 def _packed(experts: dict[str, dict[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
     """Return gpt-oss's tensors: gates and ups alternate, and inputs are rows."""
-    made: dict[str, NDArray[np.float32]] = {}
+    tensors: dict[str, NDArray[np.float32]] = {}
     for place, parts in experts.items():
         layer, kind = place.rsplit(".", 1)
         gate, up, down = (parts[name] for name in _EXPERTS)
@@ -182,11 +182,11 @@ def _packed(experts: dict[str, dict[str, NDArray[np.float32]]]) -> dict[str, NDA
         suffix = "" if kind == "weight" else "_bias"
         if kind == "weight":
             both, down = both.swapaxes(1, 2), down.swapaxes(1, 2)
-        made |= {
+        tensors |= {
             f"{layer}.mlp.experts.gate_up_proj{suffix}": both,
             f"{layer}.mlp.experts.down_proj{suffix}": down,
         }
-    return made
+    return tensors
 
 
 def _split_name(gguf_name: str) -> tuple[str, str, str]:
@@ -202,7 +202,7 @@ def _split_name(gguf_name: str) -> tuple[str, str, str]:
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows, which interleaves the two halves that rotary embedding pairs."""
+    """Undo GGUF's order of a head's rows, which interleaves the rows that rotary embedding pairs."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

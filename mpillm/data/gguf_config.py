@@ -1,4 +1,4 @@
-"""`config.json` of the model in a GGUF file, by its architecture there, and what its tensors are called."""
+"""Conversion of a GGUF file's metadata to `config.json`, and of its tensor names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-PACKED = ("mlp.experts",)  # gpt-oss has all experts of a layer in a tensor
+PACKED = ("mlp.experts",)  # gpt-oss has all experts of a layer in one tensor
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
 _READ = (  # keys of every architecture, below its name
@@ -41,7 +41,7 @@ _LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 a
 
 
 class Metadata:
-    """A GGUF file's values, by names below its architecture's."""
+    """Values of a GGUF file, by names without the architecture's prefix."""
 
     def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
         self.source, self.values = source, values
@@ -58,14 +58,16 @@ class Metadata:
 
 
 class Architecture(NamedTuple):
-    """How GGUF has a family of the engine's."""
+    """Conversion rules of a model family."""
 
     hugging_face: Callable[[Metadata], tuple[str, str]]  # architecture and model_type
-    more: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # of config.json
-    read: tuple[str, ...] = ()  # keys besides those of every architecture
+    more: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # additional keys of config.json
+    read: tuple[str, ...] = ()  # keys that it reads in addition to `_READ`
     tensors: Mapping[str, str] = _TENSORS
-    experts: tuple[str, ...] = ()  # before an expert's number, and its three matrices; `PACKED`: one tensor
-    permutes: bool = False  # the rows of q and k, as the rotation pairs them
+    experts: tuple[
+        str, ...
+    ] = ()  # prefix of an expert's number, and its three matrices; `PACKED`: one tensor
+    permutes: bool = False  # the file has the rows of q and k in another order (see `gguf._unpermute`)
     norms_add_one: bool = False
     biases: bool = False
 
@@ -92,7 +94,7 @@ def _llama_fields(metadata: Metadata) -> dict[str, Any]:
 
 def _gemma_fields(metadata: Metadata) -> dict[str, Any]:
     head_dim = metadata["attention.key_length"]
-    is_27b = metadata["block_count"] == 62  # whose queries are scaled by another size
+    is_27b = metadata["block_count"] == 62  # its queries have another scale
     heads = metadata["attention.head_count"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -153,7 +155,7 @@ ARCHITECTURES = {
         _dense("GptOssForCausalLM", "gpt_oss"),
         _gpt_oss_fields,
         (*_EXPERTS, "attention.sliding_window"),
-        {name: ours for name, ours in _TENSORS.items() if name not in (*_FEED_FORWARD, "ffn_norm")}
+        {name: target for name, target in _TENSORS.items() if name not in (*_FEED_FORWARD, "ffn_norm")}
         | {
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks": "self_attn.sinks",
@@ -166,7 +168,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """Return the architecture of a file; ConfigError if it cannot be converted."""
+    """Return the architecture of a file. Raises ConfigError if it cannot be converted."""
     name, source = metadata.architecture, metadata.source
     if name not in ARCHITECTURES:
         raise ConfigError(
@@ -180,7 +182,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
 
 
 def config_of(metadata: Metadata, is_tied: bool, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
-    """Return `config.json`. `rope_factors`: what frequencies are divided by, of the file's own tensor."""
+    """Return `config.json`. `rope_factors`: the file's tensor of divisors of the rotary frequencies."""
     architecture = architecture_of(metadata)
     heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
     head_dim = metadata.get("attention.key_length") or metadata.get("rope.dimension_count", hidden // heads)
@@ -251,7 +253,7 @@ def _rope_scaling(
 def _llama3(
     config: Mapping[str, Any], factor: float, low: float, high: float, length: int
 ) -> NDArray[np.float64]:
-    """Return what each frequency is divided by, as llama.cpp writes it."""
+    """Return the divisor of each frequency, as llama.cpp computes it."""
     d = config["head_dim"]
     waves = 2 * math.pi * config["rope_theta"] ** (np.arange(0, d, 2) / d)
     smooth = np.clip((length / waves - low) / (high - low), 0, 1)

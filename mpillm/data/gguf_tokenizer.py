@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file as `tokenizer.json`: byte-level BPE, or SentencePiece's BPE by scores."""
+"""Conversion of a GGUF file's tokenizer to `tokenizer.json`: byte-level BPE, or SentencePiece by scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CASES = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PATTERNS = {  # which split a text into words, by GGUF's names
+_PATTERNS = {  # regular expressions that split a text into words, by GGUF's names
     "llama-bpe": _SPLIT_PATTERN.format(digits="{1,3}"),
     "qwen2": _SPLIT_PATTERN.format(digits=""),
     "gpt-4o": _CASES,
@@ -30,7 +30,7 @@ _PLAIN = ("gpt-2", "smollm", "default")
 
 
 def tokenizer_of(metadata: Metadata) -> Any:
-    """Return the tokenizer. Raises ConfigError if it is of an unknown kind, KeyError for a missing value."""
+    """Build the tokenizer. Raises ConfigError for an unknown kind, KeyError for a missing value."""
     values, source = metadata.values, metadata.source
     kind, splitter = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2" and splitter in (*_PLAIN[:2], *_PATTERNS):
@@ -63,8 +63,8 @@ def _byte_level(metadata: Metadata, splitter: str) -> Any:
     tokenizer = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if splitter == "smollm":
-        # Every digit is a token, as in SmolLM's own tokenizer.json. transformers leaves this out: there
-        # "\n\n1" starts with two tokens for the line ends, but the model was trained with one.
+        # Every digit is a token, as in SmolLM's own tokenizer.json. transformers omits this rule, so "\n\n1"
+        # starts with two tokens for the line ends, but the model is trained with one.
         first = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
     elif splitter in _PATTERNS:
@@ -109,7 +109,7 @@ def _sentence_piece(metadata: Metadata) -> Any:
 
 
 def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the pairs that make a token, in the order of the tokens' scores: SentencePiece has no merges."""
+    """Return the pairs that form a token, in the order of the tokens' scores. SentencePiece has no merges."""
     place = {token: i for i, token in enumerate(tokens) if types[i] not in (_CONTROL, _UNKNOWN, _BYTE)}
     ranked = []
     for token, i in place.items():
@@ -133,7 +133,7 @@ def _add_special(tokenizer: Any, metadata: Metadata) -> None:
         [AddedToken(token, special=False, normalized=True) for token, kind in pairs if kind == _USER_DEFINED]
     )
     bos = metadata.token("bos")
-    # llama.cpp adds one to SentencePiece's texts unless the file forbids it.
+    # llama.cpp adds the BOS token to SentencePiece's texts unless the file forbids it.
     default = metadata.values.get("tokenizer.ggml.model") == "llama"
     if metadata.values.get("tokenizer.ggml.add_bos_token", default) and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""What to say of a JSON array where lines of JSON, or a published data set, were wanted."""
+"""The error for a JSON array in place of lines of JSON, or of a published data set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def not_lines(file: Path, shares: bool) -> str:
-    """Return what it is, and a command that makes a data set of it. `shares`: it is a ShareGPT file."""
+    """Return the message, with a command that converts the file. `shares`: it is a ShareGPT file."""
     prompt = 'c["conversations"][0]["value"]' if shares else 'c["prompt"]'
     some = ' if c["conversations"]' if shares else ""
     program = (

@@ -1,4 +1,4 @@
-"""The parts that matter here of the configuration files that come with engines."""
+"""The configuration file of a TensorRT-LLM engine, as far as mpillm reads it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from disagg.errors import ConfigError, about
 from mpillm.json_slice import Slice
 
-# The parts of a TensorRT-LLM engine's config.json, with TensorRT-LLM's BuildConfig defaults as NVIDIA's
-# harness has them.
+# Defaults are TensorRT-LLM's BuildConfig defaults in NVIDIA's harness.
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class QuantConfig(Slice):
 class PretrainedConfig(Slice):
     architecture: str = ""
     dtype: str = ""
-    vocab_size: int = 0  # 0: not said
+    vocab_size: int = 0  # 0: unknown
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantConfig = field(default_factory=QuantConfig)
 
@@ -58,7 +57,7 @@ class EngineConfig(Slice):
     @classmethod
     @about("engine_dir")
     def from_engine_dir(cls, engine_dir: str | Path) -> EngineConfig:
-        """Read an engine's folder; ConfigError if there is no engine in it."""
+        """Read the configuration in an engine's folder. Raises ConfigError if it has no engine."""
         path = Path(engine_dir) / "config.json"
         if not path.is_file():
             raise ConfigError(f"--engine_dir {engine_dir}: no engine there: it has no config.json")

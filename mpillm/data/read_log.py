@@ -1,4 +1,4 @@
-"""Names of files in a rank's log before it reads them: a read may end the process, or never return."""
+"""Log of the files that a rank is about to read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from launch.logs import EVERY
 
 READS = "reads %s"
-"""The text of the log's line, with a file that the rank is about to read."""
+"""Text of the log line."""
 _log = logging.getLogger(__name__)
 
 
 class ReadLog:
-    """Names in the log each file that this process is about to read, once for several reads in a row.
+    """Logs the name of a file before it is read, once for consecutive reads.
 
-    A read of a mapped file may end the process (SIGBUS) or never return, and Python can do nothing then.
+    A read of a mapped file may end the process (SIGBUS) or never return, and Python cannot handle either.
     """
 
     def __init__(self) -> None:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from disagg.errors import nearest
 from mpillm.files import excerpt
 
-_KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first that is there
-# Of a request or a trace: options of the run, or LoadGen, decide these
+_KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first one in a row is used
+# Keys of a request or a trace; options of the run, or LoadGen, decide these
 _WITHOUT_EFFECT = (
     "timestamp", "delay", "delay_seconds", "session_id", "model", "temperature", "top_p", "top_k", "seed",
     "n", "stop", "stream", "tools", "tool_choice", "response_format", "min_tokens", "ignore_eos",
 )  # fmt: skip
-# The answer's length: vLLM, GuideLLM, Mooncake, OpenAI
+# Keys of the output length: vLLM, GuideLLM, Mooncake, OpenAI
 LENGTHS = (
     "output_tokens",
     "output_tokens_count",
@@ -29,7 +29,7 @@ _MAX_LENGTH = 1 << 40
 
 
 class Columns(NamedTuple):
-    """Names that the user gives, as --prompt_column and --output_len_column; None: the known names."""
+    """Names in --prompt_column and --output_len_column; None: the known names."""
 
     prompt: str | None = None
     output_len: str | None = None
@@ -39,14 +39,14 @@ KNOWN = Columns()
 
 
 class Trace(NamedTuple):
-    """A prompt of which only the length is known, and which blocks of it others share."""
+    """Length of a prompt, and hashes of its blocks; prompts with equal hashes share blocks."""
 
     length: int
     hash_ids: tuple[int, ...]
 
 
 class Sample(NamedTuple):
-    """A row's prompt, as text, checked tokens, a chat or a trace's entry, and its answer's length."""
+    """A row's prompt (text, checked tokens, a chat or a trace's entry) and output length."""
 
     prompt: str | array[int] | list[dict[str, Any]] | Trace
     output_len: int | None = None
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
-    """Return a row's sample. Raises ValueError for a wrong row."""
+    """Convert a row to a sample. Raises ValueError for a wrong row."""
     if isinstance(row, str):
         if columns != KNOWN:
             raise ValueError(
@@ -63,7 +63,7 @@ def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
         return Sample(_text(row, "the line"))
     if not isinstance(row, dict):
         raise ValueError(f'a JSON {_json_type(row)}, not an object with "prompt" or "input_tokens"')
-    if isinstance(row.get("body"), dict) and columns.prompt is None:  # of OpenAI's batch API
+    if isinstance(row.get("body"), dict) and columns.prompt is None:  # OpenAI's batch API
         row = row["body"]
     if columns.prompt is not None:
         prompt = _prompt(_named(row, columns.prompt, "prompt_column"), columns.prompt, vocab_size)
@@ -112,7 +112,7 @@ def _named(row: Mapping[str, Any], column: str, option: str) -> Any:
 
 
 def _prompt(value: Any, key: str, vocab_size: int) -> Any:
-    """By its type: a text, a list of tokens, or a list of messages."""
+    """Return the text, tokens or messages of a prompt, by the type of `value`."""
     is_list = isinstance(value, list)
     if key == "input_tokens" or (is_list and value and type(value[0]) is int and key != "messages"):
         return _tokens(value, key, vocab_size)
@@ -141,7 +141,7 @@ def _messages(messages: Any, key: str) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{key} has {excerpt(message)}; must be objects with role and content")
         content = message.get("content")
-        if isinstance(content, list):  # parts, of which a language model reads text
+        if isinstance(content, list):  # parts; a language model reads only text
             parts = [part.get("text") if isinstance(part, dict) else None for part in content]
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError(f"{key} has content {excerpt(content)}; only parts of text can be read")

@@ -1,7 +1,7 @@
-"""Rows of a data set's file: lines of JSON, CSV, text, or Parquet and Arrow, packed or not.
+"""Rows of a data set's file: lines of JSON, CSV, text, or Parquet and Arrow, compressed or not.
 
-A file's first bytes decide its format. Its name decides where the first bytes do not. Any other file is
-refused with a command that converts it.
+A file's first bytes decide its format, or else its name. The error for another format contains a command that
+converts the file.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from disagg.errors import ConfigError, nearest
 from disagg.text_file import check_file
 from mpillm.data.json_array import not_lines
 
-Row = tuple[int, Any]  # the line, or number, of a row, and what is in it: an object, or text
+Row = tuple[int, Any]  # line or number of a row, and its content: an object, or text
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zip", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _MAX_FIELD = 1 << 26  # bytes of a CSV field
-_MAX_GROWTH, _MIN_UNPACKED = 200, 64 << 20  # a packed file's rows may have so many times its bytes
+_MAX_GROWTH, _MIN_UNPACKED = 200, 64 << 20  # bytes that a file may unpack to: per byte, and in any case
 _UNPACK_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 class _Kind(NamedTuple):
-    """A format that files name by their first bytes."""
+    """A format with characteristic first bytes."""
 
     magic: bytes
     name: str
-    convert: str = ""  # a command, with {file}; empty: it is read
+    convert: str = ""  # a command, with {file}; empty: mpillm reads the format
 
 
 _ZIP, _PARQUET, _ARROW, _FEATHER = "a zip archive", "a Parquet file", "an Arrow file", "a Feather file"
@@ -79,7 +79,7 @@ _TABLES = {
 
 
 def is_row_file(path: Path) -> bool:
-    """Return whether a file with this name has rows; a workload's other files are preprocessed."""
+    """Return whether a file with this name has rows. A workload's other files are preprocessed."""
     name = path.name
     for suffix in PACKED_SUFFIXES:
         name = name.removesuffix(suffix)
@@ -87,7 +87,7 @@ def is_row_file(path: Path) -> bool:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows that are not blank. ConfigError names the file, and the line of a mistake."""
+    """Yield the rows that are not blank. Raises ConfigError with the file, and the line of a mistake."""
     check_file(file)
     try:
         with file.open("rb") as stream:
@@ -104,7 +104,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 def _rows(file: Path, name: str, stream: Any, *, is_unpacked: bool = False) -> Iterator[Row]:
     start = stream.peek(1)
     kind = next((kind for kind in _KINDS if start.startswith(kind.magic)), None)
-    if is_unpacked and kind and (kind.name in _OPENERS or kind.name == _ZIP):  # may go on without end
+    if is_unpacked and kind and (kind.name in _OPENERS or kind.name == _ZIP):  # nesting may be endless
         raise ConfigError(f"data set {file}: {kind.name} in a packed file; unpack it first")
     if kind is None:
         yield from _text_rows(file, name, stream, start)
@@ -123,12 +123,12 @@ def _refusal(file: Path, name: str, convert: str) -> str:
     return f"data set {file} is {name}; make JSONL of it by\n  {convert.format(file=shlex.quote(str(file)))}"
 
 
-class _Bounded(io.RawIOBase):
-    """What a packed file expands to, up to a bound: a small file must not fill the memory."""
+class _LimitedReader(io.RawIOBase):
+    """Content of a compressed file, up to a limit: a small file must not fill the memory."""
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream, self._n = file, stream, 0
-        self._most = max(_MIN_UNPACKED, _MAX_GROWTH * file.stat().st_size)
+        self._max_bytes = max(_MIN_UNPACKED, _MAX_GROWTH * file.stat().st_size)
 
     def readable(self) -> bool:
         return True
@@ -139,10 +139,10 @@ class _Bounded(io.RawIOBase):
         except _UNPACK_ERRORS as error:
             raise ConfigError(f"data set {self._file}: truncated or damaged: {error}") from None
         self._n += len(data)
-        if self._n > self._most:
+        if self._n > self._max_bytes:
             raise ConfigError(
-                f"data set {self._file}: expands to more than {self._most} bytes, {_MAX_GROWTH} times its"
-                " size; unpack it first"
+                f"data set {self._file}: expands to more than {self._max_bytes} bytes, {_MAX_GROWTH} times"
+                " its size; unpack it first"
             )
         buffer[: len(data)] = data
         return len(data)
@@ -150,7 +150,7 @@ class _Bounded(io.RawIOBase):
 
 @contextlib.contextmanager
 def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
-    with stream, io.BufferedReader(_Bounded(file, stream), 1 << 16) as inner:
+    with stream, io.BufferedReader(_LimitedReader(file, stream), 1 << 16) as inner:
         yield inner
 
 
@@ -165,14 +165,14 @@ def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
                 )
             with _unpacked(file, archive.open(members[0])) as inner:
                 yield from _rows(file, members[0].filename, inner, is_unpacked=True)
-    except ConfigError:  # a ValueError, of a row
+    except ConfigError:  # a ValueError, from a row
         raise
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"data set {file}: not a zip archive that can be read: {error}") from None
 
 
 def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
-    """With pyarrow where it is installed: it is not a dependency of mpillm."""
+    """Yield the rows of a table. Needs pyarrow, which is not a dependency of mpillm."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -220,7 +220,7 @@ def _text_rows(file: Path, name: str, stream: Any, start: bytes) -> Iterator[Row
 
 
 def _csv_rows(file: Path, stream: IO[bytes], delimiter: str) -> Iterator[Row]:
-    """Rows as objects, by the names in the first row."""
+    """Yield the rows as objects, with the names in the first row as keys."""
     csv.field_size_limit(_MAX_FIELD)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)

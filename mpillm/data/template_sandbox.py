@@ -1,15 +1,15 @@
-"""The Jinja environment of chat templates, which come with models from anywhere.
+"""The Jinja environment of chat templates, which may come from untrusted models.
 
-Jinja's sandbox lets a template call nothing that it should not. Here it also has an allowance for each chat,
-since a few bytes could ask for hours, or for all memory. From it the template pays, in characters,
+Jinja's sandbox rejects unsafe calls. This one also limits time and memory, because a template of a few bytes
+can run for hours or fill the memory. Each chat has an allowance in characters. The template pays
 
-- for values that it puts together, prints, lists, compares or copies: their size (`_size_of`);
-- for a round of a loop: as many characters as take as long (`_price_of_round`);
-- for a call of a filter, method or function: the sizes of what it is given, or their product where it may
-  make that (`_price_of_call`).
+- for values that it concatenates, prints, lists, compares or copies: their size (`_size_of`);
+- for an iteration of a loop: the characters that take as long (`_iteration_cost`);
+- for a call of a filter, method or function: the sizes of its arguments, or their product if the result may
+  have that size (`_call_cost`).
 
-Jinja hands calls and arithmetic to the environment. Of the rest nobody is told, so a template is changed
-before it is compiled (`_Counting`): filters of ours stand around what must be paid for.
+The environment intercepts calls and arithmetic. For the other operations, `_CostInserter` inserts filters
+into a template before Jinja compiles it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import jinja2.sandbox
 from jinja2 import nodes, runtime
 from jinja2.visitor import NodeTransformer
 
-# The allowance of a chat: what any may take, and more for each character and message of it.
+# The allowance of a chat: a constant, and more for each character and message.
 _ANY_CHAT = 1 << 26
 _FOR_A_CHARACTER = 64
-_ROUNDS_FOR_A_MESSAGE = 8  # through all of the template
+_PASSES_FOR_A_MESSAGE = 8  # through the complete template
 
-# In characters that take as long: a step, such as a call; a round of a loop, and each part of its body; a
-# part of a list or the like.
-_STEP, _ROUND, _PART, _ITEM = 256, 64, 8, 32
-_MACRO_STEPS, _MESSAGE_STEPS = 12, 16
+# Costs, in characters that take as long: a call; an iteration of a loop, and each node of its body; an item
+# of a list or mapping.
+_CALL, _ITERATION, _NODE, _ITEM = 256, 64, 8, 32
+_MACRO_CALLS, _MESSAGE_CALLS = 12, 16
 
-# Filters and methods that may make the product of what they are given, or a width that is a number.
+# Filters and methods whose result may have the product of the arguments' sizes, or a width from an argument.
 _MULTIPLY = frozenset(
     {
         *("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace"),
@@ -44,67 +44,67 @@ _MULTIPLY = frozenset(
     }
 )
 _FORMAT = ("format", "format_map")
-_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")  # in a text that says how to format others
-_AT_ONCE = ("count", "d", "default", "first", "last", "length")  # filters, however much a value holds
+_WIDTH = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")  # in a format string
+_CONSTANT_TIME = ("count", "d", "default", "first", "last", "length")  # filters
 _EACH = ("map", "reject", "rejectattr", "select", "selectattr")  # filters that call others, or tests
 _COMPARE = (
     *("!=", "<", "<=", "==", ">", ">=", "in"),
     *("eq", "equalto", "ge", "greaterthan", "gt", "le", "lessthan", "lt", "ne"),
 )
-# The filters that `_Counting` writes into templates.
-_PAY_ROUNDS, _PAY_SIZE, _PAY_COPY = "mpillm rounds", "mpillm size", "mpillm copy"
+# The filters that `_CostInserter` inserts into templates.
+_PAY_ITERATIONS, _PAY_SIZE, _PAY_COPY = "mpillm iterations", "mpillm size", "mpillm copy"
 
 
 class _Allowance(threading.local):
-    """Characters that are left, of the chat that a thread renders."""
+    """Remaining characters for the chat that a thread renders."""
 
     left = 0
 
     def pay(self, n: int) -> None:
-        """Raise TemplateError if there are no more."""
+        """Subtract `n` characters. Raises TemplateError if fewer remain."""
         self.left -= n
         if self.left < 0:
             raise jinja2.TemplateError("it takes too long, or too much memory")
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Raises TemplateError where a template takes too much."""
+    """A sandbox that raises TemplateError if a template takes too much time or memory."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=self._pay_size, **options)
         self._allowance = _Allowance()
-        self._all_of_it = 0  # a round through the template
+        self._template_cost = 0  # of one pass through the template
         self.globals.pop("lipsum")
 
-    def bound(self) -> None:
-        """Have filters and tests pay, once all are there."""
-        self.filters.update({name: self._paying_filter(name, made) for name, made in self.filters.items()})
+    def add_costs(self) -> None:
+        """Add costs to filters and tests, after all of them are registered."""
+        self.filters.update({name: self._paying_filter(name, plain) for name, plain in self.filters.items()})
         tests: dict[str, Any] = self.tests
         tests.update({name: self._paying_test(tests[name]) for name in _COMPARE})
-        ours = {_PAY_ROUNDS: self._pay_rounds, _PAY_SIZE: self._pay_size, _PAY_COPY: self._pay_copy}
-        self.filters.update(ours)
+        added = {_PAY_ITERATIONS: self._pay_iterations, _PAY_SIZE: self._pay_size, _PAY_COPY: self._pay_copy}
+        self.filters.update(added)
 
     def begin(self, template: str, messages: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Give an allowance: to compile the template, or for a chat."""
-        self._all_of_it = _STEP + len(template)
+        """Set the allowance to compile the template, or for a chat."""
+        self._template_cost = _CALL + len(template)
         n_characters = sum(len(str(message.get("content"))) for message in messages)
-        for_a_message = _ROUNDS_FOR_A_MESSAGE * (self._all_of_it + _MESSAGE_STEPS * _STEP)
+        for_a_message = _PASSES_FOR_A_MESSAGE * (self._template_cost + _MESSAGE_CALLS * _CALL)
         self._allowance.left = _ANY_CHAT + _FOR_A_CHARACTER * n_characters + for_a_message * len(messages)
 
-    # --- what Jinja hands to the environment ---
+    # --- operations that Jinja passes to the environment ---
 
     def call(self, context: Any, called: Any, *args: Any, **options: Any) -> Any:
         if isinstance(called, (runtime.Macro, runtime.LoopContext)):
-            self._allowance.pay(self._all_of_it + _MACRO_STEPS * _STEP)
+            self._allowance.pay(self._template_cost + _MACRO_CALLS * _CALL)
         if isinstance(called, runtime.LoopContext) and args:
-            args = (self._pay_rounds(args[0], self._all_of_it), *args[1:])
-        given = [*args, *options.values()]
-        method = getattr(called, "__wrapped__", called)  # the sandbox has str.format in a function of its own
+            args = (self._pay_iterations(args[0], self._template_cost), *args[1:])
+        values = [*args, *options.values()]
+        method = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format in a function
         if isinstance(owner := getattr(method, "__self__", None), (str, list, tuple)):
-            given.append(owner)
-        self._allowance.pay(_price_of_call(getattr(called, "__name__", ""), given))
+            values.append(owner)
+        self._allowance.pay(_call_cost(getattr(called, "__name__", ""), values))
         return super().call(context, called, *args, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -114,51 +114,51 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 allowance.left -= len(left) + len(right)
                 left += right
                 return left if allowance.left >= 0 else allowance.pay(0)
-            allowance.pay(_size_without_parts(left) + _size_of(right))  # which becomes part of a list
+            allowance.pay(_size_without_parts(left) + _size_of(right))  # `right` may become part of a list
         elif isinstance(left, int) and isinstance(right, int):
             allowance.pay(left.bit_length() * (abs(right) if operator == "**" else right.bit_length()))
         else:
-            allowance.pay(_price_of_call("format" if operator == "%" else "replace", (left, right)))
+            allowance.pay(_call_cost("format" if operator == "%" else "replace", (left, right)))
         return super().call_binop(context, operator, left, right)
 
-    def _paying_filter(self, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-        first = 1 if hasattr(made, "jinja_pass_arg") else 0  # argument that is not Jinja's own
+    def _paying_filter(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if hasattr(plain, "jinja_pass_arg") else 0  # argument after Jinja's own
 
-        @functools.wraps(made)
+        @functools.wraps(plain)
         def paying(*args: Any, **options: Any) -> Any:
-            self._allowance.pay(_price_of_call(name, (*args[first:], *options.values())))
+            self._allowance.pay(_call_cost(name, (*args[first:], *options.values())))
             if name in _EACH:
-                args = (*args[:first], self._pay_rounds(args[first], _STEP), *args[first + 1 :])
-            return made(*args, **options)
+                args = (*args[:first], self._pay_iterations(args[first], _CALL), *args[first + 1 :])
+            return plain(*args, **options)
 
         return paying
 
     def _paying_test(self, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         return lambda value, other: test(self._pay_size(value), self._pay_size(other))
 
-    # --- what `_Counting` writes into a template ---
+    # --- filters that `_CostInserter` inserts into a template ---
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        made = _Counting().visit(tree)
-        assert isinstance(made, nodes.Template)
-        made.set_environment(self)
-        return made
+        changed = _CostInserter().visit(tree)
+        assert isinstance(changed, nodes.Template)
+        changed.set_environment(self)
+        return changed
 
-    def _pay_rounds(self, values: Any, price: int) -> Any:
-        """Return values to go through, each of which costs `price`."""
+    def _pay_iterations(self, values: Any, cost: int) -> Any:
+        """Return the values of a loop, and pay `cost` for each."""
         if isinstance(values, Sized):
-            self._allowance.pay(price * len(values))
+            self._allowance.pay(cost * len(values))
             return values
-        return self._pay_each_round(values, price)
+        return self._pay_each_iteration(values, cost)
 
-    def _pay_each_round(self, values: Any, price: int) -> Iterator[Any]:
+    def _pay_each_iteration(self, values: Any, cost: int) -> Iterator[Any]:
         for value in values:
-            self._allowance.pay(price)
+            self._allowance.pay(cost)
             yield value
 
     def _pay_size(self, value: Any) -> Any:
-        """Return a value that is printed, compared, or put together with others; a number has its bits."""
+        """Return a value that is printed, compared or concatenated. The size of a number is its bits."""
         allowance = self._allowance
         if type(value) is str:  # nearly always
             allowance.left -= len(value)
@@ -167,18 +167,20 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value if allowance.left >= 0 else allowance.pay(0)
 
     def _pay_copy(self, value: Any) -> Any:
-        """Return a value of which a slice is taken."""
+        """Return a value before it is sliced."""
         self._allowance.pay(_size_without_parts(value))
         return value
 
 
-class _Counting(NodeTransformer):
-    """Has a template pay for rounds of loops, and for what it puts together, lists, compares or copies."""
+class _CostInserter(NodeTransformer):
+    """Inserts costs for loops, and for values that a template concatenates, lists, compares or copies."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        price = nodes.Const(_ROUND + _price_of_round([*node.body, *node.else_, *filter(None, [node.test])]))
+        cost = nodes.Const(
+            _ITERATION + _iteration_cost([*node.body, *node.else_, *filter(None, [node.test])])
+        )
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, _PAY_ROUNDS, price)
+        node.iter = _filtered(node.iter, _PAY_ITERATIONS, cost)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -199,11 +201,11 @@ class _Counting(NodeTransformer):
             node.node = _unless_constant(node.node, _PAY_COPY)
         return node
 
-    def _visit_made(self, node: Any) -> Any:
+    def _visit_container(self, node: Any) -> Any:
         self.generic_visit(node)
-        return node if _holds_nothing_made(node) else _filtered(node, _PAY_SIZE)
+        return node if _is_constant_or_target(node) else _filtered(node, _PAY_SIZE)
 
-    visit_List = visit_Tuple = visit_Dict = _visit_made
+    visit_List = visit_Tuple = visit_Dict = _visit_container
 
 
 def _filtered(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -214,45 +216,45 @@ def _unless_constant(node: Any, name: str) -> Any:
     return node if isinstance(node, nodes.Const) else _filtered(node, name)
 
 
-def _holds_nothing_made(node: nodes.Node) -> bool:
-    """Return whether a list, or the like, holds constants alone; or is where values go."""
+def _is_constant_or_target(node: nodes.Node) -> bool:
+    """Return whether a list, tuple or dict has only constants, or is the target of an assignment."""
     if getattr(node, "ctx", "load") != "load":
         return True
     return all(isinstance(one, (nodes.Const, nodes.Pair)) for one in node.find_all((nodes.Expr, nodes.Pair)))
 
 
-def _price_of_round(body: Sequence[nodes.Node]) -> int:
-    """Return what a round of a loop costs: parts of its body, and what it prints, without loops in it."""
-    price = 0
+def _iteration_cost(body: Sequence[nodes.Node]) -> int:
+    """Return the cost of an iteration: the nodes and text of its body, without inner loops."""
+    cost = 0
     for node in body:
-        price += _PART + len(str(getattr(node, "data", "")))
+        cost += _NODE + len(str(getattr(node, "data", "")))
         if not isinstance(node, (nodes.For, nodes.Macro)):
-            price += _price_of_round([*node.iter_child_nodes()])
-    return price
+            cost += _iteration_cost([*node.iter_child_nodes()])
+    return cost
 
 
-def _price_of_call(name: str, given: Sequence[Any]) -> int:
-    """Return what a filter, method or function costs. Raises TemplateError for a width that is too large."""
-    if name in _AT_ONCE:
-        return _STEP
-    if name in _FORMAT and any(isinstance(one, str) and _WIDTH.search(one) for one in given):
+def _call_cost(name: str, args: Sequence[Any]) -> int:
+    """Return the cost of a filter, method or function. Raises TemplateError for a width that is too large."""
+    if name in _CONSTANT_TIME:
+        return _CALL
+    if name in _FORMAT and any(isinstance(one, str) and _WIDTH.search(one) for one in args):
         raise jinja2.TemplateError("a width of five digits, or of what is formatted")
-    sizes = [len(one) if type(one) is str else _size_of(one) for one in given]
-    return _STEP + (math.prod(max(1, n) for n in sizes) if name in _MULTIPLY else sum(sizes))
+    sizes = [len(one) if type(one) is str else _size_of(one) for one in args]
+    return _CALL + (math.prod(max(1, n) for n in sizes) if name in _MULTIPLY else sum(sizes))
 
 
 def _size_of(value: Any, seen: dict[int, int] | None = None) -> int:
-    """Return how many characters, or parts, a value has when it is printed; of a number, the number."""
+    """Return the number of characters of a printed value, or its items; for a number, its absolute value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
         return min(abs(value), 1 << 40)
     if isinstance(value, range):
-        return _STEP * len(value)
+        return _CALL * len(value)
     if not isinstance(value, (list, tuple, Mapping)):
         return 1
     seen = {} if seen is None else seen
-    if id(value) not in seen:  # a list may have the same one many times, and so on
+    if id(value) not in seen:  # nested lists may contain one list exponentially often
         seen[id(value)] = 0
         inner = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
         of_parts = (_ITEM + (0 if isinstance(one, int) else _size_of(one, seen)) for one in inner)
@@ -261,5 +263,5 @@ def _size_of(value: Any, seen: dict[int, int] | None = None) -> int:
 
 
 def _size_without_parts(value: Any) -> int:
-    """Return as `_size_of`, of what holds others without them."""
+    """Return `_size_of`, but count an item of a list or tuple as a constant."""
     return _ITEM * len(value) if isinstance(value, (list, tuple)) else _size_of(value)

@@ -1,4 +1,4 @@
-"""The data set of ``--model_scale tiny``: made for the run, in the published format."""
+"""Writes the data set of ``--model_scale tiny``, in the published format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpillm.workloads import Workload
 
 DATASET, REFERENCES = "dataset", "references.jsonl"  # a folder in the run directory, and a file in it
 
-_PLAIN_TOKENS = 256  # below the tiny presets' special ones
+_PLAIN_TOKENS = 256  # the tiny presets' special tokens have higher ids
 _ANSWERS = ("1. Apples 2. Pears 3. Plums", "5", "return a + b")
 _TEXTS = {
     "dataset": ("OpenOrca", "GSM8K", "MBXP"),
@@ -23,7 +23,7 @@ _TEXTS = {
 
 
 def write_dataset(workload: Workload, folder: Path) -> None:
-    """Write the scaled-down data set, always the same: NVIDIA's arrays, and `REFERENCES` for scores."""
+    """Write the scaled-down data set: NVIDIA's arrays, and `REFERENCES` for scores. It is deterministic."""
     random = np.random.default_rng(workload.n_samples)
     n, width, (end_id,) = workload.n_samples, workload.max_input_len, workload.end_ids
     mean = width / 3.5  # roughly as in the published data sets
@@ -36,7 +36,7 @@ def write_dataset(workload: Workload, folder: Path) -> None:
     np.save(folder / LENGTHS_FILE, lengths)
     for word in workload.stop_words:
         stops = np.full((n, len(word)), end_id, np.int32)
-        stops[2::3] = word  # MBXP's samples, as `_TEXTS` has them
+        stops[2::3] = word  # samples from MBXP, the third entry of `_TEXTS`
         np.save(folder / STOP_FILE, stops)
     with (folder / REFERENCES).open("w", encoding="utf-8") as stream:
         for i in range(n):

@@ -1,8 +1,8 @@
-"""Text to tokens and back, as `transformers` does it but without its import, which takes seconds.
+"""Tokenizers. Results are equal to `transformers`, whose import takes seconds.
 
-The library `tokenizers` reads a Hugging Face folder's `tokenizer.json`; a prompt becomes one user message of
-the folder's chat template, if it has one. Bytes are the tokens of the presets, and of a core without a model.
-For a folder without a tokenizer prompts must be token ids.
+The library `tokenizers` reads a Hugging Face folder's `tokenizer.json`. A prompt becomes one user message of
+the folder's chat template, if it has one. Presets, and cores without a model, use bytes as tokens. For a
+folder without a tokenizer, prompts must be token ids.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from disagg.errors import ConfigError, about
 from launch.outside import one_line
 from mpillm.files import check_files, excerpt, panics_named
 
-_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # that we cannot read
+_OTHER_FORMATS = (
+    "tokenizer.model",
+    "vocab.json",
+    "tiktoken.model",
+    "tekken.json",
+)  # mpillm cannot read these
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_OF_PYTHON = (
+_PYTHON_ERRORS = (  # of a template's expressions
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -38,65 +43,64 @@ _OF_PYTHON = (
 )
 
 Tokens = Sequence[int] | NDArray[np.int32]
-Messages = Sequence[Mapping[str, Any]]  # of a chat, as OpenAI's API has them
+Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API
 Render = Callable[[Messages], str]
 
-# Characters of a text that become tokens at once where it may have too many, each of some 400 bytes until all
-# are there. A piece's end may break one token into as many as it has characters.
-_PIECE, _LONGEST = 1 << 16, 256
+# A text that may have too many tokens is first tokenized in pieces of so many characters, because the library
+# needs some 400 bytes per token. A piece's end may split a token into at max_tokens `_MAX_SPLIT` tokens.
+_PIECE, _MAX_SPLIT = 1 << 16, 256
 
 
 class TooLongError(ConfigError):
-    """A text has more tokens than it may."""
+    """A text has more tokens than allowed."""
 
 
 class Tokenizer(Protocol):
-    """What the program needs from a tokenizer."""
+    """Interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, special ones included; a model's own may be larger, for padding."""
+        """Number of tokens with special ones. A model's vocabulary may be larger, for padding."""
 
     @property
     def plain_tokens(self) -> range:
-        """The longest range of ids without a special token: synthetic prompts are drawn from it."""
+        """Longest range of ids without a special token, for synthetic prompts."""
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the model's input: a chat with this one message, if the model has a chat template."""
+        """Return the model's input; with a chat template, a chat with one message."""
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Do as `encode` for many prompts, on all cores."""
+        """Encode many prompts as `encode` does, on all CPU cores."""
 
-    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
-        """Return the model's input for a chat. Raises ConfigError as `render`, TooLongError as
-        `encode_text`."""
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        """Return the model's input for a chat. Raises as `render` and `encode_text`."""
 
     def render(self, messages: Messages) -> str:
-        """Return the text of a chat, of which `encode_rendered` makes the model's input.
+        """Return the text of a chat, for `encode_rendered`.
 
-        Raises ConfigError if there is no chat template, or none for these messages. What a template does is
-        Python's work, all of which one thread does at a time; tokens are made beside it.
+        A template holds Python's interpreter lock; `encode_rendered` does not. Raises ConfigError without a
+        chat template, or if it fails on these messages.
         """
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        """Return the model's input for the text of a chat. Raises TooLongError as `encode_text`."""
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Return the model's input for the text of a chat. Raises as `encode_text`."""
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        """Return the model's input for a text that is no chat, with the special tokens that frame any.
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Return the model's input for a plain text, with the special tokens of every input.
 
-        Raises TooLongError if a long text has far more than `most` tokens, before it takes the memory of all.
+        Raises TooLongError if a long text has far more than `max_tokens` tokens, before it needs much memory.
         """
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of the text itself: no chat template, no special tokens."""
+        """Return the tokens of the text without chat template and special tokens."""
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
-        """Return the text of an answer, without special tokens unless they are kept."""
+        """Return the text of a response, without special tokens unless `keep_special`."""
 
 
 @about("model_path")
 def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) -> Tokenizer:
-    """Return the tokenizer of the folder `model_path`; None: of bytes. Raises ConfigError."""
+    """Return the tokenizer of the folder `model_path`; None: a ByteTokenizer. Raises ConfigError."""
     if model_path is None:
         return ByteTokenizer()
     if not model_path.is_dir():
@@ -116,7 +120,7 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
 
 
 class ByteTokenizer:
-    """A token is a byte of the UTF-8 text: 256 tokens, none of them special."""
+    """Tokenizer for the bytes of UTF-8 text: 256 tokens, none of them special."""
 
     vocab_size = 256
     plain_tokens = range(256)
@@ -127,19 +131,19 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
-        return self.encode_text(self.render(messages), most)
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        return self.encode_text(self.render(messages), max_tokens)
 
     def render(self, messages: Messages) -> str:
-        """It has no special tokens: the messages' texts, a line each."""
+        """Return the messages' texts, one in each line."""
         return "\n".join(str(message["content"]) for message in messages)
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        return self.encode_text(text, most)
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        return self.encode_text(text, max_tokens)
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        if _may_be_too_long(text, most):
-            raise TooLongError(f"more than {most} tokens")
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        if _may_be_too_long(text, max_tokens):
+            raise TooLongError(f"more than {max_tokens} tokens")
         return list(text.encode())
 
     def encode_plain(self, text: str) -> list[int]:
@@ -156,10 +160,10 @@ class ByteTokenizer:
 
 
 class NoTokenizer:
-    """Placeholder for the tokenizer of a model that has none here: every use of a text raises ConfigError."""
+    """Placeholder for a missing tokenizer; every use of a text raises ConfigError."""
 
     vocab_size = 1 << 31  # unknown
-    plain_tokens = range(256)  # as every model has them
+    plain_tokens = range(256)  # in every model
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -177,16 +181,16 @@ class NoTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         self.refuse()
 
-    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
         self.refuse()
 
     def render(self, messages: Messages) -> str:
         self.refuse()
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
         self.refuse()
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         self.refuse()
 
     def encode_plain(self, text: str) -> list[int]:
@@ -197,7 +201,7 @@ class NoTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, behind a chat template if `render` is given."""
+    """Tokenizer of a `tokenizer.json`, with an optional chat template (`render`)."""
 
     def __init__(self, file: Path, render: Render | None = None) -> None:
         try:
@@ -207,9 +211,7 @@ class FileTokenizer:
                 f"{file} needs the tokenizers library: pip install 'mpillm[tokenizer]'"
             ) from error
         library = f"tokenizers {tokenizers.__version__}"
-        os.putenv(
-            "RUST_BACKTRACE", "0"
-        )  # a panic is one error here; `os.environ`, for child processes, stays
+        os.putenv("RUST_BACKTRACE", "0")  # for this process: a panic becomes one line of error
         with panics_named(f"{file} is not a tokenizer that {library} can read"):
             _check_merges(file.read_bytes())
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -231,46 +233,46 @@ class FileTokenizer:
         texts = (
             list(prompts) if self._render is None else [self._render(_chat_of(prompt)) for prompt in prompts]
         )
-        # A chat template writes the special tokens itself; without one the post-processor adds them.
+        # A chat template writes the special tokens; without one, the post-processor adds them.
         with panics_named(_FAILS):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
 
-    def encode_chat(self, messages: Messages, most: int | None = None) -> list[int]:
-        return self.encode_rendered(self.render(messages), most)
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        return self.encode_rendered(self.render(messages), max_tokens)
 
     def render(self, messages: Messages) -> str:
         if self._render is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
         return self._render(messages)
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        self._check_length(text, most)
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        self._check_length(text, max_tokens)
         return self.encode_plain(text)
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        self._check_length(text, most)
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
 
-    def _check_length(self, text: str, most: int | None) -> None:
-        if not _may_be_too_long(text, most):
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if not _may_be_too_long(text, max_tokens):
             return
         n = 0
         for at in range(0, len(text), _PIECE):
-            n += len(self._encode(text[at : at + _PIECE], add_special_tokens=False)) - _LONGEST
-            if n > (most or 0):
-                raise TooLongError(f"more than {most} tokens")
+            n += len(self._encode(text[at : at + _PIECE], add_special_tokens=False)) - _MAX_SPLIT
+            if n > (max_tokens or 0):
+                raise TooLongError(f"more than {max_tokens} tokens")
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with panics_named(_FAILS):
             if len(text) < _LONG:
-                made = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            else:  # only this lets other threads have the interpreter meanwhile
-                (made,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = made.ids
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            else:  # `encode_batch` releases the interpreter lock
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         return ids
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
@@ -280,44 +282,44 @@ class FileTokenizer:
             )
 
 
-def _may_be_too_long(text: str, most: int | None) -> bool:
-    return most is not None and len(text) > max(_PIECE, 2 * most)
+def _may_be_too_long(text: str, max_tokens: int | None) -> bool:
+    return max_tokens is not None and len(text) > max(_PIECE, 2 * max_tokens)
 
 
-_LONG = 4096  # characters, of which tokens are made in about 2 ms
-_FAILS = "the model's tokenizer fails on this text"  # as where a regular expression looks back too far
-_MOST_GROWTH = 1024
+_LONG = 4096  # characters, tokenized in about 2 ms
+_FAILS = "the model's tokenizer fails on this text"  # for example, if a regular expression looks back too far
+_MAX_GROWTH = 1024
 _INNER = ("normalizers", "decoders", "processors")
 
 
 def _check_growth(tokenizer: Any) -> None:
-    """Raise ValueError if a part of a tokenizer could make a text more than 1,024 times as long."""
+    """Raise ValueError if a part of a tokenizer can make a text more than 1,024 times as long."""
     for part in (tokenizer.normalizer, tokenizer.decoder, tokenizer.post_processor):
-        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MOST_GROWTH:
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
             raise ValueError(f"its {type(part).__name__} makes a text {growth:g} times as long")
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    made = math.prod(_growth(one) for name in _INNER for one in part.get(name) or ())
+    growth = math.prod(_growth(one) for name in _INNER for one in part.get(name) or ())
     if part["type"] == "Replace":
         text = part["pattern"].get("String")  # a regular expression may match before each character
-        made *= max(1.0, len(part["content"]) / len(text)) if text else 1.0 + len(part["content"])
+        growth *= max(1.0, len(part["content"]) / len(text)) if text else 1.0 + len(part["content"])
     elif part["type"] == "Prepend":
-        made *= max(1, len(part["prepend"]))
+        growth *= max(1, len(part["prepend"]))
     elif part["type"] == "TemplateProcessing":
         tokens = part["special_tokens"]
         names = [piece.get("SpecialToken", {}).get("id") for piece in part["single"]]
-        made *= max(1, sum(len(tokens[name]["ids"]) if name in tokens else 1 for name in names))
-    return float(made)
+        growth *= max(1, sum(len(tokens[name]["ids"]) if name in tokens else 1 for name in names))
+    return float(growth)
 
 
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 def _check_merges(content: bytes) -> None:
-    """Raise ValueError for merges that do not have the prefix of their model.
+    """Raise ValueError for merges without the prefix of their model.
 
-    The library cuts it off unseen, and may end the process.
+    The library removes the prefix without a check, and may end the process.
     """
     if not _PREFIX.search(content):
         return
@@ -330,16 +332,16 @@ def _check_merges(content: bytes) -> None:
 
 
 def special_tokens(model_path: Path) -> dict[str, str]:
-    """Return the texts of the special tokens that a folder names, as ``eos_token``.
+    """Return the texts of a folder's special tokens by name, such as ``eos_token``.
 
-    Raises ConfigError if it can't be read.
+    Raises ConfigError if the folder cannot be read.
     """
     settings = _read_settings(model_path)
     return {name: str(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
 
 
 def _read_settings(model_path: Path) -> dict[str, Any]:
-    """Read `tokenizer_config.json` over the older `special_tokens_map.json`; special tokens as text."""
+    """Read `tokenizer_config.json`, which overrides the older `special_tokens_map.json`."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = model_path / name
@@ -359,7 +361,7 @@ def _read_settings(model_path: Path) -> dict[str, Any]:
 
 
 def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
-    """Return the chat template: `chat_template.jinja` before `tokenizer_config.json`'s (`default`)."""
+    """Return the template in `chat_template.jinja`, or else `default` of `tokenizer_config.json`."""
     file = model_path / "chat_template.jinja"
     try:
         return file.read_text(encoding="utf-8")
@@ -387,7 +389,7 @@ def _chat_of(prompt: str) -> Messages:
 
 
 def _compile(template: str, settings: dict[str, Any]) -> Render:
-    """Return a function from a chat to the model's input, with the Jinja environment of `transformers`."""
+    """Return a function that renders a chat, with the features of `transformers`' Jinja environment."""
     try:
         import jinja2
         import jinja2.ext
@@ -398,7 +400,7 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
         ) from error
 
     class GenerationTag(jinja2.ext.Extension):
-        """``{% generation %}`` marks the answer for training; here its body is plain text."""
+        """``{% generation %}`` marks the response for training; mpillm renders its body as plain text."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -420,28 +422,28 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.bound()
+    environment.add_costs()
     environment.begin(template)
     special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
     try:
         compiled = environment.from_string(template)
-    except (jinja2.TemplateError, *_OF_PYTHON) as error:
+    except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
         raise ConfigError(f"the model's chat template does not parse: {one_line(str(error))}") from error
 
     def render(messages: Messages) -> str:
         environment.begin(template, messages)
         try:
-            made = compiled.render(
+            text = compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 **special,
             )
-            made.encode()  # half of a surrogate pair is no text
-            return made
-        except (jinja2.TemplateError, *_OF_PYTHON) as error:
-            said = one_line(str(error) or type(error).__name__)
-            raise ConfigError(f"the model's chat template fails on these messages: {said}") from error
+            text.encode()  # raises for a lone surrogate
+            return text
+        except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
+            cause = one_line(str(error) or type(error).__name__)
+            raise ConfigError(f"the model's chat template fails on these messages: {cause}") from error
 
     return render

@@ -98,12 +98,12 @@ class Choice:
                 )
             piece = self._detokenizer.add([token])
             text += self._stop.add(piece) if may_stop else piece
-            if self._stop.found is not None:
-                return Piece(text, new[: i + 1], "stop", self._stop.found)
+            if self._stop.match is not None:
+                return Piece(text, new[: i + 1], "stop", self._stop.match)
         if not is_last:
             return Piece(text, new, None)
         text += self._stop.add(self._detokenizer.end()) + self._stop.end()
-        return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)
+        return Piece(text, new, "stop" if self._stop.match is not None else self._reason(), self._stop.match)
 
     def _reason(self) -> str:
         """Return why an answer ended that no stop string or stop token has cut."""

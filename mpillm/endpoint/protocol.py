@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import Messages, Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
@@ -47,7 +47,7 @@ class Served:
 
     names: tuple[str, ...]  # of the model; the first is in every answer
     tokenizer: Tokenizer
-    limits: Limits
+    limits: PromptLimits
     end_ids: frozenset[int] = frozenset()
     max_output_len: int = 128  # of a chat that does not say how many
     # Defaults for requests; None: as OpenAI's API has it.

@@ -11,7 +11,7 @@ from mpillm.core_names import found_at
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.data_loader import LLMDataLoader
-from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
@@ -95,10 +95,10 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     return load_tokenizer(folder, config.apply_chat_template)
 
 
-def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> Limits:
+def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
     """Return what the options and the models of all instances allow."""
     lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]
-    return Limits(
+    return PromptLimits(
         min((model.vocab_size for model in known), default=None),
         min(lengths, default=None) or min((model.max_seq_len for model in known), default=None),
         config.max_output_len,

@@ -27,7 +27,7 @@ from mpillm.submission.submitted_runs import Result, Run
 from mpillm.submission.system import of_servers
 from mpillm.submission.targets import check
 from mpillm.workloads import Workload
-from mpillm.workloads.workload import Limits
+from mpillm.workloads.workload import LatencyLimits
 
 # How to make a missing piece.
 _CURE = {
@@ -107,7 +107,7 @@ def _performance(run: Run, closed: bool) -> Iterator[Problem]:
         yield from _latencies(run, run.workload.submission.limits)
 
 
-def _latencies(run: Run, limits: Limits) -> Iterator[Problem]:
+def _latencies(run: Run, limits: LatencyLimits) -> Iterator[Problem]:
     """Check that an Interactive run meets Server's limits, as in the checker; LoadGen has applied its own."""
     detail = run.detail
     if not detail.get("early_stopping_met"):

@@ -11,7 +11,7 @@ LoadGen itself brings latency limits, sample counts and durations, in the mlperf
 
 from __future__ import annotations
 
-from mpillm.workloads.workload import Accuracy, Columns, Endpoints, Limits, Submission, Workload
+from mpillm.workloads.workload import Accuracy, Columns, Endpoints, LatencyLimits, Submission, Workload
 
 LLAMA2_70B = Workload(
     name="llama2-70b",
@@ -37,7 +37,7 @@ LLAMA2_70B = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("llama2-70b-99", "llama2-70b-99.9"), "v6.1": ("llama2-70b-99.9",)},
-        limits=Limits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
+        limits=LatencyLimits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
         two_targets=True,
     ),
@@ -73,7 +73,7 @@ MIXTRAL_8X7B = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("mixtral-8x7b",)},
-        limits=Limits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
+        limits=LatencyLimits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
         scenarios=(("Offline",), ("Server",)),
     ),
     tiny_model="tiny-mixtral",
@@ -105,7 +105,7 @@ LLAMA3_1_405B = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("llama3.1-405b",)},
-        limits=Limits(ttft_ms=6000, tpot_ms=175, target_ms=60_000),
+        limits=LatencyLimits(ttft_ms=6000, tpot_ms=175, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
     ),
     tiny_model="tiny-llama",
@@ -136,8 +136,8 @@ LLAMA3_1_8B = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("llama3.1-8b",), "v6.1": ("llama3.1-8b",)},
-        limits=Limits(ttft_ms=2000, tpot_ms=100, target_ms=20_000),
-        interactive=Limits(ttft_ms=500, tpot_ms=30, target_ms=20_000),
+        limits=LatencyLimits(ttft_ms=2000, tpot_ms=100, target_ms=20_000),
+        interactive=LatencyLimits(ttft_ms=500, tpot_ms=30, target_ms=20_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
     ),
     tiny_model="tiny-llama",
@@ -175,8 +175,8 @@ DEEPSEEK_R1 = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("deepseek-r1",), "v6.1": ("deepseek-r1",)},
-        limits=Limits(ttft_ms=2000, tpot_ms=80, target_ms=60_000),
-        interactive=Limits(ttft_ms=1500, tpot_ms=15, target_ms=60_000),
+        limits=LatencyLimits(ttft_ms=2000, tpot_ms=80, target_ms=60_000),
+        interactive=LatencyLimits(ttft_ms=1500, tpot_ms=15, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
         draft_head="the head of deepseek-ai/DeepSeek-R1 (EAGLE-style, 3 steps, top-k 1)",
     ),
@@ -220,8 +220,8 @@ GPT_OSS_120B = Workload(
     ),
     submission=Submission(
         rounds={"v6.0": ("gpt-oss-120b",), "v6.1": ("gpt-oss-120b",)},
-        limits=Limits(ttft_ms=3000, tpot_ms=80, target_ms=60_000),
-        interactive=Limits(ttft_ms=2000, tpot_ms=15, target_ms=60_000),
+        limits=LatencyLimits(ttft_ms=3000, tpot_ms=80, target_ms=60_000),
+        interactive=LatencyLimits(ttft_ms=2000, tpot_ms=15, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
         draft_head="nvidia/gpt-oss-120b-Eagle3-long-context (EAGLE3-style, 3 steps, top-k 1)",
     ),

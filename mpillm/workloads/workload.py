@@ -38,7 +38,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """The latencies that the submission checker allows a Server run."""
 
     ttft_ms: float
@@ -51,14 +51,16 @@ class Submission:
     """What the submission checker has of a benchmark."""
 
     rounds: Mapping[str, tuple[str, ...]]  # its names of the benchmark, by round
-    limits: Limits  # of Server; of LoadGen's runs those of Interactive, too
+    limits: LatencyLimits  # of Server; of LoadGen's runs those of Interactive, too
     scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
     # The only head that its interactive form may guess tokens with (speculative decoding); "": none
     draft_head: str = ""
     two_targets: bool = False  # accuracy targets of 99 % and 99.9 %: its names contain the target
-    interactive: Limits | None = None  # of Interactive, in results of MLCommons' client; None: it has none
+    interactive: LatencyLimits | None = (
+        None  # of Interactive, in results of MLCommons' client; None: it has none
+    )
 
-    def limits_of(self, scenario: str) -> Limits:
+    def limits_of(self, scenario: str) -> LatencyLimits:
         """Return the limits of a run of MLCommons' client."""
         return self.interactive or self.limits if scenario == "Interactive" else self.limits
 

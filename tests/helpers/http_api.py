@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession
 
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.app import Service
@@ -20,7 +20,7 @@ from mpillm.endpoint.protocol import Served
 from tests.helpers.served import World
 
 DEADLINE_S = 120.0
-SERVED = Served(("dummy", "other"), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200))
+SERVED = Served(("dummy", "other"), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
 HOUR_MS = 3_600_000.0
 
 

@@ -18,7 +18,7 @@ from disagg.errors import ConfigError
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
 from mpillm.cores.openai_client.server_counts import Reading, of_iterations, reading_of
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.protocol import Served, encode, read
@@ -30,7 +30,7 @@ from mpillm.report.run_list import find_runs
 from tests.helpers.fuzzing import REPEATED
 from tests.helpers.growth import grows_faster
 
-LIMITS = Limits(vocab_size=256, max_seq_len=1000, max_output_len=10)
+LIMITS = PromptLimits(vocab_size=256, max_seq_len=1000, max_output_len=10)
 SERVED = Served(("m",), ByteTokenizer(), LIMITS)
 REFUSALS = (ApiError, AnswerError, ConfigError, HttpError, ValueError)
 

@@ -2,8 +2,8 @@
 
 A conversion is a folder of .npy files: ``FILE.arrays/KEY`` beside the data frame or, if that is not writable,
 in the user's cache. KEY identifies the state of the file, so a changed file is converted again. The folder is
-written under another name, then renamed: two runs may convert the same file at once, and a run may be killed
-on the way.
+written under a temporary name, then renamed, because two runs may convert the same file simultaneously, and a
+run may be killed during a conversion.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _FORMAT = 1  # of the arrays: a higher number converts every file again
 _WORTHWHILE = 1 << 20  # bytes; smaller files read as fast as arrays
-_CONTENTS = "contents.json"  # names of the arrays: programs that clean a disk may delete some of them
+_CONTENTS = "contents.json"  # names of all arrays: a program that cleans the disk may delete some files
 _SAMPLE, _SAMPLES = 4096, 64  # bytes of a sample of the content, and how many samples the key has
 _STALE_S = 3600.0  # no conversion takes longer
 
 
-def converted(file: Path, wanted: str, convert: Callable[[], Arrays]) -> tuple[Arrays, str]:
+def converted(file: Path, purpose: str, convert: Callable[[], Arrays]) -> tuple[Arrays, str]:
     """Return the arrays that `convert` makes of `file`, mapped if an earlier run stored them, and a note.
 
-    The note is a line for the user, or empty. `wanted` identifies what `convert` depends on besides the file.
-    A conversion that cannot be stored is no error.
+    The note is a line for the user, or empty. `purpose` identifies the inputs of `convert` other than the
+    file. A failure to store the conversion is not an error.
     """
     try:
-        key = _key(file, wanted) if file.stat().st_size >= _WORTHWHILE else ""
-    except OSError:  # `convert` will say why
+        key = _key(file, purpose) if file.stat().st_size >= _WORTHWHILE else ""
+    except OSError:  # `convert` reports the cause
         key = ""
     if not key:
         return convert(), ""
     folders = [folder / key for folder in _folders(file)]
     for folder in folders:
-        if (found := _read(folder)) is not None:
-            return found, ""
+        if (stored := _read(folder)) is not None:
+            return stored, ""
     arrays = convert()
     reasons = []
     for folder in folders:
         try:
-            if _key(file, wanted) == key:
+            if _key(file, purpose) == key:
                 _write(folder, arrays)
                 _remove_old(folder)
                 return arrays, f"data set converted for later runs: {folder.parent}"
@@ -66,15 +66,15 @@ def converted(file: Path, wanted: str, convert: Callable[[], Arrays]) -> tuple[A
     return arrays, f"data set converted, but not stored for later runs: {'; '.join(reasons)}"
 
 
-def _key(file: Path, wanted: str) -> str:
-    """Hash size, times and samples of the content. (Programs that copy files set mtime, but not ctime.)"""
+def _key(file: Path, purpose: str) -> str:
+    """Return a hash of the size, times and samples of the content. Copy programs set mtime, but not ctime."""
     stat = file.stat()
     digest = hashlib.sha256(f"{_FORMAT} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     with file.open("rb", buffering=0) as stream:
         for place in np.linspace(0, max(stat.st_size - _SAMPLE, 0), _SAMPLES, dtype=np.int64).tolist():
             stream.seek(place)
             digest.update(stream.read(_SAMPLE))
-    return f"{_short(wanted)}-{digest.hexdigest()[:32]}"
+    return f"{_short(purpose)}-{digest.hexdigest()[:32]}"
 
 
 def _short(text: str) -> str:
@@ -91,7 +91,7 @@ def _folders(file: Path) -> Iterator[Path]:
 def load_npy(file: Path, is_mapped: bool) -> Any:
     """Return the array in a .npy file, or an archive of arrays.
 
-    Raises OSError, EOFError, ConfigError for a pipe or a device, and ValueError for any other mistake in it.
+    Raises OSError, EOFError, ConfigError for a pipe or a device, and ValueError for any other fault.
     """
     check_file(file)
     try:
@@ -100,7 +100,7 @@ def load_npy(file: Path, is_mapped: bool) -> Any:
         ArithmeticError,
         MemoryError,
         SyntaxError,
-        SystemError,  # of Python 3.12, in place of a SyntaxError: in a header with a null byte
+        SystemError,  # Python 3.12 raises it for a null byte in the header, instead of SyntaxError
         TypeError,
         tokenize.TokenError,
     ) as error:
@@ -130,7 +130,7 @@ def _write(folder: Path, arrays: Arrays) -> None:
             with (work / f"{name}.npy").open("wb") as stream:
                 np.save(stream, array)
                 stream.flush()
-                # A machine's crash must not leave a complete folder of empty blocks.
+                # After a crash of the machine, a renamed folder must not have empty files.
                 os.fsync(stream.fileno())
         (work / _CONTENTS).write_text(json.dumps(list(arrays)), encoding="utf-8")
         replace_folder(work, folder, damaged, lambda: _read(folder) is not None)
@@ -142,10 +142,10 @@ def _write(folder: Path, arrays: Arrays) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove conversions of earlier states of the file and those that killed runs left unfinished."""
-    wanted = folder.name.partition("-")[0]
+    """Remove conversions of earlier states of the file, and unfinished conversions of killed runs."""
+    purpose = folder.name.partition("-")[0]
     for other in folder.parent.iterdir():
         with contextlib.suppress(OSError):
             left = other.name.startswith(".") and other.stat().st_mtime < time.time() - _STALE_S
-            if left or (other.name.startswith(f"{wanted}-") and other != folder):
+            if left or (other.name.startswith(f"{purpose}-") and other != folder):
                 shutil.rmtree(other)

@@ -28,8 +28,8 @@ _BETWEEN = re.compile(r"[\s,]*")
 def json_rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of the list in `file`; lists of integers become arrays, shape [length], int32.
 
-    The file is read piece by piece: it has hundreds of megabytes, a token to a line. Raises ConfigError if it
-    can't be read, is cut, or holds something else.
+    The file is read piece by piece: it has hundreds of megabytes, with one token in each line. Raises
+    ConfigError if it cannot be read, is truncated, or has other content.
     """
     try:
         with file.open(encoding="utf-8-sig") as stream:
@@ -45,8 +45,8 @@ def json_rows(file: Path) -> Iterator[dict[str, Any]]:
                     return
                 try:
                     row, end = decode(text, place)
-                except ValueError as error:  # perhaps only because there is more to read
-                    # twice as much: a long row is not read again for each piece of it
+                except ValueError as error:  # the row may continue in the next piece
+                    # Doubling the size bounds how often a long row is parsed.
                     if not (more := stream.read(max(_CHUNK, len(text) - place))):
                         raise ConfigError(f"{file}: truncated, or not JSON: {error}") from None
                     text, place = text[place:] + more, 0
@@ -64,7 +64,7 @@ def json_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _packed(entry: dict[str, Any]) -> dict[str, Any]:
-    """Replace lists of integers that fit int32 by arrays, which take a tenth of the memory."""
+    """Replace lists of integers that fit int32 by arrays, which need a tenth of the memory."""
     for name, value in entry.items():
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             continue
@@ -75,8 +75,8 @@ def _packed(entry: dict[str, Any]) -> dict[str, Any]:
 
 JSON_SUFFIX = ".json"
 _OF_CHATS = ("conversations", "prompt")  # fields of files for other load generators
-# Bytes that a gzip file may unpack to, for each of its own and besides; gzip's own limit is 1,032.
-_MOST_GZIP, _SMALL_GZIP = 100, 1 << 20
+# Bytes that a gzip file may unpack to: per byte of the file, and in addition; gzip's own limit is 1,032.
+_MAX_GZIP, _SMALL_GZIP = 100, 1 << 20
 
 
 class Frame:
@@ -87,14 +87,15 @@ class Frame:
         file: Path,
         columns: Sequence[str],
         values: Callable[[str], NDArray[Any]],
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        """`values` returns a column, shape [rows]; its cells may be objects, the same one in many rows.
-
-        `most_bytes`: that a column's cells may have in all.
+        """
+        Args:
+            values: Returns a column, shape [rows]. Its cells may be objects, and several may be the same
+            object. max_bytes: Limit on the size of all cells of a column together.
         """
         self.file, self.columns, self._values = file, tuple(columns), values
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def integers(self, column: str) -> NDArray[np.int64]:
         """Return a column of integers, shape [rows]; ConfigError if it holds anything else."""
@@ -140,15 +141,15 @@ class Frame:
         return lengths, np.frombuffer(packed, np.int32) if packed else np.zeros(0, np.int32)
 
     def _check(self, column: str, n_bytes: int) -> None:
-        if self._most_bytes is not None and n_bytes > self._most_bytes:
-            raise ConfigError(f"{self.file}: column {column} asks for more than {self._most_bytes} bytes")
+        if self._max_bytes is not None and n_bytes > self._max_bytes:
+            raise ConfigError(f"{self.file}: column {column} expands to more than {self._max_bytes} bytes")
 
     def _column(self, name: str) -> NDArray[Any]:
         if name not in self.columns:
             if self.file.name.endswith(JSON_SUFFIX) and not {*_OF_CHATS}.isdisjoint(self.columns):
                 raise ConfigError(not_lines(self.file, _OF_CHATS[0] in self.columns))
-            there = f"the columns are: {', '.join(self.columns)}" if self.columns else "it is empty"
-            raise ConfigError(f"{self.file}: no column {name}{nearest(name, self.columns)}; {there}")
+            available = f"the columns are: {', '.join(self.columns)}" if self.columns else "it is empty"
+            raise ConfigError(f"{self.file}: no column {name}{nearest(name, self.columns)}; {available}")
         return self._values(name)
 
 
@@ -156,9 +157,7 @@ def read_frame(file: Path) -> Frame:
     """Read the data frame in a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5) or
     in a JSON file (`json_rows`).
 
-    ConfigError names the file and what is wrong: it cannot be read, is truncated, is not a pickle, holds
-    something other than a data frame, or asks for a class or function that no data frame needs. Without
-    pandas it names the extra to install.
+    Raises ConfigError if the file cannot be read or is not a data frame, or if pandas is not installed.
     """
     if file.name.endswith(JSON_SUFFIX):
         return _json_frame(file)
@@ -170,9 +169,9 @@ def read_frame(file: Path) -> Frame:
     pickled = stream.getbuffer() if isinstance(stream, io.BytesIO) else stream
     try:
         data = unpickler.load(stream, pickled)
-        most = unpickler.most_bytes(len(pickled))
-        return Frame(file, tuple(data.columns), lambda name: data[name].to_numpy(), most)
-    except unpickler.Refused as error:
+        max_bytes = unpickler.max_bytes(len(pickled))
+        return Frame(file, tuple(data.columns), lambda name: data[name].to_numpy(), max_bytes)
+    except unpickler.PickleError as error:
         raise ConfigError(f"{file}: {error}") from None
     except (EOFError, struct.error) as error:
         raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does") from error
@@ -214,13 +213,13 @@ def _opened(file: Path) -> mmap.mmap | io.BytesIO:
     """Return the file's bytes: mapped, or in memory if they are compressed."""
     try:
         if file.name.endswith(".gz"):
-            most = _MOST_GZIP * file.stat().st_size + _SMALL_GZIP
+            max_bytes = _MAX_GZIP * file.stat().st_size + _SMALL_GZIP
             unpacked = io.BytesIO()
             with gzip.open(file) as packed:
                 while piece := packed.read(1 << 20):
                     unpacked.write(piece)
-                    if unpacked.tell() > most:
-                        raise ConfigError(f"{file}: refused: it unpacks to more than {most} bytes")
+                    if unpacked.tell() > max_bytes:
+                        raise ConfigError(f"{file}: refused: it unpacks to more than {max_bytes} bytes")
             unpacked.seek(0)
             return unpacked
         with file.open("rb") as stream:
@@ -236,7 +235,7 @@ def _opened(file: Path) -> mmap.mmap | io.BytesIO:
 
 
 def _take(cell: Any, packed: array[int]) -> None:
-    """Append the integers of one cell. Raises OverflowError, or TypeError that says what the cell holds."""
+    """Append the integers of one cell. Raises OverflowError, or TypeError with the kind of the content."""
     if isinstance(cell, np.ndarray):
         if cell.dtype.kind not in "iu" or cell.ndim != 1:
             raise TypeError(f"it is {_kind_of(cell)}")

@@ -4,7 +4,7 @@ NVIDIA's preprocessing scripts (``closed/NVIDIA/code/*/tensorrt/preprocess_data.
 mlcommons/inference_results_v5.1) write ``input_ids_padded.npy`` (int32, [samples, width], padded at the end),
 ``input_lens.npy`` (int32, [samples]) and, for Mixtral, ``stop_ids_padded.npy`` (int32, [samples, 4], padded
 with the end token). MLCommons' own files are data frames with a row per sample (``language/*/dataset.py`` in
-mlcommons/inference); they are converted to arrays on first use. Only the harness's rank loads them.
+mlcommons/inference). They are converted to arrays on first use. Only the harness's rank loads them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK_ROWS = 1024  # rows of the padded array in one read
 
 
 def loader_of(path: Path, workload: Workload | None) -> PreprocessedLoader:
-    """Return the loader of `path`, as this workload's data set or (None) as any."""
+    """Return the loader of `path`, as the data set of `workload`; None: as any data set."""
     if workload is None:
         return PreprocessedLoader(path)
     return PreprocessedLoader(path, workload.columns, workload.frame_file)
@@ -44,7 +44,7 @@ class PreprocessedLoader(LLMDataLoader):
     def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
         """`frame_file`: the data frame's name in a folder without arrays.
 
-        Raises ConfigError if neither is there, or it is a pipe or a device.
+        Raises ConfigError if the folder has neither, or `path` is a pipe or a device.
         """
         check_file(path)
         self._columns = columns or Columns()
@@ -61,10 +61,10 @@ class PreprocessedLoader(LLMDataLoader):
         elif path.name == TOKENS_FILE:
             self._arrays = path.parent
         if self._arrays is None and self._frame is None:
-            wanted = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}"
-            wanted += f", or with {frame_file}[.gz]" if frame_file else ""
+            expected = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}"
+            expected += f", or with {frame_file}[.gz]" if frame_file else ""
             raise ConfigError(
-                f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {wanted}"
+                f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {expected}"
             )
         if not path.exists():
             siblings = [file.name for file in path.parent.glob("*")]
@@ -78,13 +78,13 @@ class PreprocessedLoader(LLMDataLoader):
     def load(self) -> Samples:
         """Read all prompts.
 
-        ConfigError names the file, and the sample if one is at fault: a wrong type or shape, a missing
-        column, lengths that differ from those of the prompts or are for another number of samples.
+        Raises ConfigError, with the file and the sample, for a wrong type or shape, a missing column, or
+        wrong lengths.
         """
         return self._load_arrays(self._arrays) if self._arrays is not None else self._load_frame()
 
     def references(self) -> dict[str, list[str]]:
-        """Read the reference columns of the data frame; they are not kept."""
+        """Read the reference columns of the data frame."""
         if self._frame is None:
             raise ConfigError(
                 f"data set {self._arrays}: no references, which are in the published data frame: "
@@ -96,7 +96,7 @@ class PreprocessedLoader(LLMDataLoader):
             return {
                 column: _unpacked(arrays[name], arrays[f"{name}{_ENDS}"]) for column, name in names.items()
             }
-        frame = read_frame(self._frame)  # raises, if they are what is wrong
+        frame = read_frame(self._frame)  # raises ConfigError if the references are wrong
         return {column: frame.texts(column) for column in names}
 
     def _load_arrays(self, folder: Path) -> Samples:
@@ -114,14 +114,14 @@ class PreprocessedLoader(LLMDataLoader):
             )
         tokens = np.empty(int(lengths.sum()), np.int32)
         done = 0
-        with file.open("rb") as stream:  # not mapped: its pages would count as this process's memory
+        with file.open("rb") as stream:  # mapped pages would count as this process's memory
             stream.seek(padded.offset)
             for first in range(0, n, _CHUNK_ROWS):
                 rows = np.fromfile(stream, padded.dtype, min(_CHUNK_ROWS, n - first) * width).reshape(
                     -1, width
                 )
-                there = np.arange(width) < lengths[first : first + len(rows), None]
-                chunk = rows[there]
+                is_token = np.arange(width) < lengths[first : first + len(rows), None]
+                chunk = rows[is_token]
                 if (
                     chunk.dtype.itemsize > 4
                     and len(chunk)
@@ -152,9 +152,9 @@ class PreprocessedLoader(LLMDataLoader):
 
 
 def _convert(file: Path, columns: Columns) -> Arrays:
-    """Return the columns as arrays; ConfigError if the prompts are wrong.
+    """Return the columns as arrays, without wrong references: not every run needs them.
 
-    Wrong references are left out: not every run needs them.
+    Raises ConfigError if the prompts are wrong.
     """
     frame = read_frame(file)
     lengths, tokens = frame.tokens(columns.tokens)
@@ -164,13 +164,13 @@ def _convert(file: Path, columns: Columns) -> Arrays:
     if len(empty):
         raise ConfigError(f"{file}: sample {empty[0]} has no tokens in column {columns.tokens}")
     if columns.lengths is not None:
-        said = frame.integers(columns.lengths)
-        wrong = np.flatnonzero(said != lengths)
+        stored = frame.integers(columns.lengths)
+        wrong = np.flatnonzero(stored != lengths)
         if len(wrong):
             i = wrong[0]
             raise ConfigError(
                 f"{file}: sample {i} has {lengths[i]} tokens in column {columns.tokens}, "
-                f"{columns.lengths} says {said[i]}"
+                f"but {stored[i]} in column {columns.lengths}"
             )
     arrays: dict[str, NDArray[Any]] = {"lengths": lengths, "tokens": tokens}
     if columns.stop_words:
@@ -182,7 +182,7 @@ def _convert(file: Path, columns: Columns) -> Arrays:
 
 
 def _packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the texts in UTF-8, back to back, and where each ends."""
+    """Return the texts in UTF-8, back to back, and the end of each."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(
         [len(text) for text in encoded], dtype=np.int64
@@ -211,14 +211,14 @@ def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
-        # NumPy takes what has not its magic number for a pickle, and tells how to load that.
-        what = "" if "pickle" in str(error) else f": {error}"
-        raise ConfigError(f"{file}: truncated, or not a .npy file of numbers{what}") from None
+        # NumPy treats a file without its magic number as a pickle; its message is about pickles.
+        detail = "" if "pickle" in str(error) else f": {error}"
+        raise ConfigError(f"{file}: truncated, or not a .npy file of numbers{detail}") from None
     if not isinstance(mapped, np.memmap):
         raise ConfigError(f"{file}: an archive of arrays, not a .npy file")
     if mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
-        found = f"{mapped.dtype} of shape {list(mapped.shape)}"
-        raise ConfigError(f"{file}: {found}; expected integers, {n_dimensions} dimensions")
+        actual = f"{mapped.dtype} of shape {list(mapped.shape)}"
+        raise ConfigError(f"{file}: {actual}; expected integers, {n_dimensions} dimensions")
     if n_dimensions == 2 and not mapped.flags.c_contiguous:
         raise ConfigError(f"{file} is stored by columns (Fortran order); samples must be rows")
     return mapped

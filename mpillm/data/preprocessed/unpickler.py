@@ -1,17 +1,17 @@
-"""Unpickles pandas' data frames and nothing else.
+"""Unpickler that accepts pandas' data frames and nothing else.
 
-A pickle can call anything, and `pandas.read_pickle` lets it. A list of admitted classes is not enough: numpy
-and pandas do not check the state that they restore. A block with a wrong place, or an array of objects whose
-dtype does not say so, ends pandas 3.1 with a segmentation fault. So a name in the file stays a name here. The
-few calls that a frame consists of go to the functions in `_CALLS`, which check their arguments; pandas builds
-the frame from columns through its public API.
+A pickle can call any function, and `pandas.read_pickle` allows it. A list of admitted classes is not enough,
+because numpy and pandas do not check the state that they restore. A block with a wrong position, or an array
+of objects with another dtype, ends pandas 3.1 with a segmentation fault. So a name in the file stays a name
+here. The few calls that a frame needs go to the functions in `_CALLS`, which check their arguments. pandas
+builds the frame from columns through its public API.
 
-The base is Python's `pickle._Unpickler`, not the one in C, which makes an object of each token: 40 bytes for
-3 in the file, so memory could not stay below 4 times the file's size. This one reads all integers of a list
-at once, as an array, which is faster too.
+The base class is Python's `pickle._Unpickler`. The one in C creates an object for each token: 40 bytes for 3
+in the file, so memory could not stay below 4 times the file's size. This one reads all integers of a list in
+one step, as an array, which is also faster.
 
-A pickle can name what it holds again and again: 75 bytes can ask for gigabytes. So what calls are given, and
-what they make, is counted, and bounded by the data's size.
+A pickle can refer to one value repeatedly, so 75 bytes can expand to gigabytes. The size of all arguments and
+results of calls is therefore limited by the size of the data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from mpillm.files import excerpt, n_values
 
-# What frames of pandas 1.0 to 3 name, by module: classes have moved.
+# Names in frames of pandas 1.0 to 3, by module; some classes exist in several.
 _ADMITTED = {
     "builtins": {"slice", "bytes", "bytearray"},
     "__builtin__": {"slice", "bytes", "bytearray"},  # protocol 2's name of `builtins`
@@ -67,13 +67,14 @@ _OPCODES = (
 )
 _PYTHONS: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
 _DTYPE = re.compile(r"[biu][1248]|f(2|4|8|16)|c(8|16)|[mM]8|[SU][1-9]\d{0,5}|O8?")
-# Bytes that a data frame may take for each of its pickle's, and besides. A column of None takes 25.
-_MOST_BYTES, _SMALL = 64, 1 << 20
+# Bytes of memory that a data frame may take: per byte of its pickle, and in addition. A column of None takes
+# 25 per byte.
+_MAX_BYTES, _SMALL = 64, 1 << 20
 _NATIVE = {"|", "=", "<" if sys.byteorder == "little" else ">"}
 
 
-class Refused(Exception):
-    """The reason why a file is not read."""
+class PickleError(Exception):
+    """A pickle is damaged, or is not a data frame."""
 
 
 class _Name(str):
@@ -81,30 +82,30 @@ class _Name(str):
 
 
 def load(stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> pd.DataFrame:
-    """Read the data frame in a pickle of protocol 2 to 5; `data` is all that `stream` reads.
+    """Read the data frame in a pickle of protocol 2 to 5; `data` is the content of `stream`.
 
-    A list in a cell holds its integers as ``array("i")``. Raises Refused if the pickle holds something else
-    or asks for what no data frame needs; a damaged file may raise any plain exception.
+    A list in a cell holds its integers as ``array("i")``. Raises PickleError for any other content. A damaged
+    file may also raise any other plain exception.
     """
     if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
-        raise Refused("not a pickle of protocol 2 to 5")
+        raise PickleError("not a pickle of protocol 2 to 5")
     reader = _Unpickler(stream, data)
-    made = reader.load()
-    if not isinstance(made, _Frame):
-        raise Refused(f"holds {kind_of(made)}, not a pandas data frame")
-    if made.manager is None:
-        raise Refused("damaged: its data frame has no blocks")
-    return made.manager.frame(reader.spend)
+    value = reader.load()
+    if not isinstance(value, _PickledFrame):
+        raise PickleError(f"holds {kind_of(value)}, not a pandas data frame")
+    if value.manager is None:
+        raise PickleError("damaged: its data frame has no blocks")
+    return value.manager.frame(reader.spend)
 
 
-def most_bytes(n_pickled: int) -> int:
-    """Return the bytes that a data frame, or a column of it, may take; its pickle has `n_pickled`."""
-    return _MOST_BYTES * n_pickled + _SMALL
+def max_bytes(n_pickled: int) -> int:
+    """Return the bytes that a data frame, or a column of it, may take if its pickle has `n_pickled`."""
+    return _MAX_BYTES * n_pickled + _SMALL
 
 
 class _Opcodes(dict[int, Callable[[Any], None]]):
     def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        raise Refused(f"refused: opcode 0x{opcode:02x} of the pickle, which no data frame needs")
+        raise PickleError(f"refused: opcode 0x{opcode:02x} of the pickle, which no data frame needs")
 
 
 class _Unpickler(pickle._Unpickler):
@@ -117,19 +118,19 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> None:
         super().__init__(stream)
         self._stream, self._data = stream, data
-        self._left = most_bytes(len(data))
+        self._left = max_bytes(len(data))
 
     def spend(self, n_bytes: int) -> None:
-        """Count bytes that are about to be made. Raises Refused if they are too many for this pickle."""
+        """Count bytes before they are allocated. Raises PickleError above the limit for this pickle."""
         self._left -= n_bytes
         if self._left < 0:
-            raise Refused(
-                f"refused: {len(self._data)} bytes of pickle ask for more than"
-                f" {most_bytes(len(self._data))} bytes"
+            raise PickleError(
+                f"refused: {len(self._data)} bytes of pickle expand to more than"
+                f" {max_bytes(len(self._data))} bytes"
             )
 
     def _spend_on(self, value: Any, depth: int = 3) -> None:
-        """Count what a call is given: values in tuples, lists and dicts as often as they are there."""
+        """Count the size of a call's arguments; a value in several containers counts each time."""
         if isinstance(value, (str, bytes)):
             self.spend(len(value))
         elif isinstance(value, np.ndarray):
@@ -141,54 +142,54 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> _Name | None:
         if name not in _ADMITTED.get(module, ()):
-            raise Refused(f"refused: the pickle asks for {module}.{name}, which no data frame needs")
+            raise PickleError(f"refused: the pickle loads {module}.{name}, which no data frame needs")
         return _Name(name) if name != "NA" else None
 
     def _call(self) -> None:
         args = self.stack.pop()
         name = self.stack[-1]
         if not isinstance(name, _Name) or name not in _CALLS:
-            raise Refused(f"refused: the pickle calls {kind_of(name)}, which no data frame needs")
+            raise PickleError(f"refused: the pickle calls {kind_of(name)}, which no data frame needs")
         self._spend_on(of_kind(args, tuple))
         self.stack[-1] = _CALLS[name](*args)
 
     def _build(self) -> None:
         state = self.stack.pop()
-        made = self.stack[-1]
-        if isinstance(made, np.ndarray):
-            _fill(self.spend, made, *state)
-        elif isinstance(made, np.dtype):
+        value = self.stack[-1]
+        if isinstance(value, np.ndarray):
+            _fill(self.spend, value, *state)
+        elif isinstance(value, np.dtype):
             if state[1] not in _NATIVE:
-                raise Refused("values in the other byte order")
-        elif isinstance(made, (_Frame, _Manager, _Texts)):
-            made.build(state)
-        elif made is not None:  # which is a StringDtype
-            raise Refused(f"damaged: {kind_of(made)} where an object belongs")
+                raise PickleError("values in the other byte order")
+        elif isinstance(value, (_PickledFrame, _Manager, _Texts)):
+            value.build(state)
+        elif value is not None:  # None stands for a StringDtype
+            raise PickleError(f"damaged: {kind_of(value)} where an object belongs")
 
     def _mark(self) -> None:
         _PYTHONS[ord(pickle.MARK)](self)
         self._integers()
 
     def _begin_frame(self) -> None:
-        """Skip the length of a pickle's frame, which is not needed. A frame may begin inside a list."""
+        """Skip the length of a pickle's frame. A frame may begin inside a list."""
         self.read(8)
         self._integers()
 
     def _integers(self) -> None:
-        """Read the integers that come next in a list as one array."""
+        """Read the next integers of a list as one array."""
         if self.metastack and self.metastack[-1] and type(self.metastack[-1][-1]) is list:
-            found = _INTEGERS.match(self._data, self._stream.tell())
-            if found:  # all its opcodes are integers, so plain unpickling is safe
-                self.stack.append(array("i", pickle.loads(b"(" + found[0] + b"l.")))
-                self._stream.seek(found.end())
+            match = _INTEGERS.match(self._data, self._stream.tell())
+            if match:  # all its opcodes are integers, so plain unpickling is safe
+                self.stack.append(array("i", pickle.loads(b"(" + match[0] + b"l.")))
+                self._stream.seek(match.end())
 
     def _bytearray(self) -> None:
-        """Make a bytearray bounded by the data: Python's own allocates whatever length the file claims."""
+        """Read a bytearray within the data. Python's own method allocates any length in the file."""
         self.stack.append(self.read(int.from_bytes(self.read(8), "little")))
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        # Only texts: hashing nested tuples can overflow the stack.
+        # Only text keys: hashing nested tuples can overflow the stack.
         of_kind(self.stack[-1], dict)[of_kind(key, str)] = value
 
     def _set_items(self) -> None:
@@ -205,8 +206,8 @@ class _Unpickler(pickle._Unpickler):
     )
 
 
-class _Frame:
-    """A DataFrame, until it is put together."""
+class _PickledFrame:
+    """A DataFrame before it is built."""
 
     manager: _Manager | None = None
 
@@ -216,13 +217,13 @@ class _Frame:
 
 
 class _Manager:
-    """A BlockManager: blocks of values, [columns, rows], their columns' places, labels of both axes."""
+    """A BlockManager: blocks of values, [columns, rows], their columns' positions, labels of both axes."""
 
     def __init__(self, blocks: Any = (), axes: Any = ()) -> None:
         self.blocks, self.axes = blocks, axes
 
     def build(self, state: Any) -> None:
-        last = state[3]["0.14.1"]  # pandas 1.0 to 1.2 write the same thing for several older versions
+        last = state[3]["0.14.1"]  # pandas 1.0 to 1.2 write the same state for several older versions
         self.blocks, self.axes = (
             [_block(block["values"], block["mgr_locs"]) for block in last["blocks"]],
             last["axes"],
@@ -241,19 +242,19 @@ class _Manager:
             )
         frame = pd.concat(parts, axis=1)
         if sorted(frame.columns) != sorted(set(labels)):
-            raise Refused("damaged, or two columns have the same name")
+            raise PickleError("damaged, or two columns have the same name")
         return frame[labels]
 
 
 class _Texts:
-    """An array of pandas' own for texts."""
+    """An array of one of pandas' string types."""
 
     values: NDArray[Any] | None = None
 
     def __init__(self, *_: Any) -> None: ...
 
     def build(self, state: Any) -> None:
-        # Where the array is depends on the version of pandas.
+        # The array's position depends on the version of pandas.
         parts = state.values() if isinstance(state, dict) else of_kind(state, tuple)
         self.values = next((part for part in parts if isinstance(part, np.ndarray)), None)
 
@@ -272,29 +273,29 @@ def _index(kind: str, values: Any) -> Any:
 
 
 def _fill(
-    spend: Callable[[int], None], made: Any, _: int, shape: Any, dtype: Any, is_fortran: Any, raw: Any
+    spend: Callable[[int], None], empty: Any, _: int, shape: Any, dtype: Any, is_fortran: Any, raw: Any
 ) -> None:
-    """Give an array its values. numpy does not check their number against the shape."""
-    if of_kind(dtype, np.dtype).hasobject:  # integers among them have become arrays, as in any list
+    """Fill an array with values. numpy does not check their number against the shape."""
+    if of_kind(dtype, np.dtype).hasobject:  # its integers are arrays, as in any list
         spend(8 * sum(len(item) if type(item) is array else 1 for item in of_kind(raw, list)))
         raw = [one for item in raw for one in (item if type(item) is array else (item,))]
         size = 1
     else:
         size = dtype.itemsize
         spend(len(of_kind(raw, (list, bytes))))
-    if made.size or len(of_kind(raw, (list, bytes))) != size * n_values(of_kind(shape, tuple)):
-        raise Refused(f"damaged: {len(raw) // size} values in an array of shape {excerpt(shape)}")
-    made.__setstate__((1, shape, dtype, bool(is_fortran), raw))
+    if empty.size or len(of_kind(raw, (list, bytes))) != size * n_values(of_kind(shape, tuple)):
+        raise PickleError(f"damaged: {len(raw) // size} values in an array of shape {excerpt(shape)}")
+    empty.__setstate__((1, shape, dtype, bool(is_fortran), raw))
 
 
 def _dtype(name: str, *_: Any) -> np.dtype[Any]:
     if not _DTYPE.fullmatch(name):
-        raise Refused(f"values of type {name}")
+        raise PickleError(f"values of type {name}")
     return np.dtype(name)
 
 
 def _bytes(of: Any = b"", _: str = "") -> bytes:
-    """``bytes``, ``bytearray``, and how protocol 2 writes them: as text in Latin-1."""
+    """Return the bytes of ``bytes`` or ``bytearray``. Protocol 2 writes them as text in Latin-1."""
     return of.encode("latin-1") if isinstance(of, str) else bytes(of_kind(of, bytes))
 
 
@@ -303,27 +304,27 @@ def _arrow_texts(data: Any) -> NDArray[Any]:
     kind, length, n_null, offset, buffers = data[:5]
     width = {"string": "<i4", "large_string": "<i8"}.get(kind)
     if width is None:
-        raise Refused(f"values of Arrow's type {kind}")
+        raise PickleError(f"values of Arrow's type {kind}")
     valid, ends, raw = buffers
     places = np.frombuffer(ends, width)[offset : offset + length + 1]
     if len(places) != of_kind(length, int) + 1:
-        raise Refused(f"damaged: {len(places)} ends of {length} texts")
+        raise PickleError(f"damaged: {len(places)} ends of {length} texts")
     texts = np.empty(length, object)
     if (places[1:] < places[:-1]).any():
-        raise Refused("damaged: texts that overlap")
-    there = (
+        raise PickleError("damaged: texts that overlap")
+    is_valid = (
         np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[offset:]
         if n_null
         else np.ones(length)
     )
     for i, (begin, end) in enumerate(zip(places[:-1].tolist(), places[1:].tolist(), strict=True)):
-        texts[i] = raw[begin:end].decode() if there[i] else None
+        texts[i] = raw[begin:end].decode() if is_valid[i] else None
     return texts
 
 
-# By their names: what the calls in a pickle do.
+# Functions that replace the calls in a pickle, by name.
 _CALLS: dict[str, Callable[..., Any]] = {
-    "DataFrame": _Frame,
+    "DataFrame": _PickledFrame,
     "BlockManager": _Manager,
     "_unpickle_block": _block,
     "_new_Index": _index,
@@ -350,13 +351,13 @@ _CALLS: dict[str, Callable[..., Any]] = {
 def of_kind(value: Any, kind: type | tuple[type, ...]) -> Any:
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join(kind.__name__.strip("_").lower() for kind in kinds)
-        raise Refused(f"damaged: {kind_of(value)} where a {wanted} belongs")
+        expected = " or ".join(kind.__name__.strip("_").lower() for kind in kinds)
+        raise PickleError(f"damaged: {kind_of(value)} where a {expected} belongs")
     return value
 
 
 def kind_of(value: Any) -> str:
-    """Name the kind of a value, for a message."""
+    """Return the name of a value's kind, for a message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype}, {value.ndim} dimensions"
     if isinstance(value, _Name):

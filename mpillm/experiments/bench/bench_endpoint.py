@@ -18,7 +18,7 @@ from launch.environment import clean_environment
 from launch.places import RUNS
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
-from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset, unused_lengths
+from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset, unused_lengths
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
@@ -178,7 +178,7 @@ def _measure(
 def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:
     length = values["output_len"]
     if config.dataset_path:
-        dataset = load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
+        dataset = load_dataset(Path(config.dataset_path), tokenizer, PromptLimits(max_output_len=length))
         if dataset.output_lengths is not None:
             print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
         return dataset

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from disagg.errors import ConfigError
 from launch.children import Children
 from launch.shared_files import LeftInShm
-from mpillm.data.dataset import Limits, load_dataset, unused_lengths
+from mpillm.data.dataset import PromptLimits, load_dataset, unused_lengths
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_model
@@ -246,7 +246,7 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
 
 def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:
     source = Path(config.dataset_path) if config.dataset_path else None
-    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
+    dataset = load_dataset(source, load_tokenizer(info.folder), PromptLimits(info.vocab_size))
     if dataset.output_lengths is not None:
         print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]

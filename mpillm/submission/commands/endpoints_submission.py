@@ -14,7 +14,7 @@ from launch.command import find_program
 from mpillm import workloads
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
-from mpillm.data.dataset import Dataset, Limits, load_dataset
+from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
@@ -216,7 +216,7 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
     folder = options.model_path
     tokenizer = load_tokenizer(Path(folder)) if folder else NoTokenizer("without --model_path")
     path = _dataset_path(options, workload, curve.root(output).parent / "dataset")
-    limits = Limits(max_output_len=workload.max_output_len)
+    limits = PromptLimits(max_output_len=workload.max_output_len)
     dataset = load_dataset(path if path.suffix == ".jsonl" else loader_of(path, workload), tokenizer, limits)
     rows: Sequence[Row] = ()
     if scored:

@@ -13,7 +13,7 @@ import pytest
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from mpillm.data import gguf
-from mpillm.data.dataset import BUILTIN_PROMPTS, Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.dataset import BUILTIN_PROMPTS, Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import LENGTHS_FILE, TOKENS_FILE, PreprocessedLoader, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.files import read_json
@@ -122,27 +122,27 @@ def test_bad_file(tmp_path: Path) -> None:
 
 def test_sequence_length(tmp_path: Path) -> None:
     file = write(tmp_path, {"prompt": "short"}, {"prompt": "x" * 20}, {"prompt": "x" * 30})
-    assert len(load_dataset(file, BYTES, Limits(max_seq_len=40, max_output_len=10))) == 3
+    assert len(load_dataset(file, BYTES, PromptLimits(max_seq_len=40, max_output_len=10))) == 3
     with pytest.raises(
         ConfigError,
         match=r"jsonl:3: the prompt has 30 tokens and does not fit max_seq_len 39 with max_output_len 10$",
     ):
-        load_dataset(file, BYTES, Limits(max_seq_len=39, max_output_len=10))
+        load_dataset(file, BYTES, PromptLimits(max_seq_len=39, max_output_len=10))
     with pytest.raises(
         ConfigError, match=r"jsonl:3: .* max_seq_len 16 with max_output_len 1 \(2 of 3 samples are too long"
     ):
-        load_dataset(file, BYTES, Limits(max_seq_len=16))
+        load_dataset(file, BYTES, PromptLimits(max_seq_len=16))
 
 
 def test_the_models_vocabulary_counts(tmp_path: Path) -> None:
     file = write(tmp_path, {"input_tokens": [999]}, {"prompt": "~"})
-    assert prompts_of(load_dataset(file, BYTES, Limits(vocab_size=1000))) == [[999], [126]]
+    assert prompts_of(load_dataset(file, BYTES, PromptLimits(vocab_size=1000))) == [[999], [126]]
     with pytest.raises(ConfigError, match="jsonl:1: input_tokens has 999; token ids are 0 to 998"):
-        load_dataset(file, BYTES, Limits(vocab_size=999))
+        load_dataset(file, BYTES, PromptLimits(vocab_size=999))
     with pytest.raises(
         ConfigError, match="jsonl:1: the tokenizer makes token 126, the model knows 100 tokens"
     ):
-        load_dataset(write(tmp_path, {"prompt": "~"}), BYTES, Limits(vocab_size=100))
+        load_dataset(write(tmp_path, {"prompt": "~"}), BYTES, PromptLimits(vocab_size=100))
 
 
 def test_a_prompt_without_tokens(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
     assert wide.output_lengths is not None
     assert wide.lengths().min() == wide.output_lengths.min() == 1
     fixed = load_dataset(
-        Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, Limits(max_seq_len=144)
+        Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, PromptLimits(max_seq_len=144)
     )
     assert fixed.output_lengths is not None
     assert set(fixed.lengths().tolist()) == {128}
@@ -214,14 +214,14 @@ def test_bad_synthetic(change: dict[str, Any], says: str) -> None:
         load_dataset(
             Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}),
             BYTES,
-            Limits(max_seq_len=100),
+            PromptLimits(max_seq_len=100),
         )
 
 
 def test_synthetic_for_a_small_vocabulary() -> None:
-    assert load_dataset(Synthetic(10, 10), RequestExtras(), Limits(vocab_size=12)).tokens.max() == 11
+    assert load_dataset(Synthetic(10, 10), RequestExtras(), PromptLimits(vocab_size=12)).tokens.max() == 11
     with pytest.raises(ConfigError, match="none of the model's 10 tokens"):
-        load_dataset(Synthetic(10, 10), RequestExtras(), Limits(vocab_size=10))
+        load_dataset(Synthetic(10, 10), RequestExtras(), PromptLimits(vocab_size=10))
 
 
 # The prompts that come with the program
@@ -249,24 +249,24 @@ def test_builtin_prompts() -> None:
     ("limits", "longest", "why"),
     [
         (
-            Limits(max_prompt_len=1024),
+            PromptLimits(max_prompt_len=1024),
             1024,
             "they do not fit --max_num_tokens 1024 without `--enable_chunked_context true`",
         ),
         (
-            Limits(max_seq_len=256, max_output_len=56),
+            PromptLimits(max_seq_len=256, max_output_len=56),
             200,
             "they do not fit max_seq_len 256 with max_output_len 56",
         ),
         (
-            Limits(max_seq_len=256, max_output_len=56, max_prompt_len=100),
+            PromptLimits(max_seq_len=256, max_output_len=56, max_prompt_len=100),
             100,
             "they do not fit max_seq_len 256 with max_output_len 56, or --max_num_tokens 100 without"
             " `--enable_chunked_context true`",
         ),
     ],
 )
-def test_builtin_prompts_that_fit(limits: Limits, longest: int, why: str) -> None:
+def test_builtin_prompts_that_fit(limits: PromptLimits, longest: int, why: str) -> None:
     """A model with a short context gets the prompts that fit it, in their order, with their texts; a line
     says how many."""
     whole, dataset = load_dataset(None, BYTES), load_dataset(None, BYTES, limits)
@@ -282,7 +282,7 @@ def test_no_builtin_prompt_fits() -> None:
         match=r"prompts.jsonl:\d+: the prompt has \d+ tokens and does not fit max_seq_len 12 with"
         r" max_output_len 8",
     ):
-        load_dataset(None, BYTES, Limits(max_seq_len=12, max_output_len=8))
+        load_dataset(None, BYTES, PromptLimits(max_seq_len=12, max_output_len=8))
 
 
 def test_nothing_is_left_out_of_a_persons_own(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_nothing_is_left_out_of_a_persons_own(tmp_path: Path) -> None:
         load_dataset(
             write(tmp_path, {"prompt": "a"}, {"prompt": "a longer one"}),
             BYTES,
-            Limits(max_seq_len=12, max_output_len=1),
+            PromptLimits(max_seq_len=12, max_output_len=1),
         )
 
 

@@ -103,13 +103,13 @@ def test_a_character_comes_with_its_last_byte() -> None:
 )
 def test_stop_strings(text: str, strings: list[str], data: st.DataObject) -> None:
     stop, pieces, at = StopStrings(strings), list[str](), 0
-    while at < len(text) and stop.found is None:
+    while at < len(text) and stop.match is None:
         n = data.draw(st.integers(1, 4))
         pieces.append(stop.add(text[at : at + n]))
         at += n
     seen = text[:at]
     ends = [seen.find(string) for string in strings if string in seen]
-    assert (stop.found is not None) == bool(ends)
+    assert (stop.match is not None) == bool(ends)
     assert "".join(pieces) + stop.end() == (seen[: min(ends)] if ends else seen)
 
 
@@ -123,4 +123,4 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
         "",
         "",
     ]
-    assert stop.found == "END" and stop.end() == ""
+    assert stop.match == "END" and stop.end() == ""

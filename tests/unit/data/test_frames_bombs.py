@@ -119,7 +119,7 @@ def test_a_cell_in_many_rows(of: str, tmp_path: Path) -> None:
         write_frame(tmp_path / "frame.pkl", {"column": [cell] * n})
         frame = read_frame(tmp_path / "frame.pkl")
         if refused:
-            with pytest.raises(ConfigError, match="column column asks for more than"):
+            with pytest.raises(ConfigError, match="column column expands to more than"):
                 getattr(frame, of)("column")
         else:
             assert len(getattr(frame, of)("column")[0]) == (n if of == "tokens" else len(cell))

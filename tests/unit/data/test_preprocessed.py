@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.dataset import Dataset, Limits, load_dataset
+from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.workloads.workload import Columns
@@ -21,7 +21,7 @@ from tests.helpers.data_frames import write_frame
 ROWS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 COLUMNS = Columns("tok_input", "tok_input_len", "tok_stop_sequence", ("gt_output",))
 WORDS = [[2], [13, 40, 13], [2], [13, 40, 13]]
-LIMITS = Limits(vocab_size=50, end_ids=(2,), stop_words=((13, 40, 13),))
+LIMITS = PromptLimits(vocab_size=50, end_ids=(2,), stop_words=((13, 40, 13),))
 
 
 def arrays(
@@ -48,7 +48,7 @@ def frame(folder: Path, **change: Any) -> Path:
     return folder / "set.pkl"
 
 
-def load(path: Path, limits: Limits = LIMITS, frame_file: str | None = None) -> Dataset:
+def load(path: Path, limits: PromptLimits = LIMITS, frame_file: str | None = None) -> Dataset:
     return load_dataset(PreprocessedLoader(path, COLUMNS, frame_file), ByteTokenizer(), limits)
 
 
@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "an unknown stop word": (
         change(STOPS, lambda a: np.where(a == 40, 41, a)),
-        "sample 1 has stop word [13, 41, 13]; those of this run (--stop_words) are: [13, 40, 13]",
+        "sample 1 has stop word [13, 41, 13]; the stop words of this run (--stop_words) are: [13, 40, 13]",
     ),
     "a huge token": (
         change(TOKENS, lambda a: a.astype(np.int64) << 40),
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "frame: other lengths": (
         lambda f: frame(f, tok_input_len=np.array([3, 1, 2, 5])),
-        "sample 3 has 4 tokens in column tok_input, tok_input_len says 5",
+        "sample 3 has 4 tokens in column tok_input, but 5 in column tok_input_len",
     ),
     "frame: outside the vocabulary": (
         lambda f: frame(f, tok_input=[*ROWS[:2], [9, 50], ROWS[3]]),
@@ -229,15 +229,18 @@ def test_what_is_wrong(case: str, tmp_path: Path) -> None:
 
 def test_lengths_that_do_not_fit_the_model(tmp_path: Path) -> None:
     path = arrays(tmp_path)
-    assert len(load(path, Limits(50, max_seq_len=7, max_output_len=3, max_prompt_len=4))) == 4
+    assert len(load(path, PromptLimits(50, max_seq_len=7, max_output_len=3, max_prompt_len=4))) == 4
     for limits, message in (
         (
-            Limits(50, max_seq_len=6, max_output_len=3),
+            PromptLimits(50, max_seq_len=6, max_output_len=3),
             "sample 3: the prompt has 4 tokens and does not fit",
         ),
-        (Limits(50, max_seq_len=5, max_output_len=3), "(2 of 4 samples are too long; this is the longest)"),
         (
-            Limits(50, max_prompt_len=3),
+            PromptLimits(50, max_seq_len=5, max_output_len=3),
+            "(2 of 4 samples are too long; this is the longest)",
+        ),
+        (
+            PromptLimits(50, max_prompt_len=3),
             "sample 3: the prompt has 4 tokens and does not fit --max_num_tokens 3 without"
             " `--enable_chunked_context true`",
         ),

@@ -248,7 +248,8 @@ def test_wrong_references_are_wrong_when_they_are_needed(tmp_path: Path, reads: 
 def test_a_wrong_frame_leaves_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "set" / "wrong.pkl", tok_input_len=np.zeros(800, np.int64))
     with pytest.raises(
-        ConfigError, match=r"wrong\.pkl: sample 0 has 600 tokens in column tok_input, tok_input_len says 0"
+        ConfigError,
+        match=r"wrong\.pkl: sample 0 has 600 tokens in column tok_input, but 0 in column tok_input_len",
     ):
         load(file)
     assert list(file.parent.iterdir()) == [file]

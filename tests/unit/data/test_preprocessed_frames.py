@@ -285,7 +285,7 @@ def test_an_attack_in_the_place_of_a_cell(tmp_path: Path) -> None:
     write_frame(file, {"t": [Does(os.system, "true"), [2]]})
     with pytest.raises(
         ConfigError,
-        match=r"refused: the pickle asks for posix\.system|refused: the pickle asks for nt\.system",
+        match=r"refused: the pickle loads posix\.system|refused: the pickle loads nt\.system",
     ):
         read_frame(file)
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.dataset import Dataset, Limits, load_dataset
+from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.records import KNOWN, Columns
 from mpillm.data.row_files import is_row_file
 from mpillm.data.tokenizer import ByteTokenizer
 
 PAGE = Path("docs/reference/data_sets.md")
-LIMITS = Limits(max_output_len=100)
+LIMITS = PromptLimits(max_output_len=100)
 
 
 def lines(*rows: Any) -> bytes:
@@ -81,7 +81,7 @@ READ: list[tuple[str, str, bytes, Columns, list[list[int]], list[int] | None, st
         Columns(),
         BOTH,
         [10, 500],
-        "1 of its 2 samples ask for more than --max_output_len 100 tokens, at most 500",
+        "1 of its 2 samples exceed --max_output_len 100 with at most 500 tokens",
     ),
     (
         "GuideLLM file with `output_tokens_count`",
@@ -193,7 +193,7 @@ def test_a_trace(tmp_path: Path) -> None:
     first, second, third = prompts_of(dataset)
     assert first[:512] == second[:512] != third[:512]
     assert first[512:] != second[512:700]
-    assert "its timestamp has no effect; its prompts are random tokens of the lengths in the trace" in (
+    assert "its timestamp has no effect; its prompts are random tokens, with the trace's lengths" in (
         dataset.note
     )
     for length, message in ((10**10, "its prompts have 10000000000 tokens"), (0, "input_length is 0")):
@@ -201,7 +201,7 @@ def test_a_trace(tmp_path: Path) -> None:
             load(tmp_path, "trace.jsonl", lines({"input_length": length, "output_length": 1}))
     with pytest.raises(ConfigError, match="sample 0 has 700 tokens and does not fit max_seq_len 650"):
         load_dataset(
-            _written(tmp_path, lines(*rows)), ByteTokenizer(), Limits(max_seq_len=650, max_output_len=1)
+            _written(tmp_path, lines(*rows)), ByteTokenizer(), PromptLimits(max_seq_len=650, max_output_len=1)
         )
 
 

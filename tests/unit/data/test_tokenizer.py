@@ -420,7 +420,7 @@ def test_each_thread_has_an_allowance_of_its_own() -> None:
     from mpillm.data.template_sandbox import TemplateSandbox  # which needs jinja2
 
     sandbox = TemplateSandbox()
-    sandbox.bound()
+    sandbox.add_costs()
     template = sandbox.from_string("{% for i in range(n) %}{{ text }}{% endfor %}")
     sandbox.begin("", [{"content": "a" * 1_000_000}])
     with ThreadPoolExecutor(1) as other:

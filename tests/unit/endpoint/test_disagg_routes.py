@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disagg.instances import Arrival
@@ -41,7 +41,7 @@ def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() ->
     assert not arrivals
 
 
-SERVED = Served(("m",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200))
+SERVED = Served(("m",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
 PROMPT, FIRST = np.array([5, 6, 7], np.int32), 9
 STATE = KvState("context server 0", "127.0.0.1", 1, "00" * 16, "any", request_digest(PROMPT, FIRST))
 

@@ -17,7 +17,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import ANSWER, CANCEL, QUERY, RESPONSE, Batch, ResponseFlag
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import http_thread
 from mpillm.endpoint.app import Service
@@ -47,7 +47,7 @@ class Rank0:
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
         self.socket = bind("127.0.0.1", 0)
-        service = Service(Served(("m",), ByteTokenizer(), Limits(256, 100)), self.open)
+        service = Service(Served(("m",), ByteTokenizer(), PromptLimits(256, 100)), self.open)
         self.http = HttpThread(service, self.open, mailbox, self.socket)
         self.role = Frontend(self.network.routes[0], 1, mailbox, self.http, drain_s)
         self.address = url(self.socket).removeprefix("http://").removesuffix("/v1")

@@ -17,7 +17,7 @@ import pytest
 
 from mpillm.comms.messages import RESPONSE, Batch, Refusal, ResponseFlag
 from mpillm.cores.openai_client.server_counts import reading_of
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
 from mpillm.endpoint.protocol import Served
@@ -136,7 +136,7 @@ def test_a_shorter_limit_of_prompts_is_told() -> None:
     """Where a prompt must fit one step, the model's card says so beside the whole context."""
 
     async def test() -> None:
-        limits = Limits(vocab_size=256, max_seq_len=200, max_prompt_len=100)
+        limits = PromptLimits(vocab_size=256, max_seq_len=200, max_prompt_len=100)
         async with api(served=Served(("dummy",), ByteTokenizer(), limits)) as a:
             async with a.session.get(a.base + "/v1/models/dummy") as response:
                 card = await response.json()
@@ -398,7 +398,7 @@ def test_a_full_queue_has_room_for_a_client_of_another_address() -> None:
     run(test)
 
 
-MILLION = Served(("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=1 << 20))
+MILLION = Served(("dummy",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -642,7 +642,7 @@ def test_long_chats_are_rendered_one_at_a_time_beside_the_event_loop(
     body = {"messages": [{"role": "user", "content": "x" * n_characters}] * n_messages, "max_tokens": 2}
 
     async def test() -> None:
-        served = Served(("dummy",), Slow(), Limits(vocab_size=256, max_seq_len=200))
+        served = Served(("dummy",), Slow(), PromptLimits(vocab_size=256, max_seq_len=200))
         async with api(served=served) as a:
             answers = [a.answer("/v1/chat/completions", **body) for _ in range(5)]
             assert [answer["usage"]["prompt_tokens"] for answer in await asyncio.gather(*answers)] == [1] * 5

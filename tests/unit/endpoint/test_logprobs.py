@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import logprobs
 from mpillm.endpoint.frontend import Frontend
@@ -19,7 +19,7 @@ from mpillm.endpoint.protocol import Served
 from tests.helpers.http_api import BOTH, Api, Letters, api, run
 from tests.helpers.served import World, whole
 
-GIVES = Served(("dummy",), Letters(), Limits(32000, 200), gives_logprobs=True)
+GIVES = Served(("dummy",), Letters(), PromptLimits(32000, 200), gives_logprobs=True)
 FIRST, FINAL, PARTIAL = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.PARTIAL
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.choices import Choice
@@ -19,7 +19,7 @@ from tests.helpers.http_api import ROUTES, api, run
 from tests.helpers.http_api import asked as asked_for
 from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, SAME, STREAM_OPTIONS
 
-SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), seed=0, gives_logprobs=True)
+SERVED = Served(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, gives_logprobs=True)
 HELLO = {"role": "user", "content": "hello"}
 PLAIN = {False: {"prompt": "hello", "stream": True}, True: {"messages": [HELLO], "stream": True}}
 CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for name in names]
@@ -97,17 +97,17 @@ def test_booleans_are_not_numbers() -> None:
 class Framed(ByteTokenizer):
     """A tokenizer that puts token 1 before a text."""
 
-    def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        return [1, *super().encode_text(text, most)]
+    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        return [1, *super().encode_text(text, max_tokens)]
 
-    def encode_rendered(self, text: str, most: int | None = None) -> list[int]:
-        return super().encode_text(text, most)
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        return super().encode_text(text, max_tokens)
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_special_tokens_around_a_prompt(chat: bool) -> None:
     """A text has them unless the request refuses them, a chat only on request, token ids never."""
-    served = Served(("m",), Framed(), Limits(256, 64))
+    served = Served(("m",), Framed(), PromptLimits(256, 64))
 
     def first(**more: Any) -> int:
         body = {"messages": [HELLO], "prompt": "hello"} | more

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.data.data_loader import LLMDataLoader
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed import converted
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
@@ -41,7 +41,7 @@ NAMES = [
     b"0",
 ]
 COLUMNS = Columns(tokens="tok_input", lengths="tok_input_length", references=("output",))
-LIMITS = Limits(vocab_size=256, max_seq_len=1000, max_output_len=10)
+LIMITS = PromptLimits(vocab_size=256, max_seq_len=1000, max_output_len=10)
 OF_FRAMES = replace(LIMITS, vocab_size=100_000, max_seq_len=4000)
 
 

@@ -29,7 +29,7 @@ from mpillm.cores.openai_client.client import seconds_of
 from mpillm.cores.openai_client.disagg_protocol import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
 from mpillm.cores.openai_client.server_counts import reading_of
-from mpillm.data.dataset import Limits
+from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, checksum, fetch
@@ -168,7 +168,11 @@ def test_a_server_of_caches(_: Path, data: bytes) -> None:
 # --- clients of our endpoint ---
 
 SERVED = Served(
-    ("dummy",), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200), gives_logprobs=True, is_disagg=True
+    ("dummy",),
+    ByteTokenizer(),
+    PromptLimits(vocab_size=256, max_seq_len=200),
+    gives_logprobs=True,
+    is_disagg=True,
 )
 DISAGGREGATED = {
     "request_type": GENERATION_ONLY,

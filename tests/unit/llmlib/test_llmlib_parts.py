@@ -354,7 +354,7 @@ def test_a_loader(tmp_path: Path) -> None:
     assert Other().load().stop_words is None
     for prompts, message in (
         (((1,), ()), "sample 1 has no tokens"),
-        (((1,),), "get_input_tokens gave 1 samples, asked for 2"),
+        (((1,),), "get_input_tokens returned 1 samples instead of 2"),
     ):
         Other.prompts = prompts
         with pytest.raises(ConfigError, match=message):

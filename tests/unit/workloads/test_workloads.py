@@ -12,7 +12,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
@@ -196,7 +196,7 @@ def test_tiny(name: str, tmp_path: Path) -> None:
     full = workloads.get(name)
     write_dataset(workload, tmp_path)
     loader = loader_of(tmp_path, workload)
-    limits = Limits(
+    limits = PromptLimits(
         512,
         workload.max_input_len + workload.max_output_len,
         workload.max_output_len,

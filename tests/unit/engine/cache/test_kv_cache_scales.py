@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.cli import main
-from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.calibrate import kv_scales
 from mpillm.engine.shape.layout import RankLayout
@@ -86,7 +86,7 @@ def test_generate_engines_calibrates(
         "dynamic": False,
     }
     held = load_file(checkpoint / "model.safetensors")
-    texts = load_dataset(None, load_tokenizer(Path("llama")), Limits(512, max_seq_len=256))
+    texts = load_dataset(None, load_tokenizer(Path("llama")), PromptLimits(512, max_seq_len=256))
     scales = kv_scales(Path("llama"), [texts.sample(i).tolist() for i in range(3)], 1)
     assert len(scales) == 2 * N_LAYERS
     for name, scale in scales.items():
