@@ -33,7 +33,10 @@ new = Workload(
     max_input_len=320, max_output_len=128, end_ids=(7,), min_output_len=2,
     accuracy=Accuracy("long_context", {"rougeL": 50.0}, "tokens_per_sample", (10.0, 20.0)),
     submission=Submission(
-        {"v6.1": ("new-7b-99",)}, LatencyLimits(1, 2, 3), (("Offline",), ("Server", "Interactive")), two_targets=True
+        {"v6.1": ("new-7b-99",)},
+        LatencyLimits(1, 2, 3),
+        (("Offline",), ("Server", "Interactive")),
+        two_targets=True,
     ),
     tiny_model="tiny-llama", tiny_divisor=10,
 )
