@@ -16,7 +16,7 @@ from mpillm.options.fields import BY_NAME
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.values import Values, collect
-from mpillm.report.certificate import certificate, certificate_table
+from mpillm.report.certificate import certificate, format_certificate
 from mpillm.report.repeat import repeated
 from mpillm.report.run_directory import CERTIFICATE
 from mpillm.report.run_files import RunFiles
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if not run.result.get("samples") or run.result.get("status") not in ("VALID", "INVALID"):
         raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
     with as_written(run.path):  # before the test, which may take long
-        certificate_table(certificate(run, run))
+        format_certificate(certificate(run, run))
         length = max(1, round(run.result["tokens"] / run.result["samples"]))
     words, _ = repeated(run)
     folder = Path(options.log_dir or run.path / BESIDE)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     found = certificate(run, RunFiles.read(folder))
     with as_writable(run.path / CERTIFICATE):
         write_json(run.path / CERTIFICATE, found)
-    print("\n" + certificate_table(found))
+    print("\n" + format_certificate(found))
     json_output.tell(found)
     print(f"  {run.path / CERTIFICATE}")
     return ExitCode.DONE

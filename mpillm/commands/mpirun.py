@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch import mpirun
-from mpillm.report.afterwards import amend
+from mpillm.report.postmortem import amend
 
 
 def main(argv: list[str]) -> int:

@@ -17,10 +17,10 @@ from mpillm.options.disagg_yaml import PORTS, context_servers, disagg_config
 from mpillm.options.field import Field
 from mpillm.options.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.options.fields.effects import PLAN
-from mpillm.options.idle import check_idle
+from mpillm.options.option_conflicts import check_options
 from mpillm.options.option_trace import explain_option, format_explanation
 from mpillm.options.options import parse
-from mpillm.options.together import check_options
+from mpillm.options.unused_options import check_idle
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml

@@ -11,7 +11,7 @@ from mpillm.options.command_line import Parser
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.values import Values, collect
 from mpillm.report.page.page import write_page
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import display_path
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
@@ -43,6 +43,6 @@ def main(argv: Sequence[str]) -> int:
     options = collect(argv, _Options, parser)
     folders = [run_path(folder) for folder in parser.parse_args(argv).run_dirs]
     for folder in folders:
-        print(path_shown(write_page(folder, options.price_per_gpu_hour).absolute()))
+        print(display_path(write_page(folder, options.price_per_gpu_hour).absolute()))
     json_output.tell([{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders])
     return ExitCode.DONE

@@ -12,7 +12,7 @@ from launch.masking import MASK
 from launch.places import RUNS
 from mpillm.commands import mpirun
 from mpillm.errors import ExitCode
-from mpillm.options.columns import beside
+from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 from mpillm.options.fields.general import GeneralFields
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
     words, notes = repeated(run)
     for note in notes:
-        print(beside("  ", note))
+        print(indented("  ", note))
     if not notes:
         print("  nothing known is different from when the run was made")
     if not options.dry_run and (name := next(_masked(words), "")):

@@ -16,7 +16,7 @@ from mpillm.options.field import option
 from mpillm.options.parsers import boolean, positive
 from mpillm.options.values import Values, collect
 from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import display_path
 from mpillm.report.run_list import LATEST, find_runs, find_series
 
 _WIDE = 10_000  # a status is a text of a file: however long, it is a line
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     head, *lines = table([COLUMNS, *map(cells_of, listed)], 2, width=_WIDE).splitlines()
     print(head)
     for one, line in zip(listed, lines, strict=True):
-        print(f"{line}\n  {one.what}: {one.path}" if one.what else f"{line}\n  {one.path}")
+        print(f"{line}\n  {one.title}: {one.path}" if one.title else f"{line}\n  {one.path}")
     if len(chosen) > options.most:
         print(f"… and {len(chosen) - options.most:,} more: --most {len(chosen)}")
     if n_parts := len(found) - len(chosen):
@@ -70,5 +70,5 @@ def main(argv: Sequence[str]) -> int:
     )
     page = folder / "index.html"
     write_text(page, index_page(folder.absolute(), found, find_series(folder)))
-    print(f"\npage  {path_shown(page.absolute())}")
+    print(f"\npage  {display_path(page.absolute())}")
     return ExitCode.DONE

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import disagg
-from mpillm.options.columns import beside
+from mpillm.options.columns import indented
 
 
 class Status(str, enum.Enum):
@@ -132,11 +132,11 @@ def report_lines(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyT
     for line in lines:
         where = f"{disagg.rank_list(line.ranks, nodes)}: " if line.ranks else ""
         head, *more = f"{where}{line.text}".split("\n")
-        texts.append(beside(f"  {line.status.value:<8} {line.check:<{width}}  ", head))
+        texts.append(indented(f"  {line.status.value:<8} {line.check:<{width}}  ", head))
         advice = line.advice.split("\n") if line.advice else []
         below = " " * (13 + width)
-        texts += [beside(below, text) for text in more]
-        texts += [beside(f"{below}{'->' if i == 0 else '  '} ", text) for i, text in enumerate(advice)]
+        texts += [indented(below, text) for text in more]
+        texts += [indented(f"{below}{'->' if i == 0 else '  '} ", text) for i, text in enumerate(advice)]
     counts = {status: sum(line.status is status for line in lines) for status in reversed(Status)}
     told = [f"{n} {_plural(status, n)}" for status, n in counts.items() if n]
     return [*texts, "", f"  {', '.join(told)}"]

@@ -15,7 +15,7 @@ from mpillm.loadgen.logs import quantile
 from mpillm.report.numbers import milliseconds, percent
 from mpillm.report.page.charts import MARKED, Chart
 from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
-from mpillm.report.page.facts import limits_ms
+from mpillm.report.page.run_analysis import limits_ms
 
 _HEADLINES = ("samples/s", "tokens/s", "TTFT p99", "TPOT p99", "latency p99")
 _POINTS = 150  # of each run's distribution

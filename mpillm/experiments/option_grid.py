@@ -14,7 +14,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
-from mpillm.options.columns import beside
+from mpillm.options.columns import indented
 from mpillm.options.fields import BY_NAME
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import RunFiles
@@ -168,5 +168,5 @@ def curve(
         per_user, per_gpu = (found[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
         bar = "#" * max(1, round(_BAR * per_gpu / most))
         head = f"{per_user:>10.4g} per user  {bar:<{_BAR}} {per_gpu:>8,.4g}  "
-        lines.append(beside(head, labels[i]))
+        lines.append(indented(head, labels[i]))
     return lines

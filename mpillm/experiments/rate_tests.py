@@ -18,9 +18,9 @@ from mpillm.experiments.run_series import must_have_verdict
 from mpillm.experiments.table import figure
 from mpillm.options.run_config import RunConfig
 from mpillm.report.arrivals import queue_slope
-from mpillm.report.doubts import late_answers, refused
 from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
+from mpillm.report.validity_checks import failed_checks, late_answers
 from mpillm.runtime.whole_runs import EndedRun, run_in
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
@@ -208,7 +208,7 @@ class RateTests:
     def _judged(self, rate: float, full: bool, ended: EndedRun) -> Tried:
         result = ended.result
         valid = result["status"] == "VALID"
-        refusals = refused(result)
+        refusals = failed_checks(result)
         why = "; ".join([*refusals, *result["loadgen_unsatisfied"], *result["loadgen_advice"]])
         figures = {
             "samples_per_second": result["samples_per_second"],

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from mpillm.report.console import Console, Progress
+from mpillm.report.console import Console, LoadProgress
 
 
 class LLMServerProgressDisplay:
@@ -49,7 +49,7 @@ class LLMServerProgressDisplay:
                 self.units[name] = n + len(added), total + sum(added)
             if self._console is not None:
                 elapsed = time.perf_counter() - self._started
-                now = Progress(self.completed, self.total, self.tokens, elapsed)
+                now = LoadProgress(self.completed, self.total, self.tokens, elapsed)
                 self._console.progress(now, steady=self._steady)
 
     def finish(self) -> None:

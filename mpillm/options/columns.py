@@ -10,7 +10,7 @@ WIDTH = 80
 INDENT = "  "  # of most lines
 
 
-def beside(head: str, text: str, width: int = WIDTH) -> str:
+def indented(head: str, text: str, width: int = WIDTH) -> str:
     """Return `head` and `text` on one line, or on several: those after the first begin below the text.
 
     Words, paths among them, are never broken.
@@ -33,7 +33,7 @@ def prose(text: str, head: str = INDENT) -> str:
     """
     if "\n" in text:
         return textwrap.indent(text, head)
-    return beside(head, text) if sys.stdout.isatty() else f"{head}{text}".rstrip()
+    return indented(head, text) if sys.stdout.isatty() else f"{head}{text}".rstrip()
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: int = WIDTH) -> str:

@@ -14,10 +14,10 @@ from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
 from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
-from mpillm.options.idle import check_idle
 from mpillm.options.layers import layers_of
+from mpillm.options.option_conflicts import check_compliance, check_together
 from mpillm.options.run_config import RunConfig
-from mpillm.options.together import check_compliance, check_together
+from mpillm.options.unused_options import check_idle
 
 # What `run` shows in --help.
 RUN_FIELDS = command_fields(

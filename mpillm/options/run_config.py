@@ -12,9 +12,9 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.instance_run import Part
 from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
-from mpillm.options.part import Part
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
 from mpillm.options.values import Values
 from mpillm.programs.load_clients.client_files import check_no_client_file

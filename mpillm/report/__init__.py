@@ -1,1 +1,1 @@
-"""What the user sees of a run, and what stays of it: console, logs, result.json, the run directory."""
+"""Output and records of a run: console, logs, result.json, the run directory."""

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST = 120  # requests before a slope is looked for
-_SURE = 4.0  # standard deviations that a slope must exceed, as if the queue only wandered
+_MIN_REQUESTS = 120  # for a slope
+_N_DEVIATIONS = 4.0  # standard deviations of a random walk that a slope must exceed
 
 
 class Slope(NamedTuple):
     """A line through a latency by time of issue; seconds."""
 
-    least: float  # the least likely slope, seconds per second: above 0, the latency grew
-    level: float  # on the line, at the end
-    at: float  # the end: when the last of the requests was issued
+    lower_bound: float  # of the slope, seconds per second; above 0, the latency grew
+    level: float  # of the line at its end
+    at: float  # the line's end: the issue of the last request
 
 
 def queue_slope(rows: NDArray[np.void], latency: str = "ttft") -> Slope | None:
@@ -26,27 +26,27 @@ def queue_slope(rows: NDArray[np.void], latency: str = "ttft") -> Slope | None:
     `rows`: in order of issue; `latency`: "ttft" or "latency". None with too few requests.
     """
     rows = _answered(rows, latency)
-    if len(rows) < _LEAST:
+    if len(rows) < _MIN_REQUESTS:
         return None
-    half = rows[len(rows) // 2 :]
-    return _line(half["issued"], half[latency].astype(np.float64))
+    latest = rows[len(rows) // 2 :]
+    return _line(latest["issued"], latest[latency].astype(np.float64))
 
 
 def waiting_slope(rows: NDArray[np.void]) -> Slope | None:
     """Fit a line through the number of requests that wait for first tokens, in seconds of their rate.
 
-    It grows in whatever order they are served; as requests wait behind later ones, `queue_slope` may see
-    nothing. Counted when each of the latest half comes, but not before the median wait has passed once, in
-    which it grows in any system. `rows`: in order of issue. None with too few requests.
+    The number grows in whatever order requests are served, whereas `queue_slope` may miss requests that wait
+    behind later ones. It is counted at the issue of each request of the latest half, except during the first
+    median wait, when it grows in any system. `rows`: in order of issue. None with too few requests.
     """
     rows = _answered(rows, "ttft")
     issued, n = rows["issued"], len(rows)
-    if n < _LEAST or not (lasted := float(np.ptp(issued))):
+    if n < _MIN_REQUESTS or not (lasted := float(np.ptp(issued))):
         return None
     waiting = np.arange(n) - np.searchsorted(np.sort(issued + rows["ttft"]), issued, "right")
     settled = int(np.searchsorted(issued, issued[0] + np.median(rows["ttft"])))
     since = max(n // 2, settled)
-    if n - since < _LEAST // 2:
+    if n - since < _MIN_REQUESTS // 2:
         return None
     return _line(issued[since:], waiting[since:] * lasted / (n - 1))
 
@@ -57,14 +57,13 @@ def _answered(rows: NDArray[np.void], latency: str) -> NDArray[np.void]:
 
 
 def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> Slope | None:
-    """Fit a line through what requests wait (seconds) by time of issue.
+    """Fit a line through the wait of requests (seconds) by time of issue.
 
-    From the fitted slope `_SURE` standard deviations are taken off, of two kinds that add as variances. The
-    slope's own, from the distances of the requests from the line (least squares). And that of a queue at its
-    limit, which wanders although it does not grow: Poisson arrivals at `rate` leave in T seconds sqrt(rate *
-    T) requests more or fewer, which take sqrt(T / rate) seconds, a slope of 1 / sqrt(rate * T) (heavy
-    traffic: Kingman 1962, "On queues in heavy traffic", J. Royal Statistical Society B 24(2)). Service times
-    that vary add to that; `_SURE` leaves room for it.
+    The lower bound is the fitted slope less `_N_DEVIATIONS` standard deviations. Two variances add up: the
+    variance of the least-squares fit, and the variance of a queue at its limit, which is a random walk. In T
+    seconds, Poisson arrivals at `rate` deviate by sqrt(rate * T) requests. These take sqrt(T / rate) seconds:
+    a slope of 1 / sqrt(rate * T) (heavy traffic: Kingman 1962, "On queues in heavy traffic", J. Royal
+    Statistical Society B 24(2)). Varying service times add to it; `_N_DEVIATIONS` allows for them.
     """
     centred = x - x.mean()
     if not (spread := float((centred**2).sum())):
@@ -74,31 +73,32 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> Slope | None:
     fitted = math.sqrt(float((apart**2).sum()) / (len(x) - 2) / spread)
     wander = 1 / math.sqrt(len(x) - 1)  # rate * T arrivals
     level = float(y.mean() + slope * (x[-1] - x.mean()))
-    return Slope(slope - _SURE * math.hypot(fitted, wander), level, float(x[-1]))
+    return Slope(slope - _N_DEVIATIONS * math.hypot(fitted, wander), level, float(x[-1]))
 
 
-def kept_up(rows: NDArray[np.void]) -> dict[str, Any]:
-    """Return for `result.json` how a Server test's requests, in order of issue, came and were answered.
+def arrival_figures(rows: NDArray[np.void]) -> dict[str, Any]:
+    """Return for `result.json` the rates of a Server test, and whether its queue grew.
 
-    The rate of answers is that from the first query to the last answer, but for the shortest latency: what a
-    system that is overloaded can do. (From answer to answer they may all come in one moment, however late.)
-    `queue_grew`: first tokens or whole answers came later and later (`queue_slope`; of disaggregated
-    instances the second may queue alone), or ever more requests waited for first tokens (`waiting_slope`).
-    None: too few requests to tell, or too long waits for first tokens.
+    The rate of answers is an overloaded system's throughput. It counts from the first query to the last
+    answer, less the shortest latency: counted from answer to answer, late answers could all come in one
+    moment. `queue_grew`: first tokens or whole answers came later and later (`queue_slope`; in a
+    disaggregated run, only the generation instances may have a queue), or more and more requests waited for
+    first tokens (`waiting_slope`). `rows`: in order of issue. None: too few requests, or too long waits for
+    first tokens.
     """
     waiting = waiting_slope(rows)
     slopes = [queue_slope(rows), queue_slope(rows, "latency"), waiting]
     issued, latency = rows["issued"], rows["latency"]
-    known = [slope.least for slope in slopes if slope is not None]
-    told = bool(known) and (waiting is not None or not np.isfinite(rows["ttft"]).any())
+    known = [slope.lower_bound for slope in slopes if slope is not None]
+    is_known = bool(known) and (waiting is not None or not np.isfinite(rows["ttft"]).any())
     grew = max(known, default=0.0) > 0
     return {
         "offered_per_second": _rate(len(rows), np.ptp(issued)),
         "answered_per_second": _rate(len(rows), (issued + latency).max() - issued.min() - latency.min()),
-        "queue_grew": grew if grew or told else None,
+        "queue_grew": grew if grew or is_known else None,
     }
 
 
 def _rate(n: int, lasted: float) -> float | None:
-    """Return how many a second there are between the first moment and the last of `n`."""
+    """Return the rate of `n` events that took `lasted` seconds from the first to the last."""
     return round((n - 1) / float(lasted), 4) if n > 1 and lasted > 0 else None

@@ -1,4 +1,4 @@
-"""How much of a run's latencies and throughput is the harness's own."""
+"""How much of a run's latencies and throughput is due to the harness."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _LATENCIES = {
 }
 
 
-def certificate(run: RunFiles, beside: RunFiles) -> dict[str, Any]:
-    """Return what is the harness's own, ready for JSON.
+def certificate(run: RunFiles, harness_run: RunFiles) -> dict[str, Any]:
+    """Return the harness's contribution, ready for JSON.
 
-    `beside`: the same test with a core that takes no time, so that its latencies are the harness's (LoadGen,
-    ranks and messages between them). Shares are fractions of the run's figure. The share of the throughput is
-    that of the time for a sample (Offline): 0.01 means that the harness could have carried 100 times as much.
-    In the other scenarios LoadGen gives the rate, and what counts is whether both kept up with it.
+    `harness_run`: the same test with a core that takes no time: its latencies are due to LoadGen, ranks and
+    messages. Shares are fractions of the run's figure. In Offline, the share of the throughput is the
+    harness's part of the time for a sample: with 0.01, the harness could process 100 times as much. In the
+    other scenarios, LoadGen sets the rate, and both tests must keep up with it.
     """
     latencies = {}
     for key in _LATENCIES:
-        whole, own = _latency(run, key), _latency(beside, key)
-        if whole and own:
+        total, own = _latency(run, key), _latency(harness_run, key)
+        if total and own:
             latencies[key] = {
-                name: {"run": whole[name], "harness": own[name], "share": _share(own[name], whole[name])}
+                name: {"run": total[name], "harness": own[name], "share": _share(own[name], total[name])}
                 for name in _PERCENTILES
-                if name in whole and name in own
+                if name in total and name in own
             }
-    rate, most = (one.result["samples_per_second"] for one in (run, beside))
+    rate, harness_rate = (one.result["samples_per_second"] for one in (run, harness_run))
     offline = run.result["scenario"] == "Offline"
     return {
         "run": str(run.path),
-        "beside": str(beside.path),
+        "beside": str(harness_run.path),
         "scenario": run.result["scenario"],
         "latencies": latencies,
         "samples_per_second": {
             "run": rate,
-            "harness": most,
-            "share": _share(rate, most) if offline else None,
+            "harness": harness_rate,
+            "share": _share(rate, harness_rate) if offline else None,
         },
-        "cpu_cores": {"run": run.result.get("cpu_cores"), "harness": beside.result.get("cpu_cores")},
+        "cpu_cores": {"run": run.result.get("cpu_cores"), "harness": harness_run.result.get("cpu_cores")},
     }
 
 
@@ -53,32 +53,30 @@ def _latency(run: RunFiles, key: str) -> dict[str, float] | None:
     return latencies_ms(run.path) if key == "latency_ms" else run.result.get(key)
 
 
-def _share(part: float, whole: float) -> float | None:
-    return round(part / whole, 6) if whole > 0 else None
+def _share(part: float, total: float) -> float | None:
+    return round(part / total, 6) if total > 0 else None
 
 
-def certificate_table(found: dict[str, Any]) -> str:
+def format_certificate(figures: dict[str, Any]) -> str:
     """Return the certificate for a person."""
     rows = [("", "run", "harness alone", "share")]
     for key, title in _LATENCIES.items():
-        for name, one in found["latencies"].get(key, {}).items():
+        for name, figure in figures["latencies"].get(key, {}).items():
             rows.append(
                 (
                     f"{title} {name}",
-                    f"{one['run']:.3f} ms",
-                    f"{one['harness']:.3f} ms",
-                    _percent(one["share"]),
+                    f"{figure['run']:.3f} ms",
+                    f"{figure['harness']:.3f} ms",
+                    _percent(figure["share"]),
                 )
             )
-    rate = found["samples_per_second"]
+    rate = figures["samples_per_second"]
     rows.append(
         ("samples per second", f"{rate['run']:.2f}", f"{rate['harness']:.2f}", _percent(rate["share"]))
     )
     lines = table([(f"  {name}", *cells) for name, *cells in rows]).splitlines()
     if rate["share"] is None:
-        lines.append(
-            "  LoadGen gives the rate in this scenario: the harness alone was asked for the same one"
-        )
+        lines.append("  LoadGen gives the rate in this scenario: the harness alone got the same rate")
     else:
         lines.append(f"  the harness alone is {rate['harness'] / rate['run']:.1f} times as fast as the run")
     return "\n".join(lines)

@@ -18,21 +18,21 @@ from launch.launcher import find_launcher
 from launch.live_lines import LiveLines
 from launch.own_messages import FAILED, MESSAGE
 from mpillm.errors import Failure
-from mpillm.options.columns import WIDTH, beside
+from mpillm.options.columns import WIDTH, indented
 from mpillm.report.numbers import duration
-from mpillm.report.timeline import Computed
+from mpillm.report.timeline import TotalMetrics
 
-_MOST_BAR, _LEAST_BAR = 24, 4
+_MAX_BAR, _MIN_BAR = 24, 4
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
-_WAIT_SHOWN_S, _WAIT_TOLD_S = 1.0, 3.0  # into a phase before the test: on a terminal, and elsewhere
-_MOST_SAID = 2  # of what ranks say that they do
-_ENOUGH = 0.05  # of the samples: their rate says when the last is answered
+_DRAW_WAIT_S, _PRINT_WAIT_S = 1.0, 3.0  # into a phase before the test: on a terminal, elsewhere
+_MAX_ACTIVITIES = 2  # in a line
+_MIN_SHARE = 0.05  # of the samples: enough to estimate the end from their rate
 NO_PAGE = "NO PAGE"
 """The name of a row of the summary that is red on a terminal."""
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
-class Progress(NamedTuple):
+class LoadProgress(NamedTuple):
     """How far a test is."""
 
     done: int  # samples answered
@@ -53,9 +53,9 @@ class Progress(NamedTuple):
         return self.done / self.total
 
     def left_s(self) -> float | None:
-        """Return the seconds that it will take; None if too little is answered to say so."""
+        """Return the seconds that the test still needs; None if too few samples are answered to estimate."""
         left = [self.lasts_s - self.elapsed_s] if self.lasts_s and self.lasts_s > self.elapsed_s else []
-        if self.done >= _ENOUGH * self.total and self.done and not (self.planned is None and left):
+        if self.done >= _MIN_SHARE * self.total and self.done and not (self.planned is None and left):
             left.append((self.total - self.done) * self.elapsed_s / self.done)
         return max(left, default=None)
 
@@ -65,17 +65,17 @@ class Console:
 
     def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
         self._lines = LiveLines(out, err)
-        # Under mpirun a rank's own stdout says nothing about the user's: Open MPI always makes it a terminal,
+        # Under mpirun, a rank's own stdout differs from the user's: Open MPI always makes it a terminal,
         # MPICH a pipe. The launcher draws, if that is a terminal.
         launcher = find_launcher()
         self._frames = launcher is not None and os.environ.get(TTY) == "1"
         self._terminal = launcher is None and out.isatty()
         self._draws = self._frames or self._terminal
         self._interval_s = 0.25 if self._draws else 5.0
-        self._waited_s = 0.0  # into a phase before the test, when `waiting` was last shown
-        self._hints: set[str] = set()  # told already
-        self._drawn = time.monotonic()
-        self._drawn_before: deque[Progress] = deque()
+        self._waited_s = 0.0  # into a phase before the test, at the last line of `waiting`
+        self._hints: set[str] = set()  # printed already
+        self._last_draw = time.monotonic()
+        self._history: deque[LoadProgress] = deque()
 
     def line(self, text: str = "") -> None:
         """Print a line in place of the progress bar, if that is shown."""
@@ -83,7 +83,7 @@ class Console:
 
     def note(self, text: str, head: str = "  ") -> None:
         """Print `head` and prose: wrapped on a terminal; elsewhere a line, which can be searched."""
-        self.line(beside(head, text) if self._draws else f"{head}{text}".rstrip())
+        self.line(indented(head, text) if self._draws else f"{head}{text}".rstrip())
 
     def phase(self, name: str, seconds: float, note: str = "") -> None:
         """Print that a phase is done."""
@@ -96,34 +96,34 @@ class Console:
         awaited: Mapping[str, Sequence[int]],
         hosts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Show that a phase goes on, and what its ranks do: `awaited`, the ranks by what they say.
+        """Show that a phase goes on. `awaited`: its ranks by activity.
 
-        On a terminal soon; elsewhere a line after some seconds, and then less and less often.
+        On a terminal soon; elsewhere a line after some seconds, and then at growing intervals.
         """
         if not awaited or not self._is_due(elapsed_s):
             return
-        said = [
-            f"{disagg.rank_list(ranks, hosts)}: {what.splitlines()[0] if what else 'not done'}"
-            for what, ranks in awaited.items()
+        activities = [
+            f"{disagg.rank_list(ranks, hosts)}: {activity.splitlines()[0] if activity else 'not done'}"
+            for activity, ranks in awaited.items()
         ]
-        more = len(said) - _MOST_SAID
-        text = "; ".join(said[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
+        more = len(activities) - _MAX_ACTIVITIES
+        text = "; ".join(activities[:_MAX_ACTIVITIES]) + (f"; and {more} more" if more > 0 else "")
         self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {text}"])
-        if elapsed_s >= _WAIT_TOLD_S:
-            for hint in {what.partition("\n")[2] for what in awaited} - {"", *self._hints}:
+        if elapsed_s >= _PRINT_WAIT_S:
+            for hint in {activity.partition("\n")[2] for activity in awaited} - {"", *self._hints}:
                 self._hints.add(hint)
                 self.note(hint, " " * 10)
 
-    def wait(self, phase: str, elapsed_s: float, what: str) -> None:
-        """Do as `waiting`, where this process waits alone."""
+    def wait(self, phase: str, elapsed_s: float, activity: str) -> None:
+        """Do as `waiting`, for this process alone."""
         if self._is_due(elapsed_s):
-            self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {what}"])
+            self._draw([f"  {phase:<7} after {elapsed_s:.0f} s  {activity}"])
 
     def _is_due(self, elapsed_s: float) -> bool:
         if elapsed_s < self._waited_s:
             self._waited_s = 0.0  # another phase
-        seldom = max(_WAIT_TOLD_S, min(3 * self._waited_s, self._waited_s + 60))
-        if elapsed_s < (_WAIT_SHOWN_S if self._draws else seldom):
+        seldom = max(_PRINT_WAIT_S, min(3 * self._waited_s, self._waited_s + 60))
+        if elapsed_s < (_DRAW_WAIT_S if self._draws else seldom):
             return False
         self._waited_s = elapsed_s
         return True
@@ -133,16 +133,16 @@ class Console:
         if self._draws:
             self._lines.write("")
 
-    def progress(self, now: Progress, computed: Computed | None = None, steady: bool = False) -> None:
+    def progress(self, now: LoadProgress, metrics: TotalMetrics | None = None, steady: bool = False) -> None:
         """Draw the bar, if it is due.
 
-        `computed`: what the instances report; `steady`: show the throughput of the last seconds, too.
+        `metrics`: of the instances; `steady`: also show the throughput of the last seconds.
         """
         at = time.monotonic()
-        if at - self._drawn < self._interval_s or now.elapsed_s <= 0 or now.issued == 0:
+        if at - self._last_draw < self._interval_s or now.elapsed_s <= 0 or now.issued == 0:
             return
-        self._drawn = at
-        lines = progress_lines(now, computed)
+        self._last_draw = at
+        lines = progress_lines(now, metrics)
         if steady and (lately := self._lately(now)):
             lines.append(lately)
         self._draw(lines)
@@ -155,12 +155,12 @@ class Console:
         else:
             self._lines.write("\n".join(lines) + "\n")
 
-    def _lately(self, now: Progress) -> str:
-        """Return the throughput since the last bar that is no older than the window."""
-        while self._drawn_before and now.elapsed_s - self._drawn_before[0].elapsed_s > _STEADY_S:
-            self._drawn_before.popleft()
-        self._drawn_before.append(now)
-        then = self._drawn_before[0]
+    def _lately(self, now: LoadProgress) -> str:
+        """Return the throughput since the oldest bar within the window."""
+        while self._history and now.elapsed_s - self._history[0].elapsed_s > _STEADY_S:
+            self._history.popleft()
+        self._history.append(now)
+        then = self._history[0]
         if now.elapsed_s == then.elapsed_s:
             return ""
         seconds = now.elapsed_s - then.elapsed_s
@@ -182,7 +182,7 @@ class Console:
         """Print names and values, aligned."""
         self.line()
         for name, value in rows:
-            text = beside(f"  {name:<22} ", str(value))
+            text = indented(f"  {name:<22} ", str(value))
             if name == NO_PAGE:
                 self._lines.alarm(text, self._frames)
             else:
@@ -209,17 +209,17 @@ class Console:
             by_cause.setdefault(key, []).extend([] if failure.rank is None else [failure.rank])
         message = [f"{FAILED}{when}"]
         for (cause, trace), ranks in by_cause.items():
-            who = ""
+            ranks_text = ""
             if ranks:
-                who = f"{describe(ranks[0]) if len(ranks) == 1 else disagg.rank_list(ranks, hosts)}: "
-            message.append(textwrap.indent(f"{who}{cause}", "  "))
+                ranks_text = f"{describe(ranks[0]) if len(ranks) == 1 else disagg.rank_list(ranks, hosts)}: "
+            message.append(textwrap.indent(f"{ranks_text}{cause}", "  "))
             if trace:
                 message.append(
                     textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    ")
                 )
         message += dict.fromkeys(f"  doctor: {failure.doctor}" for failure in failures if failure.doctor)
         message += [f"  {line}" for line in more]
-        self._tell("\n".join(message))
+        self._print_error("\n".join(message))
 
     def _interrupted(self, message: str) -> None:
         if mpirun_ends_ranks():
@@ -227,33 +227,33 @@ class Console:
             with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123
                 print(message, file=terminal)
                 return
-        self._tell(message)
+        self._print_error(message)
 
-    def _tell(self, message: str) -> None:
+    def _print_error(self, message: str) -> None:
         self._lines.write(f"{message}\n", self._lines.err)
 
 
-def progress_lines(now: Progress, computed: Computed | None) -> list[str]:
-    """Return what is answered and, if the instances report it, computed: lines of at most 80 columns."""
+def progress_lines(now: LoadProgress, metrics: TotalMetrics | None) -> list[str]:
+    """Return how much is answered and, if the instances report it, computed: lines of at most 80 columns."""
     left = "" if (left_s := now.left_s()) is None else f", {duration(left_s)} left"
     text = (
         f"{now.done:,}/{now.total:,} samples  {_short(now.done / now.elapsed_s)}/s"
         f"  {duration(now.elapsed_s)}{left}"
     )
     head = "  test    "
-    width = min(_MOST_BAR, WIDTH - len(f"{head}[] {text}"))
+    width = min(_MAX_BAR, WIDTH - len(f"{head}[] {text}"))
     filled = int(width * now.share())
-    bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= _LEAST_BAR else ""
+    bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= _MIN_BAR else ""
     lines = [f"{head}{bar}{text}"]
-    if computed is not None:
-        c = computed
-        usage = "" if c.kv_cache_usage is None else f"  kv {c.kv_cache_usage:.0%}"
-        # What an instance does not run waits: in it, or for room in one.
-        waiting = max(0, now.issued - now.done - c.running)
+    if metrics is not None:
+        m = metrics
+        usage = "" if m.kv_cache_usage is None else f"  kv {m.kv_cache_usage:.0%}"
+        # The other requests wait, in an instance or for one.
+        waiting = max(0, now.issued - now.done - m.running)
         lines.append(
-            f"    out {_short(c.generated)} tok/s (now {_short(c.generated_now)})"
-            f"  in {_short(c.prompt)} ({_short(c.prompt_now)})"
-            f"  run {_short(c.running)}  wait {_short(waiting)}{usage}"
+            f"    out {_short(m.generated)} tok/s (now {_short(m.generated_now)})"
+            f"  in {_short(m.prompt)} ({_short(m.prompt_now)})"
+            f"  run {_short(m.running)}  wait {_short(waiting)}{usage}"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""Which requests of a run met latency limits, of which `--goodput` is one source."""
+"""How many requests of a run met latency limits, such as the limits of `--goodput`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
 
 
 def good(rows: NDArray[np.void], limits: Mapping[str, float]) -> int:
-    """Return how many requests met all limits, which is what vLLM calls good."""
+    """Return how many requests met all limits: vLLM calls them good."""
     met = rows["error"] == 0
     for name, limit in limits.items():
         met &= ~(_SECONDS[name](rows) > limit / 1e3)
@@ -32,9 +32,9 @@ def good(rows: NDArray[np.void], limits: Mapping[str, float]) -> int:
 
 
 def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """Return for `result.json` how a test of so many seconds met the limits of `--goodput`.
+    """Return for `result.json` how a test that took `seconds` met the limits of `--goodput`.
 
-    `late_allowed`: of each limit, by LoadGen's early stopping.
+    `late_allowed`: for each limit, by LoadGen's early stopping.
     """
     return {
         "limits_ms": dict(limits),

@@ -17,9 +17,9 @@ _SOFTWARE = ("numpy", "transformers", "mlcommons-loadgen", "mpi4py")  # listed f
 
 
 def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, Any]:
-    """Describe this node, ready for JSON. What the system does not say is None or empty.
+    """Describe this node, ready for JSON. Values that the system does not report are None or empty.
 
-    `gpus`: those that the run may use here; `packages`: those whose versions matter to its core.
+    `gpus`: available to the run; `packages`: of the core, whose versions matter.
     """
     return {
         "cpu": _cpu(),
@@ -58,11 +58,11 @@ def _cpu() -> dict[str, Any]:
 
 
 def _caches() -> list[str]:
-    found = []
+    caches = []
     for folder in sorted((_CPU / "cache").glob("index*")):
         level, kind, size = (_first_line(folder / name) for name in ("level", "type", "size"))
-        found.append(f"L{level}{'' if kind == 'Unified' else kind[:1].lower()} {size}")
-    return found
+        caches.append(f"L{level}{'' if kind == 'Unified' else kind[:1].lower()} {size}")
+    return caches
 
 
 def _disks() -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def _disk_type(folder: Path) -> str:
 def _network_cards() -> list[dict[str, Any]]:
     """Return network interfaces that are backed by hardware.
 
-    Their speed is in Mbit/s; None without a link, or if the driver does not say.
+    Their speed is in Mbit/s; None without a link, or if the driver does not report it.
     """
     cards = []
     for folder in sorted(Path("/sys/class/net").glob("*")):

@@ -1,4 +1,4 @@
-"""The answers: `outputs.jsonl`, and the few on the console."""
+"""The answers: all in `outputs.jsonl`, the first few on the console."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.files import naming
 
-SHOWN = 3
+N_CONSOLE = 3
 
 
 class Outputs:
-    """Takes each answer as it arrives; keeps only the few for the console in memory."""
+    """Writes each answer as it arrives; keeps only the first few in memory, for the console."""
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, path: Path | None) -> None:
         """`path`: where to write a line per answer, or None."""
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._path = path
-        # A line at a time, for whoever looks at it while the test goes on, and for a run that is killed.
+        # Line by line, for readers during the test, and for a run that is killed.
         self._file = path.open("w", buffering=1, encoding="utf-8") if path else None
-        self._shown: dict[int, NDArray[np.int32]] = {}
+        self._first: dict[int, NDArray[np.int32]] = {}
 
     def add(self, index: int, tokens: NDArray[np.int32]) -> None:
         """Take the answer to the sample at `index`. Raises OSError if the disk is full."""
-        if index not in self._shown and (len(self._shown) < SHOWN or index < max(self._shown)):
-            if len(self._shown) == SHOWN:
-                del self._shown[max(self._shown)]
-            self._shown[index] = tokens.copy()
+        if index not in self._first and (len(self._first) < N_CONSOLE or index < max(self._first)):
+            if len(self._first) == N_CONSOLE:
+                del self._first[max(self._first)]
+            self._first[index] = tokens.copy()
         if self._file is not None:
             output = tokens.tolist()
             line: dict[str, Any] = {
@@ -46,11 +46,11 @@ class Outputs:
             with naming(self._path):
                 self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def shown(self) -> list[tuple[int, str, str]]:
-        """Return (index, prompt, answer) of the few for the console, by index."""
+    def first_outputs(self) -> list[tuple[int, str, str]]:
+        """Return (index, prompt, answer) of the first few, by index."""
         return [
             (index, self._prompt(index), self._tokenizer.decode(tokens))
-            for index, tokens in sorted(self._shown.items())
+            for index, tokens in sorted(self._first.items())
         ]
 
     def _prompt(self, index: int) -> str:

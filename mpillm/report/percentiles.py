@@ -1,4 +1,4 @@
-"""Percentiles of a client's requests: LoadGen's, and none for which there are too few requests.
+"""Percentiles of a client's requests by LoadGen's definition, where there are enough requests.
 
 Clients have several definitions, whose results differ by half with a dozen requests. `result.json`, console
 and page of all runs have LoadGen's (`mpillm.loadgen.logs.quantile`).
@@ -22,8 +22,8 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None] | None:
     known = known[np.isfinite(known)]
     if not len(known):
         return None
-    found = {name: round(1e3 * quantile(known, share / 100), 4) for name, share in _SHARES.items()}
-    return enough(found | {"mean": round(1e3 * float(known.mean()), 4)}, len(known))
+    percentiles = {name: round(1e3 * quantile(known, share / 100), 4) for name, share in _SHARES.items()}
+    return enough(percentiles | {"mean": round(1e3 * float(known.mean()), 4)}, len(known))
 
 
 def enough(latency: Mapping[str, float], n: int) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ from mpillm.data import read_log
 from mpillm.files import opened
 
 _TAIL_BYTES = 1 << 16
-# Python's names of the signals that end a process and that it can tell of.
+# Python's names of the fatal signals that it reports.
 _FATAL = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -43,8 +43,8 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     file = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace", opener=opened)  # noqa: SIM115
     if directory.stat().st_uid not in (0, os.fstat(file.fileno()).st_uid):
         raise PermissionError(errno.EPERM, "another user's folder", str(directory))
-    words, _ = without_secrets(sys.argv)
-    print(f"rank {rank}, pid {os.getpid()}: {' '.join(masked_words(words))}", file=file, flush=True)
+    args, _ = without_secrets(sys.argv)
+    print(f"rank {rank}, pid {os.getpid()}: {' '.join(masked_words(args))}", file=file, flush=True)
     if rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -56,7 +56,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
 
 
 def how_it_ended(log: Path) -> str:
-    """Return which signal ended the rank of this log, and what speaks for it; "" if the log isn't here."""
+    """Return the signal that ended the rank of this log, with the evidence; "" if the log is not here."""
     text = _tail(log)
     if text is None:
         return ""
@@ -65,7 +65,7 @@ def how_it_ended(log: Path) -> str:
             how = f"{signal} ended it: its log has the stacks"
             why = (_ON_SIGBUS, _last_read(text)) if signal == "SIGBUS" else ()
             return "\n".join(filter(None, (how, *why)))
-    return "its log says nothing of it, as after SIGKILL: by `kill -9`, or the kernel's OOM killer (dmesg)"
+    return "its log has no cause, as after SIGKILL: by `kill -9`, or the kernel's OOM killer (dmesg)"
 
 
 def last_read(log: Path) -> str:
@@ -74,14 +74,14 @@ def last_read(log: Path) -> str:
 
 
 def _last_read(text: str) -> str:
-    _, found, rest = text.rpartition(_READS)
-    return f"the file that it read last: {rest.partition(chr(10))[0]}" if found else ""
+    _, separator, tail = text.rpartition(_READS)
+    return f"the file that it read last: {tail.partition(chr(10))[0]}" if separator else ""
 
 
 def ended_by_a_loss(log: Path) -> bool:
-    """Return whether Open MPI crashed in the rank of this log as it heard that another one had ended.
+    """Return whether Open MPI crashed in the rank of this log because another rank had exited.
 
-    5.0 does where it is making a communicator then, which has no queues yet that could be revoked.
+    Open MPI 5.0 does so while it creates a communicator: the communicator has no queues to revoke yet.
     """
     text = _tail(log) or ""
     return "Fatal Python error: Segmentation fault" in text and "ompi_comm_set_rank_failed" in text

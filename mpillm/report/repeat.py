@@ -1,4 +1,4 @@
-"""From a run directory back to the command that made it."""
+"""Reconstruct the command of a run from its directory."""
 
 from __future__ import annotations
 
@@ -16,85 +16,85 @@ from mpillm.options.run_config import RunConfig
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment, differences
 from mpillm.report.run_files import RunFiles
 
-# Files that a run keeps in its directory, by the option that named them.
-_KEPT = {"disagg_config": "disagg.yaml", "user_conf": "user.conf", "audit_conf": "audit.config"}
+# Copies of files in a run directory, by the option that named the file.
+_COPIES = {"disagg_config": "disagg.yaml", "user_conf": "user.conf", "audit_conf": "audit.config"}
 _NOT_OF_THE_TEST = ("log_dir", "dry_run", "force", "config_file", "config_suffix")
 
 
-def said_options(run: Path) -> list[str]:
+def user_options(run: Path) -> list[str]:
     """Return the options that the user gave a run: on its command line, and by environment variables.
 
     Raises ConfigError if config.json is damaged.
     """
-    words = []
+    args = []
     file = run / "config.json"
     with as_written(file):
         for name, entry in read_json(file).items():
             value, source = entry["value"], entry["source"]
             if isinstance(source, dict):  # each flag's own
-                value = {key: value[key] for key, where in source.items() if _said(where)}
-            elif not _said(source):
+                value = {key: value[key] for key, where in source.items() if _is_user_set(where)}
+            elif not _is_user_set(source):
                 continue
             if name not in ("log_dir", "force") and value not in (None, {}, str(Secret(""))):
-                words += [f"--{name}", BY_NAME[name].text(value)]
-    return words
+                args += [f"--{name}", BY_NAME[name].text(value)]
+    return args
 
 
-def _said(source: str) -> bool:
+def _is_user_set(source: str) -> bool:
     return source.startswith(("command line", "environment variable "))
 
 
-def shell_line(words: list[str]) -> str:
-    """Return words for a shell; options stay as they are."""
-    return " ".join(shlex.quote(word) for word in words)
+def shell_line(args: list[str]) -> str:
+    """Return arguments quoted for a shell."""
+    return " ".join(shlex.quote(arg) for arg in args)
 
 
 def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
-    """Return the options that repeat a run, and notes on what is different here: software and options.
+    """Return the options that repeat a run, and notes on differences of software and options here.
 
-    Raises ConfigError if that can't be known.
+    Raises ConfigError if they cannot be determined.
     """
-    words, notes = options_again(run.path)
+    args, notes = options_again(run.path)
     if (run.path / ENVIRONMENT).exists():
         notes = [*differences(read_object(run.path / ENVIRONMENT), describe_environment()), *notes]
     else:
-        notes.insert(0, f"no {ENVIRONMENT}: nothing is known of the software that it ran with")
+        notes.insert(0, f"no {ENVIRONMENT}: the software that it ran with is unknown")
     control = sum(rank.get("instance") is None for rank in run.plan_ranks)
     if "control_ranks" not in run.config and control in CONTROL_RANKS and not run.value("disagg_config"):
-        words += ["--control_ranks", str(control)]
-        notes.append(f"--control_ranks {control} is stated: its version of mpillm chose so")
+        args += ["--control_ranks", str(control)]
+        notes.append(f"--control_ranks {control} is added: its version of mpillm chose this number")
     nodes = {str(rank.get("node")) for rank in run.plan_ranks}
     if len(nodes) > 1:
         named = ", ".join(sorted(nodes))
         notes.append(f"it ran on {len(nodes)} nodes ({named}): name as many with --mpirun_options")
-    return words, notes
+    return args, notes
 
 
 def options_again(run: Path) -> tuple[list[str], list[str]]:
-    """Return the options of `run` that give the values of a run again, and notes on what is different here.
+    """Return the options of `run` that restore the values of a run, and notes on differences here.
 
-    A file that is gone or changed is replaced by the run's own copy; a value that would be another one here,
-    since a configuration file, a workload or a default has changed, is stated. Raises ConfigError if the run
-    directory is damaged, or this version can't run it.
+    A file that is missing or changed is replaced by the run's own copy. A value that would differ here,
+    because a configuration file, a workload or a default has changed, is added as an option. Raises
+    ConfigError if the run directory is damaged, or this version cannot run it.
     """
-    words, notes = said_options(run), []
+    args, notes = user_options(run), []
     file = run / "config.json"
     recorded = read_object(file)
     with as_written(file):
         then = {name: entry["value"] for name, entry in recorded.items() if name in BY_NAME}
         sources = {name: str(entry["source"]) for name, entry in recorded.items()}
-    for gone in sorted(recorded.keys() - BY_NAME.keys()):
-        notes.append(f"--{gone} {recorded[gone]['value']}: this version has no such option")
-    for name, copy in _KEPT.items():
+    for name in sorted(recorded.keys() - BY_NAME.keys()):
+        notes.append(f"--{name} {recorded[name]['value']}: this version has no such option")
+    for name, copy in _COPIES.items():
         if then.get(name) and (why := _changed(Path(then[name]), run / copy)):
-            notes.append(f"--{name} {then[name]} {why}: {run / copy} is taken")
-            words = [*_without(words, name), f"--{name}", str(run / copy)]
+            notes.append(f"--{name} {then[name]} {why}: {run / copy} is used")
+            args = [*_without(args, name), f"--{name}", str(run / copy)]
     if then.get("config_file") and (why := _not_read_again(Path(then["config_file"]))):
-        notes.append(f"--config_file {then['config_file']} {why}: its values are stated")
-        words = _without(_without(words, "config_file"), "config_suffix")
-    now = parse_run(words)
+        notes.append(f"--config_file {then['config_file']} {why}: its values are added")
+        args = _without(_without(args, "config_file"), "config_suffix")
+    now = parse_run(args)
     for name in then:
-        if name in _NOT_OF_THE_TEST or name in _KEPT or _is_same(then[name], now, name, run):
+        if name in _NOT_OF_THE_TEST or name in _COPIES or _is_same(then[name], now, name, run):
             continue
         if isinstance(recorded[name]["source"], dict):
             notes.append(f"{name} was {then[name]}; here it is {getattr(now, name)}")
@@ -104,23 +104,23 @@ def options_again(run: Path) -> tuple[list[str], list[str]]:
             notes.append(f"{name} had no value; here it is {getattr(now, name)} ({now.where(name)})")
             continue
         notes.append(
-            f"--{name} {text} ({sources[name]}) is stated: here it would be {getattr(now, name)}"
+            f"--{name} {text} ({sources[name]}) is added: here it would be {getattr(now, name)}"
             f" ({now.where(name)})"
         )
-        words += [f"--{name}", text]
-    parse_run(words)
-    return words, notes
+        args += [f"--{name}", text]
+    parse_run(args)
+    return args, notes
 
 
 def _is_same(then: Any, now: RunConfig, name: str, run: Path) -> bool:
-    """Return whether an option has its recorded value; a data set that was made for the run is made again."""
+    """Return whether an option has its recorded value; a data set created for the run counts as the same."""
     value = now.to_json()[name]["value"]
-    made = (
+    is_created = (
         name == "dataset_path"
         and then is not None
         and Path(str(then)).absolute() == (run / "dataset").absolute()
     )
-    return made or _plain(value) == _plain(then)
+    return is_created or _plain(value) == _plain(then)
 
 
 def _plain(value: Any) -> Any:
@@ -131,9 +131,9 @@ def _plain(value: Any) -> Any:
 
 
 def _changed(original: Path, copy: Path) -> str:
-    """Return why the original can't be taken ("is gone", "has changed"); "" if it can."""
+    """Return why the original cannot be used ("is missing", "has changed"); "" if it can."""
     if not original.exists():
-        return "is gone"
+        return "is missing"
     if copy.name != "user.conf":  # the others are kept in a form of their own, or as they are named
         return ""
     try:
@@ -144,12 +144,12 @@ def _changed(original: Path, copy: Path) -> str:
 
 
 def _not_read_again(config_file: Path) -> str:
-    """Return why a configuration file is not; "" if it is. A directory may be a stranger's, and name any."""
+    """Return why a configuration file is not read again; "" if it is. The directory is untrusted."""
     if not config_file.exists():
-        return "is gone"
+        return "is missing"
     return "is a program, which is not run again" if config_file.suffix == ".py" else ""
 
 
-def _without(words: list[str], name: str) -> list[str]:
-    place = words.index(f"--{name}") if f"--{name}" in words else len(words)
-    return words[:place] + words[place + 2 :]
+def _without(args: list[str], name: str) -> list[str]:
+    place = args.index(f"--{name}") if f"--{name}" in args else len(args)
+    return args[:place] + args[place + 2 :]

@@ -15,7 +15,7 @@ from mpillm.report.run_directory import REQUESTS
 RECORD = np.dtype(
     [
         ("issued", "<f8"),  # seconds from the test's start
-        ("ttft", "<f4"),  # seconds; NaN: no token came before the end of the answer
+        ("ttft", "<f4"),  # seconds; NaN: no token before the end of the answer
         ("latency", "<f4"),  # of the whole answer, seconds
         ("index", "<i4"),  # in the data set
         ("tokens", "<i4"),  # of the answer
@@ -26,13 +26,13 @@ RECORD = np.dtype(
 
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
-# What is written at once: making records takes NumPy 20 µs, however few.
+# Records are written in batches: creating records takes NumPy 20 µs, however few.
 _CALLS = 256  # of `add`
 _ROWS = 4096  # 170 kB
 
 
 class RequestLog:
-    """Writes a record for each answer, a few hundred at a time; keeps no more in memory."""
+    """Writes a record for each answer, in batches; constant size."""
 
     def __init__(self, folder: Path) -> None:
         """The file is created with the first record."""
@@ -51,7 +51,7 @@ class RequestLog:
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
     ) -> None:
-        """Take answers that came together at `ended`: arrays of one entry each, times in seconds of the test.
+        """Add answers that came together at `ended`: arrays with an entry each, times in seconds of the test.
 
         `first`: NaN where there was no first token. The arrays are kept. Raises OSError, with the file's
         name, if the disk is full.
@@ -65,7 +65,7 @@ class RequestLog:
     def add_one(
         self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
     ) -> None:
-        """As `add`, of one answer."""
+        """Do as `add`, for one answer."""
         self._ones.append((issued, first, ended - issued, index, tokens, error))
         if len(self._ones) >= _CALLS:
             self._write()
@@ -91,7 +91,7 @@ class RequestLog:
             self._file.write(rows.tobytes())
 
     def flush(self) -> None:
-        """Let readers see what came so far; nothing after `close`. Raises OSError as `add`."""
+        """Write all records so far, for readers; does nothing after `close`. Raises OSError as `add`."""
         if self._file is not None and self._file.closed:
             return
         self._write()
@@ -107,12 +107,10 @@ class RequestLog:
 
 
 def read_requests(folder: Path | str) -> NDArray[np.void]:
-    """Return the records of a run, in order of issue, `RECORD`; a record that was cut at the end is left out,
-    and what no run writes.
+    """Return the valid records of a run, `RECORD`, in order of issue. An incomplete last record is left out.
 
-    `folder`: its directory, or the file in it.
-
-    A run that still goes on may be read. Raises ConfigError if there is no such file, or it can't be read.
+    `folder`: the run directory, or the file in it. The run may still go on. Raises ConfigError if there is no
+    such file, or it cannot be read.
     """
     folder = Path(folder)
     rows = _records(folder.parent if folder.name == REQUESTS else folder)
@@ -128,9 +126,9 @@ def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
 
 
 def damaged_requests(folder: Path) -> tuple[int, int]:
-    """Return how many records hold what no run writes, and how many there are; none without a file.
+    """Return the number of invalid records, and of all records; 0 without a file.
 
-    Raises ConfigError if it can't be read.
+    Raises ConfigError if it cannot be read.
     """
     rows = _records(folder) if (folder / REQUESTS).exists() else np.empty(0, RECORD)
     return len(rows) - int(_possible(rows).sum()), len(rows)
@@ -150,9 +148,9 @@ def _records(folder: Path) -> NDArray[np.void]:
 
 
 def _possible(rows: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return which records a run can have written: others would make nonsense of charts and figures."""
-    found: NDArray[np.bool_] = (rows["index"] >= 0) & (rows["tokens"] >= 0) & (rows["error"] < 2)
-    found &= abs(rows["issued"]) < _LONGEST_S
+    """Return which records are valid: others would spoil charts and figures."""
+    valid: NDArray[np.bool_] = (rows["index"] >= 0) & (rows["tokens"] >= 0) & (rows["error"] < 2)
+    valid &= abs(rows["issued"]) < _LONGEST_S
     for name in ("ttft", "latency"):
-        found &= ((rows[name] > -1) & (rows[name] < _LONGEST_S)) | (np.isnan(rows[name]) & (name == "ttft"))
-    return found
+        valid &= ((rows[name] > -1) & (rows[name] < _LONGEST_S)) | (np.isnan(rows[name]) & (name == "ttft"))
+    return valid

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 from mpillm.comms.messages import DrainReport
 from mpillm.cores.histogram import Histogram
 from mpillm.options.run_config import RunConfig
-from mpillm.report.doubts import queue, rates, refused, unchecked, without_limits
 from mpillm.report.numbers import milliseconds
-from mpillm.report.page.facts import Facts, busy_share, busy_with, passes_by
+from mpillm.report.page.run_analysis import Facts, busy_share, busy_with, bypasses_ranks
 from mpillm.report.percentiles import too_few
 from mpillm.report.tested_servers import models_in_use, tested_servers
 from mpillm.report.timeline import Timeline
+from mpillm.report.validity_checks import failed_checks, queue, rates, unchecked, without_limits
 from mpillm.telemetry.cpu_use import other_load
 from mpillm.telemetry.gpu_meter import other_processes
 
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals
 
-_BUSY = 0.8  # of a core: a client near all of it measures itself
+_BUSY = 0.8  # of a CPU core: a client above it measures itself
 _REFUSED = "the server refused them, or closed the connection"
-_MOST_COMPILED = 20  # kernels or graphs to name
+_MAX_COMPILED = 20  # kernels or graphs to list
 
 
 def test_result(
@@ -47,7 +47,7 @@ def test_result(
             instance["metrics"] = timeline.summary(instance["instance"])
             streamed &= instance.pop("streamed", True)
             per_instance.append(instance)
-    if not streamed:  # when the first token came, nobody knows
+    if not streamed:  # the time of the first token is unknown
         totals.ttft, totals.tpot = Histogram(), Histogram()
     return {
         "samples": totals.samples,
@@ -62,7 +62,7 @@ def test_result(
         "latency_ms": totals.latency.summary_ms(),
         "per_instance": sorted(per_instance, key=lambda instance: int(instance["instance"])),
         "compiled_in_test": len(compiled),
-        "compiled": compiled[:_MOST_COMPILED],
+        "compiled": compiled[:_MAX_COMPILED],
         "route": {
             "messages": sum(report.messages for report in reports.values()),
             "message_bytes": sum(report.message_bytes for report in reports.values()),
@@ -75,9 +75,10 @@ def test_result(
 
 
 def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
-    """Return for `result.json` what others used of each node's cores in the test; `nodes`: of each rank."""
+    """Return for `result.json` the use of each node's CPU cores by other processes; `nodes`: of each rank."""
     loads = (
-        other_load(node, [report.cpu for report in there]) for node, there in _whole_nodes(nodes, reports)
+        other_load(node, [report.cpu for report in node_reports])
+        for node, node_reports in _complete_nodes(nodes, reports)
     )
     return [load for load in loads if load is not None]
 
@@ -86,21 +87,21 @@ def others_on_gpus(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> 
     """Return for `result.json` which other processes computed on the ranks' GPUs."""
     return [
         one
-        for node, there in _whole_nodes(nodes, reports)
-        for one in other_processes(node, [report.gpu for report in there if report.gpu is not None])
+        for node, node_reports in _complete_nodes(nodes, reports)
+        for one in other_processes(node, [report.gpu for report in node_reports if report.gpu is not None])
     ]
 
 
-def _whole_nodes(
+def _complete_nodes(
     nodes: Sequence[str], reports: Mapping[int, DrainReport]
 ) -> Iterator[tuple[str, list[DrainReport]]]:
-    """Yield the nodes that have lost no rank: what a lost one used would count as others'."""
+    """Yield the nodes that have lost no rank: a lost rank's use would count as other processes'."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    for node, there in ranks.items():
-        if {*there} <= reports.keys():
-            yield node, [reports[rank] for rank in there]
+    for node, node_ranks in ranks.items():
+        if {*node_ranks} <= reports.keys():
+            yield node, [reports[rank] for rank in node_ranks]
 
 
 def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:
@@ -117,7 +118,7 @@ def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> Non
         }
 
 
-def _lost_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+def _lost_rows(result: Mapping[str, Any], unit: str) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for lost in result["lost"]:
         when = f"at {lost['at_s']:.1f} s" if lost["phase"] == "test" else f"in phase {lost['phase']}"
@@ -125,9 +126,11 @@ def _lost_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
         rows.append(
             ("LOST", f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}: {cause}")
         )
-        again = f"{lost['retried']} {what} were computed again, the last was answered"
+        again = f"{lost['retried']} {unit} were computed again, the last was answered"
         again += f" {lost['recovered_after_s']:.1f} s later"
-        rows.append(("", again if lost["retried"] else f"it owed nothing: no {what} were computed again"))
+        rows.append(
+            ("", again if lost["retried"] else f"no request was outstanding: no {unit} were computed again")
+        )
     return rows
 
 
@@ -136,12 +139,12 @@ def summary_rows(
 ) -> list[tuple[str, Any]]:
     """Return the summary for the console: names and values of `result.json`, which lies in `directory`.
 
-    `facts`: the page's, for the same names and shares of instances.
+    `facts`: of the HTML report, for the same names and shares of instances.
     """
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
     ]
-    refusals = refused(result)
+    refusals = failed_checks(result)
     rows += [("REFUSED", f"not VALID: {text}") for text in refusals]
     rows += [("DOUBTFUL", doubt) for doubt in result.get("doubts", ()) if doubt not in refusals]
     rows += [("not checked", text) for text in unchecked(result)]
@@ -156,8 +159,8 @@ def summary_rows(
         if result["loadgen_unsatisfied"]:
             rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
-    if said := rates(result):
-        rows.append(("rate", f"{said}; {queue(result)}"))
+    if text := rates(result):
+        rows.append(("rate", f"{text}; {queue(result)}"))
     rows += _measured_rows(result, "samples", facts)
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
@@ -186,18 +189,18 @@ def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, An
 def other_harness_rows(
     result: Mapping[str, Any], directory: str, facts: Facts | None = None
 ) -> list[tuple[str, Any]]:
-    """Do as `summary_rows`, for a test whose load another client made."""
+    """Do as `summary_rows`, for a test whose load a load client made."""
     client = result["harness"]
     name = f"{client['name']} {client['version']}".strip()
-    said = f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s"
+    text = f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s"
     rows: list[tuple[str, Any]] = [
-        ("harness", f"{name}: {said}, {client['failed']:,} failed"),
+        ("harness", f"{name}: {text}, {client['failed']:,} failed"),
         *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
         *(("not checked", text) for text in unchecked(result)),
         *_lost_rows(result, "requests"),
     ]
-    if said := rates(result):
-        rows.append(("rate", f"{said}; {queue(result)}"))
+    if text := rates(result):
+        rows.append(("rate", f"{text}; {queue(result)}"))
     rows += _measured_rows(result, "requests", facts)[1:]
     if own := result.get("endpoint"):
         counted = f"{own['samples']:,} requests, {own['tokens']:,} tokens, {own['errors']:,} errors"
@@ -208,10 +211,10 @@ def other_harness_rows(
     return [*rows, ("result", f"{directory}/result.json")]
 
 
-def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
+def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
-        (what, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),
-        (f"{what} per second", f"{result['samples_per_second']:,.2f}"),
+        (unit, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),
+        (f"{unit} per second", f"{result['samples_per_second']:,.2f}"),
         ("tokens per second", f"{result['tokens_per_second']:,.1f}"),
     ]
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
@@ -224,21 +227,21 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
     if models := models_in_use(tested_servers(result)):
         rows.append(("model at the server", ", ".join(models)))
     if n := result["compiled_in_test"]:
-        when, whose = ("in the test", "the test") if what == "samples" else ("while it served", "requests")
+        when, payer = ("in the test", "the test") if unit == "samples" else ("while it served", "requests")
         rows.append(
             (
                 f"compiled {when}",
-                f"{n} kernels or graphs ('compiled' in result.json), which took time of {whose}",
+                f"{n} kernels or graphs ('compiled' in result.json), which took time of {payer}",
             )
         )
     for instance in result["per_instance"]:
         one = facts.instances.get(instance["instance"]) if facts is not None else None
-        # A client waits for its servers: that it holds requests says nothing of them.
+        # A client that holds requests waits for its servers, which may be idle.
         share, doing = instance["busy_fraction"], instance.get("busy_with", busy_with(False))
         part = _part_of_the_tokens(instance, result["per_instance"], facts)
-        work = f"{instance['samples']:,} {what}, {instance['tokens']:,} tokens{part}"
+        work = f"{instance['samples']:,} {unit}, {instance['tokens']:,} tokens{part}"
         work += f", {doing} {100 * share:.0f} %"
-        if passes_by(result):
+        if bypasses_ranks(result):
             counted = instance.get("server_generated_tokens")
             work = "asked by the harness itself"
             work += "" if counted is None else f"; the server counts {counted:,.0f} tokens"
@@ -248,7 +251,7 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
         if drafted := instance.get("drafted_tokens"):
             accepted = instance["accepted_tokens"]
             share = f"{100 * accepted / drafted:.0f} %"
-            rows.append(("", f"speculation: {accepted} of {drafted} guessed tokens were right ({share})"))
+            rows.append(("", f"speculation: {accepted} of {drafted} draft tokens were accepted ({share})"))
         rows += [("", advice) for advice in _advice(instance)]
     return rows
 
@@ -256,9 +259,9 @@ def _measured_rows(result: Mapping[str, Any], what: str, facts: Facts | None = N
 def _part_of_the_tokens(
     instance: Mapping[str, Any], every: Sequence[Mapping[str, Any]], facts: Facts | None
 ) -> str:
-    """Return what part of the tokens of its role an instance computed, for the line that says how many.
+    """Return an instance's share of the tokens of its role, for the line with their number.
 
-    "" if it is the only one, or the roles are not known.
+    "" for the only instance of the role, or if the roles are unknown.
     """
     if facts is None or instance["instance"] not in facts.instances:
         return ""
@@ -269,7 +272,7 @@ def _part_of_the_tokens(
 
 
 def counted_from_text(instances: Sequence[Mapping[str, Any]]) -> str:
-    """Return how far the number of tokens is the client's own; "" if it is the servers'."""
+    """Return whether clients count tokens from text, in words; "" if the servers count all of them."""
     n, others = (
         sum(one.get(name) or 0 for one in instances) for name in ("retokenized", "other_answer_length")
     )
@@ -280,7 +283,7 @@ def counted_from_text(instances: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the reader of an instance's figures must know."""
+    """Yield notes that the reader of an instance's figures needs."""
     if n := instance.get("preemptions"):
         yield f"its KV cache was full: {n} evictions; with --batch_scheduler_policy no_evict it starts fewer"
     if (busy := instance.get("client_busy_fraction", 0)) > _BUSY:

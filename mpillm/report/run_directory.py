@@ -37,15 +37,15 @@ HAS_FIGURES = ("VALID", "INVALID", MEASURED)
 CERTIFICATE = "certificate.json"
 HARNESS_LOG = "harness.log"  # what another client printed (--harness)
 HARNESS = "harness"  # the folder of its files
-UNFINISHED = "this run goes on, or rank 0 was killed before it could say why it ends"
+UNFINISHED = "this run goes on, or rank 0 was killed before it could report a cause"
 """The cause in the result.json of a run that has not ended."""
 
-STANDS_IN = "stands_in"
-"""A file of the rank that writes for a rank 0 that has ended, while it does."""
+POSTMORTEM_CLAIM = "stands_in"
+"""A file that claims the postmortem for one rank while this rank writes it."""
 
-# Files of an earlier run that would pass for this run's if this one failed before writing its own.
-OF_AN_EARLIER_RUN = (
-    STANDS_IN,
+# Files of an earlier run, which would seem to be this run's if it failed before it writes its own.
+STALE_FILES = (
+    POSTMORTEM_CLAIM,
     "outputs.jsonl",
     "result.json",
     TIMELINE,
@@ -71,12 +71,12 @@ OF_AN_EARLIER_RUN = (
 
 
 def unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, … that does not exist: runs may start in the same second."""
-    n, found = 1, path
-    while found.exists():
+    """Return `path`, or the first of path-2, path-3, … that does not exist: runs may start simultaneously."""
+    n, free = 1, path
+    while free.exists():
         n += 1
-        found = path.with_name(f"{path.name}-{n}")
-    return found
+        free = path.with_name(f"{path.name}-{n}")
+    return free
 
 
 def new_folder(name: str) -> Path:
@@ -131,8 +131,8 @@ def take_directory(config: RunConfig, name: str) -> Path:
             raise ConfigError(
                 f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder"
             )
-        if path.is_dir() and (whose := _of_another_user(path)):
-            raise ConfigError(f"--log_dir {path}: {whose}; name a folder of your own")
+        if path.is_dir() and (owner := _foreign_owner(path)):
+            raise ConfigError(f"--log_dir {path}: {owner}; name a folder of your own")
         path.mkdir(parents=True, exist_ok=True)
         lock(path)
         if not config.force:
@@ -142,17 +142,18 @@ def take_directory(config: RunConfig, name: str) -> Path:
     return path.absolute()
 
 
-def _of_another_user(folder: Path) -> str:
-    """Return what of a folder belongs to another user, but root, who could lead what is written elsewhere.
+def _foreign_owner(folder: Path) -> str:
+    """Return which other user owns the folder or an entry of it; "" if none does, or only root.
 
-    By a link, also after this look. Raises OSError if nothing can be written there.
+    The owner could redirect the run's files by a link, also later. Raises OSError if nothing can be written
+    there.
     """
-    ours = trusted_owners(folder)
-    if (owner := other_owner(folder, ours)) is not None:
+    trusted = trusted_owners(folder)
+    if (owner := other_owner(folder, trusted)) is not None:
         return f"user {owner} owns it"
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (owner := entry.stat(follow_symlinks=False).st_uid) not in ours:
+            if (owner := entry.stat(follow_symlinks=False).st_uid) not in trusted:
                 return f"user {owner} owns {entry.name} in it"
     return ""
 
@@ -167,7 +168,7 @@ def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
     )
 
 
-def path_shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return `path` for the console: relative if it lies in the current directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -180,7 +181,7 @@ class RunRecord:
         self.path = path
         self._config = config
         self.phases_s: dict[str, float] = {}
-        self._kept: Mapping[str, Any] = {}  # figures of a test that has not ended
+        self._unfinished_figures: Mapping[str, Any] = {}  # of a test that has not ended
         self.result: dict[str, Any] = {
             "status": "FAILED",
             **about,
@@ -208,25 +209,25 @@ class RunRecord:
             for rank, r in sorted(reports.items())
         ]
         write_json(self.path / "ranks.json", joined)
-        for name in OF_AN_EARLIER_RUN:
+        for name in STALE_FILES:
             (self.path / name).unlink(missing_ok=True)
 
     def write_unfinished(self, phase: Phase, *, waits: bool = True) -> None:
-        """Write the result.json of a run whose rank 0 is killed in `phase`, with what it has kept.
+        """Write the result.json of a run whose rank 0 is killed in `phase`, with the figures so far.
 
         Raises OSError if the disk is full.
 
-        Some launchers kill all ranks when one is lost: Slurm with PMIx, within 20 ms.
+        Some launchers kill all ranks when one is lost. Slurm with PMIx does so within 20 ms.
         """
         failure = Failure(UNFINISHED, 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
-        result = {**self.result, **self._kept, **ended, "phases_s": self.phases_s}
+        result = {**self.result, **self._unfinished_figures, **ended, "phases_s": self.phases_s}
         result["failures"] = failures_json((failure,))
         write_json(self.path / "result.json", result, waits=waits)
 
     def keep(self, so_far: Mapping[str, Any]) -> None:
-        """Write what the test has measured so far: a killed rank 0 writes nothing more."""
-        self._kept = so_far
+        """Write the figures measured so far: a killed rank 0 writes nothing more."""
+        self._unfinished_figures = so_far
         try:
             self.write_unfinished("test", waits=False)  # a test's time is measured
         except OSError as error:  # a full disk ends no test
@@ -238,9 +239,9 @@ class RunRecord:
 
 
 def failures_in(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the failures that a `result.json` lists; what is none, in a damaged file, is passed over."""
-    found = result.get("failures")
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    """Return the failures that a `result.json` lists; damaged entries are left out."""
+    failures = result.get("failures")
+    return [one for one in failures if isinstance(one, dict)] if isinstance(failures, list) else []
 
 
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:

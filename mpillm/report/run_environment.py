@@ -16,7 +16,7 @@ from mpillm.version import __version__
 ENVIRONMENT = "environment.json"
 
 _SOURCE = Path(__file__).parents[2]
-# What programs of other people read, by the beginnings of their variables' names.
+# Prefixes of the environment variables of libraries.
 _VARIABLES = ("CUDA_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "UCX_")
 _GIT_S = 5.0
 
@@ -46,7 +46,7 @@ def describe_environment(mpi: str | None = None) -> dict[str, Any]:
 def differences(
     then: Mapping[str, Any], now: Mapping[str, Any], where: tuple[str, str] = ("then", "now")
 ) -> list[str]:
-    """Return a line for each thing that differs; what one of the two does not say is passed over."""
+    """Return a line for each difference; values that one of the two lacks are left out."""
     first, second = where
     lines = []
     for name in (name for name in then if name in now and None not in (then[name], now[name])):
@@ -61,22 +61,22 @@ def differences(
 
 
 def _commit() -> str | None:
-    """Return the commit of the source, with -dirty if a file was changed; None if it is no clone."""
+    """Return the commit of the source, with -dirty if a file was changed; None outside a clone."""
     if not (_SOURCE / ".git").exists():
         return None
-    words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    args = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_SOURCE), *words], capture_output=True, text=True, timeout=_GIT_S
+        process = subprocess.run(
+            ["git", "-C", str(_SOURCE), *args], capture_output=True, text=True, timeout=_GIT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def _packages() -> dict[str, str]:
     """Return versions by package, from the names of folders: `importlib.metadata` would read every file."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for place in sys.path:
         try:
             names = [entry.name for entry in Path(place or ".").iterdir()]
@@ -85,5 +85,5 @@ def _packages() -> dict[str, str]:
         for name in names:
             if name.endswith(".dist-info"):
                 package, _, version = name.removesuffix(".dist-info").rpartition("-")
-                found.setdefault(package, version)  # the first on the path is the one that is imported
-    return dict(sorted(found.items()))
+                versions.setdefault(package, version)  # Python imports the first on the path
+    return dict(sorted(versions.items()))

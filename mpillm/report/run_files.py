@@ -1,6 +1,6 @@
-"""A run directory as it is found: whole, of a failed or killed run, or half written.
+"""A run directory in any state: complete, of a failed or killed run, or incomplete.
 
-A submission reads its runs strictly, by a reader of its own.
+A submission reads its runs strictly, with its own reader.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("
-# Of a test: instances tell what they compute twice a second, and each has a line a second.
-_LEAST_TOLD_S = 2.0
+# Test duration from which a timeline is expected: instances report twice a second, with a line a second each.
+_MIN_TIMELINE_S = 2.0
 
-# Files by which a directory is known as a run's, and what each tells.
-_KNOWN_BY = {
+# Files that mark a directory as a run's, with their contents.
+_RUN_MARKERS = {
     "result.json": "the outcome and the figures",
     "config.json": "the options",
     "plan.json": "what ran where",
@@ -33,7 +33,7 @@ _KNOWN_BY = {
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run hold; what can't be read is empty, and `missing` says why, a line for each."""
+    """The contents of a run's files; `missing` has a line for each unreadable file, which counts as empty."""
 
     path: Path
     result: dict[str, Any] = field(default_factory=dict)
@@ -48,23 +48,23 @@ class RunFiles:
 
     @staticmethod
     def read(path: Path) -> RunFiles:
-        """Read what is there. Raises ConfigError if `path` is no directory, or no run's."""
+        """Read the files. Raises ConfigError if `path` is not the directory of a run."""
         if not path.is_dir():
             raise ConfigError(
                 f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
             )
         check_files(path)
-        if not any((path / name).exists() for name in _KNOWN_BY):
-            raise ConfigError(f"{path} has none of {', '.join(_KNOWN_BY)}: not a run directory")
+        if not any((path / name).exists() for name in _RUN_MARKERS):
+            raise ConfigError(f"{path} has none of {', '.join(_RUN_MARKERS)}: not a run directory")
         reader = _Reader(path)
-        result: dict[str, Any] = reader.read("result.json", _KNOWN_BY["result.json"], dict)
-        config: dict[str, Any] = reader.read("config.json", _KNOWN_BY["config.json"], dict)
+        result: dict[str, Any] = reader.read("result.json", _RUN_MARKERS["result.json"], dict)
+        config: dict[str, Any] = reader.read("config.json", _RUN_MARKERS["config.json"], dict)
         ranks: list[Any] = reader.read("ranks.json", "versions and hosts", list)
         run = RunFiles(
             path,
             result,
             {name: entry for name, entry in config.items() if _entry(entry)},
-            reader.read("plan.json", _KNOWN_BY["plan.json"], dict),
+            reader.read("plan.json", _RUN_MARKERS["plan.json"], dict),
             [rank for rank in ranks if isinstance(rank, dict)],
             # Written when all ranks have reported, with the figures of each instance's test.
             reader.read("machines.json", "the machines", dict) if result.get("compiled") is not None else {},
@@ -89,10 +89,10 @@ class RunFiles:
 
     @property
     def world_size(self) -> int:
-        """Return on how many ranks it was. Raises ConfigError if that is not known."""
+        """The number of ranks. Raises ConfigError if it is not known."""
         ranks = self.result.get("world_size", self.plan.get("world_size"))
         if not isinstance(ranks, int) or ranks < 1:
-            raise ConfigError(f"{self.path}: neither result.json nor plan.json says how many ranks it had")
+            raise ConfigError(f"{self.path}: neither result.json nor plan.json has the number of ranks")
         return ranks
 
     @property
@@ -101,7 +101,7 @@ class RunFiles:
 
     @property
     def failed_ranks(self) -> set[int]:
-        """Return the ranks that the run names as why it failed."""
+        """The ranks that caused the failure of the run."""
         ranks = (one.get("rank") for one in failures_in(self.result))
         return {rank for rank in ranks if isinstance(rank, int)}
 
@@ -113,42 +113,42 @@ class RunFiles:
     @property
     def plan_ranks(self) -> list[dict[str, Any]]:
         """Return the plan's ranks: rank, node, roles, instance, device, tp_rank, pp_rank."""
-        found = self.plan.get("ranks")
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        ranks = self.plan.get("ranks")
+        return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
-    def instances(self) -> dict[int, Instance]:
+    def instances(self) -> dict[int, PlannedInstance]:
         """Return the plan's instances, by index."""
         members: dict[int, list[dict[str, Any]]] = {}
         for rank in self.plan_ranks:
             if isinstance(rank.get("instance"), int):
                 members.setdefault(rank["instance"], []).append(rank)
         return {
-            index: Instance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
+            index: PlannedInstance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
             for index, ranks in sorted(members.items())
         }
 
 
 def _has_timeline(result: Mapping[str, Any]) -> bool:
-    """Return whether a run has written one: not a server, which has a URL, nor one that was killed early.
+    """Return whether the run should have a timeline.
 
-    Nor a test that was over before its instances had told anything.
+    A server, which has a URL, a run that was killed early and a test shorter than a report have none.
     """
     test_s = result.get("test_s")
-    told = not isinstance(test_s, (int, float)) or test_s >= _LEAST_TOLD_S
-    return told and result.get("status") not in (None, "SERVED") and "url" not in result
+    has_lines = not isinstance(test_s, (int, float)) or test_s >= _MIN_TIMELINE_S
+    return has_lines and result.get("status") not in (None, "SERVED") and "url" not in result
 
 
 def stopped_by(result: Mapping[str, Any]) -> str:
-    """Return what the user or a batch system did that ended a run: "Ctrl-C in phase test"; else ""."""
+    """Return how a user or a batch system stopped the run, such as "Ctrl-C in phase test"; otherwise ""."""
     causes = [str(one.get("cause")) for one in failures_in(result)]
     if not causes or not all(cause.startswith(_INTERRUPTED) for cause in causes):
         return ""
-    who, phase = causes[0].removeprefix(_INTERRUPTED).removesuffix(")"), result.get("phase")
-    return f"{who} in phase {phase}" if phase else who
+    cause, phase = causes[0].removeprefix(_INTERRUPTED).removesuffix(")"), result.get("phase")
+    return f"{cause} in phase {phase}" if phase else cause
 
 
-class Instance(NamedTuple):
-    """An instance of the plan; its first rank leads it."""
+class PlannedInstance(NamedTuple):
+    """An instance of the plan; its first rank is its root rank."""
 
     number: int
     role: str  # ctx, gen or executor
@@ -164,25 +164,25 @@ def _entry(value: Any) -> bool:
 
 
 class _Reader:
-    """Reads files of one folder, and notes those that it can't."""
+    """Reads files of one folder; collects the unreadable files in `missing`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.missing: list[str] = []
 
-    def read(self, name: str, what: str, kind: Callable[[], T]) -> T:
-        """Return what a JSON file holds, or `kind()`; `what`: what it would tell."""
+    def read(self, name: str, purpose: str, kind: Callable[[], T]) -> T:
+        """Return the contents of a JSON file, or `kind()`. `purpose`: of the file, for the note."""
         path = self._folder / name
         if not path.exists():
-            self.missing.append(f"{name} is missing: {what}")
+            self.missing.append(f"{name} is missing: {purpose}")
             return kind()
         try:
             value = read_json(path)
         except ConfigError as error:
-            self.missing.append(f"{str(error).removeprefix(f'{self._folder}/')}: {what}")
+            self.missing.append(f"{str(error).removeprefix(f'{self._folder}/')}: {purpose}")
             return kind()
         if not isinstance(value, type(kind())):
-            self.missing.append(f"{name} is damaged, or not written by a run: {what}")
+            self.missing.append(f"{name} is damaged, or not written by a run: {purpose}")
             return kind()
         return value
 

@@ -23,18 +23,18 @@ SERIES_PAGES = (
 )
 _SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # how their folders' names end
 _SEARCH = "search.json"  # of find-max-qps, from its first test on
-_PLAN = "plan.json"  # every run writes it as it begins
+_PLAN = "plan.json"  # every run writes it at its start
 _DEEPEST = 4  # a sweep's runs lie in its folder
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run, by what its result.json says; empty: it goes on, was killed, or is damaged."""
+    """A run and its result.json, empty if the run goes on, was killed, or is damaged."""
 
     path: Path
     started: float  # time.time()
     result: Mapping[str, Any]
-    series: str = ""  # the folder of the sweep or other series that it is a part of; "": a single run
+    series: str = ""  # the folder of its sweep or other series; "": a single run
 
     @property
     def status(self) -> str:
@@ -42,7 +42,7 @@ class ListedRun:
 
     @property
     def verdict(self) -> str:
-        """The status, and whether there are doubts, which a good one would hide."""
+        """The status, marked if there are doubts."""
         return f"{self.status} DOUBTFUL" if self.is_doubtful else self.status
 
     @property
@@ -50,12 +50,12 @@ class ListedRun:
         return bool(self.result.get("doubts"))
 
     @property
-    def what(self) -> str:
-        """What was run: workload or model, and scenario."""
+    def title(self) -> str:
+        """Workload or model, and scenario."""
         result = self.result
         model = str(result.get("model") or "").rpartition("/")[2]
-        said = (result.get("workload") or model or result.get("core_type"), result.get("scenario"))
-        return " ".join(str(one) for one in said if one)
+        parts = (result.get("workload") or model or result.get("core_type"), result.get("scenario"))
+        return " ".join(str(one) for one in parts if one)
 
     def figure(self, name: str, part: str = "") -> float | None:
         """Return a figure of result.json; None if it has none."""
@@ -70,11 +70,11 @@ class ListedRun:
 
 def find_runs(folder: Path) -> list[ListedRun]:
     """Return the runs below a folder, newest first."""
-    found = [
+    runs = [
         ListedRun(plan.parent, plan.stat().st_mtime, _result(plan.parent), series_of(plan.parent, folder))
         for plan in _plans(folder)
     ]
-    return sorted(found, key=lambda one: (one.started, str(one.path)), reverse=True)
+    return sorted(runs, key=lambda run: (run.started, str(run.path)), reverse=True)
 
 
 def series_of(run: Path, folder: Path) -> str:

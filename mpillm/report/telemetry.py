@@ -1,4 +1,4 @@
-"""`telemetry.json`: what the ranks noted of themselves, and what rank 0 saw of the test, over time."""
+"""`telemetry.json`: the ranks' telemetry, and rank 0's samples of the test's progress, over time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mpillm.telemetry.series import Series
 if TYPE_CHECKING:
     from mpillm.roles.harness import Totals
 
-_MOST_ROWS = 2400  # four minutes at ten a second, then half as often
+_MAX_ROWS = 2400  # four minutes at ten a second, then half as often
 
 
 class RunTelemetry:
-    """What rank 0 sees of a test over time; constant size."""
+    """Rank 0's samples of a test's progress; constant size."""
 
     def __init__(self) -> None:
-        self._progress = Series(("seconds", "issued", "samples", "tokens"), _MOST_ROWS)
+        self._progress = Series(("seconds", "issued", "samples", "tokens"), _MAX_ROWS)
         self._looked_at = 0.0
-        self.ranks: Mapping[int, dict[str, Any]] = {}  # once they have drained: what each noted
+        self.ranks: Mapping[int, dict[str, Any]] = {}  # telemetry by rank, when they have drained
 
     def look(self, totals: Totals) -> None:
-        """Note how far the test is."""
+        """Add a sample of the progress."""
         self._looked_at = time.perf_counter()
         self._progress.add(self._looked_at, totals.issued, totals.samples, totals.tokens)
 

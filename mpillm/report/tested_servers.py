@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_NAMED = 4  # servers in one message
-_MAX_COUNT = 1e18  # in a file of any origin
+_MAX_COUNT = 1e18  # in a file from outside
 _LEASE = (
     'raise kv_lease_duration (seconds): --server_args=\'--kv-transfer-config {…, "kv_connector_extra_config":'
     ' {"kv_lease_duration": 120}}\''
@@ -59,7 +59,7 @@ def _is_number(value: Any) -> bool:
 
 
 def tested_servers(result: Mapping[str, Any]) -> list[TestedServer]:
-    """Return the servers in a test's result, in the order of its instances; the file may be of any origin."""
+    """Return the servers in a test's result, in the order of its instances; the file is untrusted."""
     servers: dict[str, TestedServer] = {}
     for client in result.get("per_instance", ()):
         records = client.get("servers")
@@ -138,7 +138,7 @@ def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
     """Return which servers count other totals than arrived, in words, and whether all can be compared."""
     messages, known = [], bool(servers)
     for one in servers:
-        for name, lost, what in (
+        for name, lost, unit in (
             ("prompt_tokens", "lost_prompt_tokens", "prompt tokens"),
             ("generated_tokens", "lost_tokens", "tokens"),
         ):
@@ -150,10 +150,10 @@ def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
             more = counted - arrived - one.sums.get(lost, 0)
             if more > 0:
                 side = "were sent" if name == "prompt_tokens" else "arrived"
-                messages.append(f"{one.name} counts {more:,.0f} {what} more than {side} here: others used it")
+                messages.append(f"{one.name} counts {more:,.0f} {unit} more than {side} here: others used it")
             elif counted < arrived:
                 messages.append(
-                    f"{one.name} counts {counted:,.0f} {what}, fewer than the {arrived:,.0f} of its answers"
+                    f"{one.name} counts {counted:,.0f} {unit}, fewer than the {arrived:,.0f} of its answers"
                 )
     return "; ".join(messages), known
 

@@ -1,4 +1,4 @@
-"""What instances compute during the test: for the progress lines, `result.json` and `timeline.jsonl`."""
+"""The instances' metrics during the test: for the progress lines, `result.json` and `timeline.jsonl`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpillm.cores.base import Metrics
 from mpillm.files import naming
 
 LATELY_S = 10.0  # the window of a rate "now"
-_LEAST_WINDOW_S = 1.0  # over less, a rate depends mostly on when it was read
+_MIN_WINDOW_S = 1.0  # in a shorter window, a rate depends mostly on when it was read
 _INTERVAL_S = 1.0  # between lines of an instance
-_MOST_LINES_PER_S = 64  # of all instances; with more instances each has fewer lines
+_MAX_LINES_PER_S = 64  # of all instances; with more instances each has fewer lines
 _EARLY_S = 0.25  # write metrics that are early by at most this much: the next would be later still
 
 
-class Computed(NamedTuple):
+class TotalMetrics(NamedTuple):
     """Figures of all instances together. Rates are tokens per second: mean of the test so far, and now."""
 
     generated: float
@@ -76,7 +76,7 @@ class _Track:
         for name, gauge in self._gauges.items():
             if (value := getattr(metrics, name)) is not None:
                 gauge.add(value)
-        if seconds - self.recent[0][0] >= _LEAST_WINDOW_S:
+        if seconds - self.recent[0][0] >= _MIN_WINDOW_S:
             self._peaks = [max(pair) for pair in zip(self._peaks, self.rates_now(), strict=True)]
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ class _Track:
         return [count / self.seconds if self.seconds > 0 else 0.0 for count in counts]
 
     def rates_now(self) -> list[float]:
-        """Return what `rates` does, over the last seconds."""
+        """Return `rates` over the last seconds."""
         (since, *before), (now, *counts) = self.recent[0], self.recent[-1]
         return [
             max(0, count - old) / (now - since) if now > since else 0.0
@@ -119,15 +119,15 @@ class _Track:
 
 
 class Timeline:
-    """Takes the metrics of instances, in any order among them; its memory does not grow with the test."""
+    """Collects the metrics of instances, in any order of instances; constant size."""
 
     def __init__(self, instances: Iterable[int], path: Path | None) -> None:
-        """`path`: the file, created with its first line; there is none if the core has no metrics.
+        """`path`: of the file, created with its first line: a core without metrics gets none.
 
         None: no file at all.
         """
         self._instances = tuple(instances)
-        self._interval_s = max(_INTERVAL_S, len(self._instances) / _MOST_LINES_PER_S)
+        self._interval_s = max(_INTERVAL_S, len(self._instances) / _MAX_LINES_PER_S)
         self._tracks: dict[int, _Track] = {}
         self._path = path
         self._file: TextIO | None = None
@@ -136,7 +136,7 @@ class Timeline:
     def add(self, instance: int, seconds: float, metrics: Metrics) -> None:
         """Add the metrics of `instance` after `seconds` of the test.
 
-        OSError, with the file's name: the disk is full.
+        Raises OSError, with the file's name, if the disk is full.
         """
         track = self._tracks.setdefault(instance, _Track())
         if seconds <= track.seconds or self._closed:  # already here, or after the end of the test
@@ -147,11 +147,11 @@ class Timeline:
             self._write(self._path, {"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
 
     def lose(self, instance: int) -> None:
-        """Note that the instance has ended: it holds nothing now."""
+        """Note that the instance has exited: it has no requests now."""
         if (track := self._tracks.get(instance)) is not None:
             track.end()
 
-    def computed(self) -> Computed | None:
+    def total_metrics(self) -> TotalMetrics | None:
         """Return figures of all instances together; None before the first metrics."""
         if not self._tracks:
             return None
@@ -164,12 +164,12 @@ class Timeline:
             sum(getattr(track.metrics, name) for track in tracks) for name in ("running", "waiting")
         )
         usages = [usage for track in tracks if (usage := track.metrics.kv_cache_usage) is not None]
-        return Computed(
+        return TotalMetrics(
             generated, generated_now, prompt, prompt_now, running, waiting, max(usages, default=None)
         )
 
     def summary(self, instance: int) -> dict[str, Any] | None:
-        """For `result.json`: totals, and mean, peak and last of rates, requests and KV cache.
+        """Return totals, and mean, peak and last of rates, requests and KV cache for `result.json`.
 
         None: the instance has sent no metrics.
         """
@@ -177,15 +177,15 @@ class Timeline:
         return track.summary() if track else None
 
     def per_instance(self) -> list[dict[str, Any]]:
-        """For the `result.json` of a test that has not ended: what each instance has sent so far."""
+        """Return each instance's metrics so far, for the `result.json` of a test that has not ended."""
         return [
-            {"instance": instance, "metrics": told}
+            {"instance": instance, "metrics": summary}
             for instance in self._instances
-            if (told := self.summary(instance)) is not None
+            if (summary := self.summary(instance)) is not None
         ]
 
     def close(self) -> None:
-        """Close the file, and ignore later metrics: they are not of the test. Raises OSError as `add`."""
+        """Close the file, and ignore later metrics: the test is over. Raises OSError as `add`."""
         self._closed = True
         if self._file is not None:
             self._file.close()

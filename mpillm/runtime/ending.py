@@ -307,10 +307,10 @@ class RankEnding(Ending):
         if self._control.rank0_ended():
             launcher = find_launcher()
             if launcher is not None and launcher.is_srun and self.directory is not None:
-                from mpillm.report import afterwards  # few runs need it
+                from mpillm.report import postmortem  # few runs need it
 
                 where, rank = (self.directory, rank0.host, rank0.pid), self._control.transport.rank
-                if said := afterwards.stand_in(*where, rank, ExitCode.INSTANCE_LOST):
+                if said := postmortem.amend_for_rank0(*where, rank, ExitCode.INSTANCE_LOST):
                     self._watch.note(said)
             return
         if self._control.transport.rank != 1:

@@ -31,16 +31,16 @@ from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.load_clients.kind import LATENCIES, LoadReport, LoadSpec, Request, Sample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.arrivals import kept_up
+from mpillm.report.arrivals import arrival_figures
 from mpillm.report.console import Console
-from mpillm.report.doubts import doubts, of_another_harness, server_checks
 from mpillm.report.goodput import goodput
-from mpillm.report.page.facts import facts_of
+from mpillm.report.page.run_analysis import facts_of
 from mpillm.report.percentiles import enough, percentiles_ms
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import other_harness_rows, other_loads
-from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, path_shown
+from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
+from mpillm.report.validity_checks import doubts, load_client_doubts, server_checks
 from mpillm.roles.client_program import Bounds, ClientProgram, command_of
 from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, prepare
@@ -70,7 +70,7 @@ class HarnessSession(ServeSession):
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
         lines = [
-            f"run directory {path_shown(record().path)}",
+            f"run directory {display_path(record().path)}",
             *planned.notes,
             *prepared.dataset_lines(),
             f"{session.kind.title}: {session.how()}, {_where(session)}",
@@ -216,14 +216,14 @@ class HarnessSession(ServeSession):
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         workload = config.workload
         rules = {
-            "reuse_wanted": config.enable_kv_cache_reuse,
-            "guesses_forbidden": workload is not None and not allows_guesses(workload),
+            "reuse_allowed": config.enable_kv_cache_reuse,
+            "speculation_forbidden": workload is not None and not allows_guesses(workload),
         }
         if checks := server_checks(result, **rules):
             result["server_checks"] = checks
         others_serve = BackendRegistry.get(config.core_type).is_client and not config.server
         result["doubts"] = [
-            *of_another_harness(result["harness"], self._least_ms / 1e3),
+            *load_client_doubts(result["harness"], self._least_ms / 1e3),
             *report.problems,
             *doubts(result, others_serve=others_serve, **rules),
         ]
@@ -268,7 +268,7 @@ class HarnessSession(ServeSession):
         log.close()
         if self._asked.scenario == "Server":
             found = read_requests(self._record.path)
-            figures |= kept_up(found)
+            figures |= arrival_figures(found)
             if limits := self._asked.goodput:
                 figures["goodput"] = goodput(found, limits, lasted)
         return figures
@@ -294,7 +294,7 @@ class HarnessSession(ServeSession):
         record = self._record
         page = self.leave_result()
         facts, _ = facts_of(RunFiles.read(record.path))
-        rows = other_harness_rows(record.result, path_shown(record.path), facts)
+        rows = other_harness_rows(record.result, display_path(record.path), facts)
         self._console.summary([*rows, page])
         return int(ExitCode.DONE)
 

@@ -25,8 +25,8 @@ from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_setting
 from mpillm.options.disagg_yaml import context_servers, disagg_config
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
-from mpillm.options.idle import check_idle
 from mpillm.options.run_config import RunConfig
+from mpillm.options.unused_options import check_idle
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import (
     check_flags,

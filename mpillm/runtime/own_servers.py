@@ -16,9 +16,9 @@ from mpillm.devices import Gpu
 from mpillm.options.columns import INDENT, WIDTH
 from mpillm.options.disagg_yaml import HALVES
 from mpillm.options.fields import BY_NAME, FIELDS
-from mpillm.options.idle import SIZES_OF_HALVES, of_engine
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
+from mpillm.options.unused_options import SIZES_OF_HALVES, of_engine
 from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MOST_RESTARTS

@@ -22,7 +22,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, last_read, log_name
-from mpillm.report.run_directory import RunRecord, failures_json, path_shown, take_directory
+from mpillm.report.run_directory import RunRecord, display_path, failures_json, take_directory
 from mpillm.runtime.join import Planned, plan_run
 from mpillm.runtime.run_session import RunSession
 
@@ -186,7 +186,7 @@ class Rank0:
                 }
             ranks = sorted({f.rank for f in failures if f.rank is not None})
             where = record.path / log_name(ranks[0]) if len(ranks) == 1 else record.path
-            more.append(f"see {path_shown(where)}")
+            more.append(f"see {display_path(where)}")
         when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
         unwritten = ""
         if record is not None:

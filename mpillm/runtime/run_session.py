@@ -17,7 +17,7 @@ from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.files import write_json
-from mpillm.options.columns import INDENT, beside
+from mpillm.options.columns import INDENT, indented
 from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
@@ -212,7 +212,7 @@ def announced(planned: Planned, lines: Sequence[str], model: str = "") -> list[s
         f" {planned.reports[0].versions['MPI']}"
     )
     return [
-        beside(f"mpillm {__version__}: ", what),
+        indented(f"mpillm {__version__}: ", what),
         "",
         disagg.table(plan),
         *(textwrap.indent(line, INDENT) for line in lines),

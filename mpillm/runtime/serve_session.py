@@ -24,7 +24,7 @@ from mpillm.options.options import model_name, plain_name
 from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
 from mpillm.report.result import served_rows
-from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, path_shown
+from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, display_path
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of, tokenizer_of
@@ -59,7 +59,7 @@ class ServeSession(RunSession):
         longest = served.limits.max_prompt_len
         of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
         lines = [
-            f"run directory {path_shown(record().path)}",
+            f"run directory {display_path(record().path)}",
             *planned.notes,
             f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
             f"{of_prompts}",
@@ -200,7 +200,7 @@ class ServeSession(RunSession):
 
     def finished(self) -> int:
         page = self.leave_result()
-        rows = served_rows(self._record.result, path_shown(self._record.path))
+        rows = served_rows(self._record.result, display_path(self._record.path))
         self._console.summary([*rows, page])
         return int(ExitCode.DONE)
 

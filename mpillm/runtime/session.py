@@ -19,17 +19,17 @@ from mpillm.loadgen.audit import prepare_audit
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.options.run_config import RunConfig
-from mpillm.report.arrivals import kept_up
-from mpillm.report.console import Console, Progress, progress_lines
-from mpillm.report.doubts import doubts, refused, server_checks
+from mpillm.report.arrivals import arrival_figures
+from mpillm.report.console import Console, LoadProgress, progress_lines
 from mpillm.report.goodput import goodput
 from mpillm.report.outputs import Outputs
-from mpillm.report.page.facts import facts_of
+from mpillm.report.page.run_analysis import facts_of
 from mpillm.report.repeats import repeated_prompts
 from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import other_loads, others_on_gpus, summary_rows
-from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
+from mpillm.report.run_directory import TIMELINE, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
+from mpillm.report.validity_checks import doubts, failed_checks, server_checks
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, prepare
@@ -51,7 +51,7 @@ class Session(RunSession):
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: Session(prepared, record(), console, control), planned, record)
         model = planned.config.model_path
-        lines = [f"run directory {path_shown(record().path)}", *prepared.announcement()]
+        lines = [f"run directory {display_path(record().path)}", *prepared.announcement()]
         return session, announced(planned, lines, f", model {Path(model).name}" if model else "")
 
     @classmethod
@@ -107,10 +107,10 @@ class Session(RunSession):
         self.note_measured()
         if self._control.phase == "test":
             self._telemetry.look(totals)
-            computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
+            computed, elapsed = self._timeline.total_metrics(), time.perf_counter() - totals.started
             steady = bool(self._config.show_steady_state_progress)
             forecast = self._prepared.settings.forecast
-            progress = Progress(
+            progress = LoadProgress(
                 totals.samples, totals.issued, totals.tokens, elapsed, forecast.queries, forecast.seconds
             )
             self._console.progress(progress, computed, steady)
@@ -162,12 +162,12 @@ class Session(RunSession):
         is_client = BackendRegistry.get(self._config.core_type).is_client
         workload = self._config.workload
         rules = {
-            "reuse_wanted": self._config.enable_kv_cache_reuse,
-            "guesses_forbidden": workload is not None and not allows_guesses(workload),
+            "reuse_allowed": self._config.enable_kv_cache_reuse,
+            "speculation_forbidden": workload is not None and not allows_guesses(workload),
         }
         if checks := server_checks(result, **rules):
             result["server_checks"] = checks
-            if judged == "VALID" and refused(result):
+            if judged == "VALID" and failed_checks(result):
                 result["status"] = "INVALID"
         others_serve = is_client and not self._config.server
         result["doubts"] = doubts(result, others_serve=others_serve, **rules)
@@ -180,7 +180,7 @@ class Session(RunSession):
             return {}
         asked, limits = self._record.result["loadgen"], self._config.goodput
         rows = read_requests(self._record.path)
-        found = kept_up(rows)
+        found = arrival_figures(rows)
         found["latency_limits"] = bool(limits) or any(
             asked[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
         )
@@ -195,9 +195,9 @@ class Session(RunSession):
         record, config = self._record, self._config
         page = self.leave_result()
         if self._outputs and self._prepared.shows_text:
-            self._console.answers(self._outputs.shown())
+            self._console.answers(self._outputs.first_outputs())
         facts, _ = facts_of(RunFiles.read(record.path))
-        rows = summary_rows(record.result, config, path_shown(record.path), facts)
+        rows = summary_rows(record.result, config, display_path(record.path), facts)
         self._console.summary([*rows, page])
         invalid = config.require_valid and record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
@@ -208,7 +208,7 @@ class Session(RunSession):
             rank: report.telemetry for rank, report in reports.items()
         }
         super().failed(reports)
-        if self._timeline.computed() is not None:
+        if self._timeline.total_metrics() is not None:
             self._record.result.setdefault("per_instance", self._timeline.per_instance())
         judged = self._record.result["loadgen_result"]
         return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""

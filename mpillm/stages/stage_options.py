@@ -10,11 +10,11 @@ from launch.launcher import find_launcher
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
-from mpillm.options.idle import idle_in_all, told
 from mpillm.options.layers import layers_of, user_layers
 from mpillm.options.options import parse, with_all
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
+from mpillm.options.unused_options import idle_in_all, told
 
 
 def parse_stage(

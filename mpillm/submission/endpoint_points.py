@@ -26,7 +26,7 @@ from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
 from mpillm.programs.load_clients.kind import LoadSpec
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import display_path
 from mpillm.roles.client_program import command_of
 from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s
 from mpillm.submission.scores import Scores
@@ -314,7 +314,7 @@ def run_client(load: LoadSpec, log: Path) -> None:
     try:
         while not ended.wait(_LOOK_S):
             if time.monotonic() > until:
-                raise StageError(f"{kind.title} did not end within {_LONGEST_S:g} s; see {path_shown(log)}")
+                raise StageError(f"{kind.title} did not end within {_LONGEST_S:g} s; see {display_path(log)}")
         if program.code != 0:
             known = kind.explain(program.tail(1000))
             lines = [f"{kind.title}: {program.ended()}", *([known] if known else []), program.tail()]
@@ -326,7 +326,7 @@ def run_client(load: LoadSpec, log: Path) -> None:
     except ConfigError as error:
         raise StageError(f"{kind.title}: {error}") from error
     if problems := [*report.problems, *_of_counts(report.completed, report.failed, load.order)]:
-        raise StageError(f"{kind.title}: {'; '.join(problems)}; see {path_shown(log)}")
+        raise StageError(f"{kind.title}: {'; '.join(problems)}; see {display_path(log)}")
 
 
 def _of_counts(completed: int, failed: int, order: Sequence[int]) -> list[str]:

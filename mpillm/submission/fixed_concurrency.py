@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.experiments.loadtest.load_test import LoadTest, Record
-from mpillm.report.console import Progress
+from mpillm.report.console import LoadProgress
 
 
 class FixedConcurrency(LoadTest):
@@ -45,10 +45,10 @@ class FixedConcurrency(LoadTest):
         await self._ended
         return time.perf_counter() - self._started
 
-    def _so_far(self, elapsed_s: float) -> Progress:
+    def _so_far(self, elapsed_s: float) -> LoadProgress:
         planned = None if self._min_duration_s else self._least
         lasts_s = self._min_duration_s or None
-        return Progress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
+        return LoadProgress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
 
     def _send(self) -> None:
         assert self.client is not None

@@ -20,9 +20,9 @@ from disagg.errors import ConfigError
 from mpillm.files import read_object, replace_folder, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, EVENTS, SUMMARY_LEFT
-from mpillm.report.doubts import unchecked
-from mpillm.report.repeat import said_options, shell_line
+from mpillm.report.repeat import shell_line, user_options
 from mpillm.report.run_directory import HARNESS
+from mpillm.report.validity_checks import unchecked
 from mpillm.submission import client_form
 from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import Problem
@@ -147,7 +147,7 @@ def check_accuracy_file(result: Result) -> None:
 def command_of(run: Run) -> str:
     """Return the command that repeats this run, with environment variables as options."""
     ranks = run.directory.result["world_size"]
-    return f"python -m mpillm mpirun -n {ranks} run {shell_line(said_options(run.path))}".rstrip()
+    return f"python -m mpillm mpirun -n {ranks} run {shell_line(user_options(run.path))}".rstrip()
 
 
 def _readme(result: Result) -> str:

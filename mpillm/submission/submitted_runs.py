@@ -15,7 +15,7 @@ from mpillm.files import as_written, is_there, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.options.fields import AllFields
 from mpillm.options.workload_options import defaults_of
-from mpillm.report.doubts import cached_prompts, refused, restarts
+from mpillm.report.validity_checks import cached_prompts, failed_checks, restarts
 from mpillm.submission.client_form import CLIENT, ClientReport, against_rules
 from mpillm.submission.compliance_tests import FILES, compliance_of
 from mpillm.submission.judged_run import JudgedRun
@@ -110,7 +110,7 @@ class Run:
             found += against_rules(self.report, self.directory.is_accuracy)
         # A compliance test has too few queries for early stopping, so in scenario Server it is hardly VALID;
         # no rule asks.
-        elif result["status"] != "VALID" and not refused(result) and self.kind not in FILES:
+        elif result["status"] != "VALID" and not failed_checks(result) and self.kind not in FILES:
             conditions = ", ".join(unsatisfied(self.path))
             why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
@@ -124,7 +124,7 @@ class Run:
             found.append("KV cache reuse was on, which MLPerf forbids")
         if cached := cached_prompts(result):  # allowed by an option of the run, or not
             found.append(cached)
-        found += [text for text in refused(result) if not cached or not text.startswith(cached)]
+        found += [text for text in failed_checks(result) if not cached or not text.startswith(cached)]
         file = self.path / "user.conf"
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         keys = [

@@ -207,7 +207,7 @@ def test_an_instance_that_is_lost_while_the_client_asks(one: Starter) -> None:
     ("options", "doubt"),
     [
         (("--breaks", 2), "command reports 2 failed requests"),
-        (("--sends", N - 1), "command reports 39 of the 40 requests it was to send"),
+        (("--sends", N - 1), "command reports 39 of the 40 requests to send"),
         (("--min_duration", 3), "s, less than --min_duration 3"),
     ],
 )

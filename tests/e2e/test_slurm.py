@@ -216,7 +216,7 @@ def test_a_job_whose_rank_0_was_killed_has_its_exit_code_too(both_under: UnderSl
     run = in_test(command, both_under.starter.folder / f"slurm-{job_of(command)}-0")
     signal_rank_on(both_under.slurm.hosts, 0)
     ended = command.end(WITHIN_S).must(INSTANCE_LOST)
-    assert re.search(r"rank 0 on h1 \(pid \d+\) ended without an exit code; rank \d says so", ended.out)
+    assert re.search(r"rank 0 on h1 \(pid \d+\) ended without an exit code; rank \d reports this", ended.out)
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["exit_code"]) == ("FAILED", INSTANCE_LOST)
     assert (run / "report.html").exists()

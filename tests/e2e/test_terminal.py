@@ -90,7 +90,7 @@ def test_ctrl_c_in_the_test(both: Starter) -> None:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "its log says nothing of it, as after SIGKILL"),
+        (signal.SIGKILL, "its log has no cause, as after SIGKILL"),
         (signal.SIGSEGV, "SIGSEGV ended it: its log has the stacks"),
     ],
 )

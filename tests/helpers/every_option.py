@@ -6,9 +6,9 @@ from disagg.errors import ConfigError
 from mpillm.options.effect import ANY
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
-from mpillm.options.idle import idle
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
+from mpillm.options.unused_options import idle
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {

@@ -26,6 +26,7 @@ from mpillm.cores.clients import (
 )
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
+from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, Told
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
@@ -41,7 +42,6 @@ from mpillm.cores.openai_client.readiness import (
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
-from mpillm.cores.openai_client.told import AnswerTokens, Told
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 

@@ -35,7 +35,7 @@ from mpillm.options.fields.results import OutputFields
 from mpillm.options.latency_limits import WORDS, limits_ms
 from mpillm.options.parsers import at_least_one, boolean, positive, rate, seconds
 from mpillm.options.values import Values
-from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_directory import display_path, series_folder
 
 # What is not said: of a test, and of --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
@@ -132,7 +132,7 @@ def main(config: Options) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "endpoint.html"
     write_text(page, endpoint_page(config.url or "--null", result, test.records, lines, verdict))
-    print(f"page  {path_shown(page)}")
+    print(f"page  {display_path(page)}")
     errors = [error for error in result["errors"] if error]
     for text in dict.fromkeys(errors[:10]):
         print(f"mpillm: {text}", file=sys.stderr)

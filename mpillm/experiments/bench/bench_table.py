@@ -25,7 +25,7 @@ from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import flag_dict, positive, rate, seconds
 from mpillm.options.values import Values
-from mpillm.report.page.facts import floats
+from mpillm.report.page.run_analysis import floats
 from mpillm.report.run_directory import TELEMETRY
 from mpillm.runtime.whole_runs import run_in
 

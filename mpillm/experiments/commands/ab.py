@@ -14,12 +14,12 @@ from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.files import write_text
-from mpillm.options.columns import beside, table
+from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import positive
-from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_directory import display_path, series_folder
 
 
 class Options(RankedOptions, group=GROUP):
@@ -69,10 +69,10 @@ def main(argv: Sequence[str]) -> int:
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
     folder = series_folder(options.log_dir, "ab").absolute()
-    print(beside("A: ", texts[0]), beside("B: ", texts[1]), sep="\n")
-    print(f"{options.pairs} pairs, in {path_shown(folder)}", flush=True)
+    print(indented("A: ", texts[0]), indented("B: ", texts[1]), sep="\n")
+    print(f"{options.pairs} pairs, in {display_path(folder)}", flush=True)
     pairs, doubtful = run_pairs(
-        folder, ranks, sides, options.pairs, lambda line: print(beside("  ", line), flush=True)
+        folder, ranks, sides, options.pairs, lambda line: print(indented("  ", line), flush=True)
     )
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]
@@ -82,10 +82,10 @@ def main(argv: Sequence[str]) -> int:
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{words_of(verdict, options.pairs)}")
     doubts = grouped_doubts(doubtful)
     for line in doubts:
-        print(beside("doubtful: ", line))
+        print(indented("doubtful: ", line))
     page = folder / "ab.html"
     write_text(page, ab_page(folder, texts, metric, pairs, words_of(verdict, options.pairs), doubts))
-    print(f"\npage  {path_shown(page)}")
+    print(f"\npage  {display_path(page)}")
     found = {
         **sides,
         "metric": metric,

@@ -24,7 +24,7 @@ from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
 from mpillm.files import write_text
 from mpillm.loadgen.issue_order import issue_order
-from mpillm.options.columns import beside, table
+from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.fields import BY_NAME
@@ -32,7 +32,7 @@ from mpillm.options.fields.loadgen import LoadgenFields
 from mpillm.options.options import parse_run, without
 from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
-from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_directory import display_path, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
 from mpillm.telemetry.other_load import least_disturbed
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_run(words, parser)
     _check(config)
     for line in _left_out(config):
-        print(beside("  ", line))
+        print(indented("  ", line))
     ranks = options.total_gpus
     folder = series_folder(options.log_dir, "advise").absolute()
     found, test, calibrator = _plans(words, config, ranks, folder, options)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         name: ms for name in ("ttft", "tpot") if (ms := settings.get(f"{name}_latency_ms")) is not None
     }
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"calibrating with short runs, in {path_shown(folder)}", flush=True)
+    print(f"calibrating with short runs, in {display_path(folder)}", flush=True)
     began = time.monotonic()
     calibration = calibrator.calibrate(list(found), ranks)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     ways = [(_label(one.candidate), one.figures) for one in predicted]
     proposals = _proposals(chosen[:_PROPOSED], words, ranks, limits_ms)
     write_text(page, advise_page(folder, ways, _of(found), proposals, errors))
-    print(f"\npage  {path_shown(page)}")
+    print(f"\npage  {display_path(page)}")
     figures = {
         "calibration": calibration.to_json(),
         "predicted": [_said(one, words) for one in predicted],
@@ -227,7 +227,7 @@ def _plans(
         config.user_conf,
         test.dataset.lengths().tolist(),
         options.repeats,
-        lambda line: print(beside("  ", line.strip()), flush=True),
+        lambda line: print(indented("  ", line.strip()), flush=True),
     )
     return plans, test, calibrator
 
@@ -266,7 +266,10 @@ def _proposals(
         if limits_ms:
             share = one.good_per_second / figures["samples_per_second"]
             said += f", {share:.1%} of requests within the limits"
-        lines += [beside(f"{i}. ", f"{_label(one.candidate)}: {said}"), _command(one.candidate, words, ranks)]
+        lines += [
+            indented(f"{i}. ", f"{_label(one.candidate)}: {said}"),
+            _command(one.candidate, words, ranks),
+        ]
     if limits_ms:
         lines.insert(0, "limits: " + ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in limits_ms.items()))
     return "\n".join(lines)
@@ -292,7 +295,7 @@ def _verify(
         if (now := just_before(what)) is not None:
             first, then = (one.figures["tokens_per_second"] for one in (what, now))
             changed = f"{first:,.4g} tokens/s predicted, now {then:,.4g}"
-            print(beside("  ", f"{_label(what.candidate)}: {changed}"), flush=True)
+            print(indented("  ", f"{_label(what.candidate)}: {changed}"), flush=True)
         ended = run_in(where, mpirun, [*words, *what.candidate.words()])
         return now, RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
 
@@ -310,7 +313,7 @@ def _verify(
             last = said["error"] if now is None else said["error_just_before"]
             label = f"{i + 1}  {_label(one.candidate)}"
             verdict = f"{shown['status']}, prediction {last:+.1%}{others.said()}"
-            print(beside("  ", f"{label}: {verdict}"), flush=True)
+            print(indented("  ", f"{label}: {verdict}"), flush=True)
             said |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
             found[i].append({"run": str(run.path), **said, **shown})
     return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]

@@ -9,7 +9,7 @@ from types import ModuleType
 from disagg.errors import ConfigError, nearest
 from mpillm.core_names import brought, package_of
 from mpillm.errors import ExitCode
-from mpillm.options.columns import beside
+from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 
 NAMES = BENCHES = brought("BENCHES")
@@ -50,7 +50,7 @@ def find(
         print(f"usage: python -m {prog} NAME [options]\n")
         width = max(map(len, benches))
         for name, description in benches.items():
-            print(beside(f"  {name:<{width}}  ", description))
+            print(indented(f"  {name:<{width}}  ", description))
         return None
     if argv[0] not in benches:
         raise ConfigError(

@@ -15,9 +15,9 @@ from mpillm.experiments.intervals import BLOCKS, STARRED, WITHOUT_INTERVAL
 from mpillm.experiments.table import change_text, run_names, value_text
 from mpillm.files import write_json, write_text
 from mpillm.options import json_output
-from mpillm.options.columns import beside, table
+from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
-from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.run_directory import display_path, series_folder
 from mpillm.report.run_list import run_path
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     page = series_folder(options.log_dir, "compare") / "compare.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, compare_page(result, runs, page.parent))
-    print(f"\npage  {path_shown(page)}")
+    print(f"\npage  {display_path(page)}")
     return ExitCode.DONE
 
 
@@ -59,9 +59,9 @@ def _print(result: dict[str, Any]) -> None:
     names = run_names(len(result["runs"]))
     for name, run in zip(names, result["runs"], strict=True):
         counted = f"{run['samples']:,} samples, {run['errors']} errors"
-        print(beside(f"{name}  ", f"{run['directory']}: {run['scenario']}, {run['status']}, {counted}"))
+        print(indented(f"{name}  ", f"{run['directory']}: {run['scenario']}, {run['status']}, {counted}"))
         for line in (*(f"doubtful: {one}" for one in run["doubts"]), *run["environment"]):
-            print(beside("   ", line))
+            print(indented("   ", line))
     print()
     if result["options"]:
         rows = [["options", *names]]
@@ -78,9 +78,9 @@ def _print(result: dict[str, Any]) -> None:
             row += [value_text(other), change_text(other)]
         rows.append(row)
     print(table(rows))
-    print("\n" + beside("", headline(result, names)))
+    print("\n" + indented("", headline(result, names)))
     if any(cell and cell.get("differs") for one in result["figures"] for cell in one["runs"]):
-        print(beside("* ", STARRED))
+        print(indented("* ", STARRED))
     if any(cell and cell["half_width"] is None for one in result["figures"] for cell in one["runs"]):
         print(f"without ±: {WITHOUT_INTERVAL}")
 

@@ -17,15 +17,15 @@ from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
 from mpillm.experiments.table import figure
 from mpillm.files import write_text
-from mpillm.options.columns import beside
+from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import fraction, seconds
 from mpillm.options.run_config import RunConfig
 from mpillm.report.numbers import duration
-from mpillm.report.page.facts import limits_ms
-from mpillm.report.run_directory import path_shown, series_folder
+from mpillm.report.page.run_analysis import limits_ms
+from mpillm.report.run_directory import display_path, series_folder
 from mpillm.report.run_files import RunFiles
 
 
@@ -81,19 +81,22 @@ def main(argv: Sequence[str]) -> int:
         said = (
             f"each test starts {config.server.partition(':')[0]} again: what takes minutes to start is better"
         )
-        print(beside("", f"{said} started once, and named (docs/howto/operating_point.md)"), flush=True)
+        print(indented("", f"{said} started once, and named (docs/howto/operating_point.md)"), flush=True)
     try:
         return _search(options, tests, record, config.server_target_qps if _has_rate(typed) else None)
     except SystemExit:  # Ctrl-C, or another signal
         best = record.best()
         if best is not None:
             length = "" if best.full else ", by a short test only"
-            said = f"{figure(best.rate, 5)} per second{length}: {path_shown(Path(best.folder))}"
-            print(f"\n{beside('best so far                ', said)}")
+            said = f"{figure(best.rate, 5)} per second{length}: {display_path(Path(best.folder))}"
+            print(f"\n{indented('best so far                ', said)}")
         else:
             print("\nno rate has been VALID so far")
         _leave_page(tests, record, None)
-        print(beside("to go on: ", f"the same command with --log_dir {path_shown(tests.folder)}"), flush=True)
+        print(
+            indented("to go on: ", f"the same command with --log_dir {display_path(tests.folder)}"),
+            flush=True,
+        )
         raise
 
 
@@ -105,7 +108,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         print(f"  {figure(start, 4)} answers per second", flush=True)
     record.begin(start)
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
-    print(beside("", f"{lengths}, in {path_shown(tests.folder)}"))
+    print(indented("", f"{lengths}, in {display_path(tests.folder)}"))
 
     printed: set[str] = set()  # kinds of doubts: each is printed once
     lasted: dict[bool, list[float]] = {False: [], True: []}  # the tests of now, by whether they were full
@@ -124,7 +127,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
         for doubt in one.doubts:
             if kind_of(doubt) not in printed:
                 printed.add(kind_of(doubt))
-                print(beside(" " * 13, f"doubtful: {doubt}"), flush=True)
+                print(indented(" " * 13, f"doubtful: {doubt}"), flush=True)
         return one
 
     found = find_max_rate(test, start, options.tolerance)
@@ -133,7 +136,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     print(f"not VALID at               {figure(found.too_high, 5)} per second")
     for name, value in best.figures.items():
         print(f"{name.replace('_', ' '):<26} {figure(value, 5)}")
-    print(f"confirming run             {path_shown(Path(best.folder))}")
+    print(f"confirming run             {display_path(Path(best.folder))}")
     _leave_page(tests, record, found.too_high)
     figures = {
         "rate": best.rate,
@@ -161,7 +164,7 @@ def _leave_page(tests: RateTests, record: SearchRecord, too_high: float | None) 
     # A test that was stopped early has no result that says its limits.
     limits = next((limits_ms(RunFiles.read(Path(one.folder))) for one in record.tests if one.figures), {})
     write_text(page, search_page(tests.folder, record.tests, too_high, limits))
-    print(f"page                       {path_shown(page)}", flush=True)
+    print(f"page                       {display_path(page)}", flush=True)
 
 
 def _has_rate(words: Sequence[str]) -> bool:
@@ -178,4 +181,4 @@ def _line(tried: Tried, when: str = "") -> str:
     verdict = "VALID  " if tried.valid else "INVALID"
     head = f"  {figure(tried.rate, 4):>9}/s  {length}  {verdict}  "
     text = f"{latencies or 'stopped'}{'  doubtful' if tried.doubts else ''}{when}"
-    return "\n".join([beside(head, text), *([beside(" " * 13, tried.why)] if tried.why else [])])
+    return "\n".join([indented(head, text), *([indented(" " * 13, tried.why)] if tried.why else [])])

@@ -25,12 +25,12 @@ from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, pa
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
 from mpillm.files import write_text
-from mpillm.options.columns import beside, table
+from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.options import parse_run
 from mpillm.report.numbers import duration
-from mpillm.report.run_directory import path_shown, series_folder, unused
+from mpillm.report.run_directory import display_path, series_folder, unused
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
     mpirun = [mpirun_words(options, parse_run(point.words, parser)) for point in todo]
     folder = series_folder(options.log_dir, "sweep").absolute()
-    print(f"{len(todo)} points, in {path_shown(folder)}", flush=True)
+    print(f"{len(todo)} points, in {display_path(folder)}", flush=True)
     lasted: list[float] = []  # the runs of now
     found = [
         _point(folder, point, start, i, todo, lasted)
@@ -72,10 +72,10 @@ def main(argv: Sequence[str]) -> int:
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, found, front))
     for line in doubtful_points(found):
-        print(beside("doubtful: ", line))
+        print(indented("doubtful: ", line))
     options.tell({"points": found, "pareto": front})
     write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))
-    print(f"\npage  {path_shown(folder / 'sweep.html')}")
+    print(f"\npage  {display_path(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
 
 
@@ -91,7 +91,7 @@ def _point(
     said = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
     if (run := finished(where)) is not None:
-        print(beside(head, f"{label}: was there"), flush=True)
+        print(indented(head, f"{label}: was there"), flush=True)
         return said | figures(run)
     if where.exists():  # keep what a failed or cut run left, for its owner to look at
         where.rename(unused(where.with_name(f"{where.name}.incomplete")))
@@ -99,10 +99,10 @@ def _point(
     ended = run_in(where, mpirun, point.words)
     lasted.append(time.monotonic() - began)
     if ended.failure:
-        print(beside(head, f"{label}: failed: {ended.failure.splitlines()[0]}"), flush=True)
+        print(indented(head, f"{label}: failed: {ended.failure.splitlines()[0]}"), flush=True)
         return said | {"status": "FAILED", "why": ended.failure}
     verdict = f"{ended.result['status']}{_left(folder, todo[i:], lasted)}"
-    print(beside(head, f"{label}: {verdict}"), flush=True)
+    print(indented(head, f"{label}: {verdict}"), flush=True)
     return said | figures(RunFiles.read(where))
 
 

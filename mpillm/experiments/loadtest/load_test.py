@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
-from mpillm.report.console import Progress
+from mpillm.report.console import LoadProgress
 
 
 @dataclass
@@ -84,13 +84,13 @@ class LoadTest:
         await self._ended
         return time.perf_counter() - start
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> LoadProgress | None:
         """Return how far the test is; None: it has not begun. Any thread may ask."""
         return None if self._started is None else self._so_far(time.perf_counter() - self._started)
 
-    def _so_far(self, elapsed_s: float) -> Progress:
+    def _so_far(self, elapsed_s: float) -> LoadProgress:
         planned, lasts_s = len(self._prompts), float(self._due[-1]) or None
-        return Progress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
+        return LoadProgress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
 
     def _send(self) -> None:
         assert self.client is not None

@@ -10,8 +10,8 @@ from disagg.errors import ConfigError
 from mpillm.core_names import EMBEDDED
 from mpillm.report.numbers import short
 from mpillm.report.page.document import Html, escape, section
-from mpillm.report.page.facts import Facts
-from mpillm.report.repeat import said_options, shell_line
+from mpillm.report.page.run_analysis import Facts
+from mpillm.report.repeat import shell_line, user_options
 from mpillm.report.run_files import RunFiles
 
 _PRECISION = {"dtype": "dtype", "quantization": "quantization", "kv_cache_dtype": "KV cache"}
@@ -19,7 +19,7 @@ _GB = 1e9
 
 
 def about_run(facts: Facts) -> str:
-    """Return the section; what the run directory does not say is left out."""
+    """Return the section, without rows that the run directory has no data for."""
     run = facts.run
     rows: list[tuple[str, object]] = [
         ("hardware", hardware(run)),
@@ -54,9 +54,9 @@ def precision(run: RunFiles) -> str:
     if core == "dummy":
         return "none: the dummy core has no model"
     if core not in EMBEDDED and not run.value("server"):
-        return "that of the servers, which the run did not start" if core else ""
-    said = [f"{name} {value}" for option, name in _PRECISION.items() if (value := run.value(option))]
-    return ", ".join(said) + (" (auto: as the checkpoint)" if any("auto" in one for one in said) else "")
+        return "unknown: the run did not start the servers" if core else ""
+    parts = [f"{name} {value}" for option, name in _PRECISION.items() if (value := run.value(option))]
+    return ", ".join(parts) + (" (auto: as the checkpoint)" if any("auto" in part for part in parts) else "")
 
 
 def _prompts(result: Mapping[str, Any]) -> str:
@@ -68,14 +68,16 @@ def _answers(run: RunFiles) -> str:
     samples, tokens = run.result.get("samples"), run.result.get("tokens")
     if not samples or not tokens:  # a run that was stopped has no count of tokens
         return ""
-    limit = f", at most {most:,} (--max_output_len)" if (most := run.value("max_output_len")) else ""
+    limit = (
+        f", at most {max_tokens:,} (--max_output_len)" if (max_tokens := run.value("max_output_len")) else ""
+    )
     return f"mean {short(tokens / samples)} tokens{limit}"
 
 
 def _options(run: RunFiles) -> list[str] | None:
-    """Return the options that the user typed; None if the run directory does not say."""
+    """Return the options that the user typed; None if the run directory does not contain them."""
     with contextlib.suppress(ConfigError):
-        return said_options(run.path)
+        return user_options(run.path)
     return None
 
 
@@ -103,8 +105,8 @@ def next_step(facts: Facts, options: list[str]) -> tuple[str, str]:
         return "Repeat it on a quiet machine:", again
     ranks = ["-n", str(run.result.get("world_size", 2))]
     if run.result.get("scenario") == "Server":
-        words = _without(options, "server_target_qps", "scenarios")
-        return "Find the highest VALID rate:", _command("find-max-qps", *ranks, *words)
+        others = _without(options, "server_target_qps", "scenarios")
+        return "Find the highest VALID rate:", _command("find-max-qps", *ranks, *others)
     if status == "INVALID":
         return "Follow LoadGen's advice above, then repeat it:", again
     if run.result.get("mode") == "disaggregated":
@@ -113,8 +115,8 @@ def next_step(facts: Facts, options: list[str]) -> tuple[str, str]:
     return "Vary an option:", _command("sweep", *ranks, *_without(options, "max_batch_size"), *sizes)
 
 
-def _command(name: str, *words: str) -> str:
-    return shell_line(["python", "-m", "mpillm", name, *words])
+def _command(name: str, *args: str) -> str:
+    return shell_line(["python", "-m", "mpillm", name, *args])
 
 
 def _without(options: list[str], *names: str) -> list[str]:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.report.numbers import milliseconds
-from mpillm.report.page.facts import Facts, floats, limits_ms
+from mpillm.report.page.run_analysis import Facts, floats, limits_ms
 
-_MOST_POINTS = 600
-_MOST_SERIES = 16  # the most loaded instances; more are not told apart
+_MAX_POINTS = 600
+_MAX_SERIES = 16  # of the most loaded instances; more lines would be indistinguishable
 _MB = 1 << 20
 _SHARES = 200  # points of a distribution
 MARKED = (50, 90, 99)
@@ -44,7 +44,7 @@ class Chart:
 
     @property
     def x_axis(self) -> str:
-        """What is written below the axis."""
+        """The caption below the axis."""
         return {"s": "seconds of the test", "ms": "at most, log scale"}.get(self.x_label, self.x_label)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class Chart:
 
 
 def over_time(facts: Facts) -> list[Chart]:
-    """Return what the test and its instances did, second by second."""
+    """Return the progress of the test and of its instances by second."""
     charts = [chart for chart in (_answered(facts),) if chart is not None]
     if not facts.run.timeline:
         return charts
-    step = max(1.0, facts.test_s / _MOST_POINTS)
+    step = max(1.0, facts.test_s / _MAX_POINTS)
     grid = np.arange(0, facts.test_s + step, step)
     rows: dict[int, list[dict[str, Any]]] = {}
     for row in facts.run.timeline:
@@ -77,8 +77,8 @@ def over_time(facts: Facts) -> list[Chart]:
     known = sorted(
         rows, key=lambda number: -((facts.instances[number].load or 0) if number in facts.instances else 0)
     )
-    shown = sorted(known[:_MOST_SERIES])
-    more = f" ({len(shown)} of {len(rows)} instances)" if len(rows) > len(shown) else ""
+    numbers = sorted(known[:_MAX_SERIES])
+    more = f" ({len(numbers)} of {len(rows)} instances)" if len(rows) > len(numbers) else ""
 
     def label(number: int) -> str:
         return facts.instances[number].name if number in facts.instances else f"instance {number}"
@@ -91,15 +91,15 @@ def over_time(facts: Facts) -> list[Chart]:
         ("kv", "KV cache in use", "%", "kv_cache_usage", False),
     ):
         chart = Chart(name, title + more, unit, np.round(grid, 2).tolist())
-        for number in shown:
+        for number in numbers:
             seconds = floats([row["seconds"] for row in rows[number]])
             values = floats([row.get(key) for row in rows[number]])
             if np.isnan(values).all():
                 continue
-            y = _rate(grid, seconds, values) if is_count else _held(grid, seconds, values)
+            y = _rate(grid, seconds, values) if is_count else _last_value(grid, seconds, values)
             chart.lines.append((label(number), _listed(100 * y if unit == "%" else y), number))
         if name == "waiting" and (queued := _queued(facts, rows, grid)) is not None:
-            chart.lines.append(("for room in an instance", queued, 7))
+            chart.lines.append(("for an instance", queued, 7))
         if chart.lines and any(value for _, y, _ in chart.lines for value in y):
             charts.append(chart)
     return charts
@@ -108,16 +108,16 @@ def over_time(facts: Facts) -> list[Chart]:
 def _queued(
     facts: Facts, rows: dict[int, list[dict[str, Any]]], grid: NDArray[np.float64]
 ) -> list[float | None] | None:
-    """Return the requests that no instance has taken: issued, not answered, and in no instance's figures."""
+    """Return the requests that wait for an instance: issued, not answered, and in no instance's figures."""
     progress = facts.run.telemetry.get("progress") or {}
     if not any(progress.get("issued") or ()):
         return None
     seconds = floats(progress["seconds"])
-    queued = _held(grid, seconds, floats(progress["issued"]) - floats(progress["samples"]))
+    queued = _last_value(grid, seconds, floats(progress["issued"]) - floats(progress["samples"]))
     for of_instance in rows.values():
         at = floats([row["seconds"] for row in of_instance])
         for name in ("running", "waiting"):
-            queued -= np.nan_to_num(_held(grid, at, floats([row.get(name) for row in of_instance])))
+            queued -= np.nan_to_num(_last_value(grid, at, floats([row.get(name) for row in of_instance])))
     return _listed(np.maximum(0.0, queued))
 
 
@@ -126,13 +126,13 @@ def _answered(facts: Facts) -> Chart | None:
     if len(progress.get("seconds") or ()) < 2:
         return None
     seconds = floats(progress["seconds"])
-    step = max(1.0, facts.test_s / _MOST_POINTS)
+    step = max(1.0, facts.test_s / _MAX_POINTS)
     grid = np.arange(0, facts.test_s + step, step)
     chart = Chart("answered", "Answered", "samples/s", np.round(grid, 2).tolist())
     for name, key, colour in (("issued", "issued", 7), ("answered", "samples", 6)):
         counts = floats(progress[key])
         chart.lines.append((name, _listed(_rate(grid, seconds, counts)), colour))
-    # Offline all are issued at once, and a server counts none: that line says nothing.
+    # In Offline, all are issued simultaneously, and a server does not count them: the line is useless.
     if facts.run.result.get("scenario") == "Offline" or not any(progress["issued"]):
         del chart.lines[0]
     return chart
@@ -140,23 +140,23 @@ def _answered(facts: Facts) -> Chart | None:
 
 def distributions(facts: Facts) -> list[Chart]:
     """Return the latencies' cumulative distributions, with LoadGen's limits."""
-    limits, found = limits_ms(facts.run), facts.cdf()
+    limits, cdfs = limits_ms(facts.run), facts.cdf()
     charts = []
     for key, title in (
         ("ttft", "Time to first token"),
         ("tpot", "Time per output token"),
         ("latency", "End to end"),
     ):
-        cdf = found.get(key) or {}
-        if max(cdf.get("ms") or [0]) > 0:  # of tokens that all come at once there is nothing to draw
+        cdf = cdfs.get(key) or {}
+        if max(cdf.get("ms") or [0]) > 0:  # 0 if all tokens come simultaneously: nothing to draw
             shares = [100 * share for share in cdf["share"]]
             limit = limits.get(key)
             x = cdf["ms"]
             chart = Chart(f"cdf-{key}", title, "% of samples", x, [("at most", shares, 0)], "ms")
             chart.limit = ("limit", limit) if limit else None
-            told = facts.run.result.get(f"{key}_ms") or {}  # as the tables have them
+            percentiles = facts.run.result.get(f"{key}_ms") or {}  # as in the tables
             between = np.interp(MARKED, shares, x).tolist()
-            marked = [told.get(f"p{p}", at) for p, at in zip(MARKED, between, strict=True)]
+            marked = [percentiles.get(f"p{p}", at) for p, at in zip(MARKED, between, strict=True)]
             chart.marks = [
                 (f"p{p} {milliseconds(at)}", round(at, 4)) for p, at in zip(MARKED, marked, strict=True)
             ]
@@ -200,20 +200,20 @@ def _of_ranks(
     part: str | None,
     change: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] = lambda _, y: y,
 ) -> Chart | None:
-    found = list(_columns(facts, column, part))
-    if not found:
+    columns = list(_columns(facts, column, part))
+    if not columns:
         return None
-    first = min(seconds[0] for _, seconds, _ in found)
-    last = max(seconds[-1] for _, seconds, _ in found)
-    step = max(0.5, (last - first) / _MOST_POINTS)
+    first = min(seconds[0] for _, seconds, _ in columns)
+    last = max(seconds[-1] for _, seconds, _ in columns)
+    step = max(0.5, (last - first) / _MAX_POINTS)
     grid = np.arange(first, last + step, step)
-    more = f" ({_MOST_SERIES} of {len(found)} ranks)" if len(found) > _MOST_SERIES else ""
+    more = f" ({_MAX_SERIES} of {len(columns)} ranks)" if len(columns) > _MAX_SERIES else ""
     chart = Chart(name, title + more, unit, np.round(grid, 2).tolist())
     instance_of = {rank: one for one in facts.instances.values() for rank in one.ranks}
-    for rank, seconds, values in found[:_MOST_SERIES]:
+    for rank, seconds, values in columns[:_MAX_SERIES]:
         one = instance_of.get(rank)
         label, colour = (f"{rank} {one.name}", one.number) if one else (f"rank {rank}", 7 - rank % 2)
-        chart.lines.append((label, _listed(_held(grid, seconds, change(seconds, values))), colour))
+        chart.lines.append((label, _listed(_last_value(grid, seconds, change(seconds, values))), colour))
     return chart
 
 
@@ -239,11 +239,11 @@ def _rate(
     """Return how fast a count grew before each moment of the grid; NaN where the grid begins."""
     at = np.interp(grid, np.concatenate([[0.0], seconds]), np.concatenate([[0.0], counts]))
     rate = np.diff(at, prepend=np.nan) / np.diff(grid, prepend=np.nan)
-    least: NDArray[np.float64] = np.maximum(rate, 0)
-    return least
+    positive: NDArray[np.float64] = np.maximum(rate, 0)
+    return positive
 
 
-def _held(
+def _last_value(
     grid: NDArray[np.float64], seconds: NDArray[np.float64], values: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the last value before each moment of the grid; NaN before the first."""
@@ -255,8 +255,8 @@ def _listed(values: NDArray[np.float64]) -> list[float | None]:
     return [None if value != value else round(value, 3) for value in values.tolist()]
 
 
-_MOST_ROWS = 64
-_MOST_SPANS = 24_000  # of all rows: a megabyte of the page
+_MAX_ROWS = 64
+_MAX_SPANS = 24_000  # of all rows: a megabyte of the page
 _PHASE_S = 0.005  # shorter phases can't be seen
 
 
@@ -264,23 +264,23 @@ def lane_rows(facts: Facts) -> list[dict[str, Any]]:
     """Return a row for each rank: label, spans of its steps and handoffs, its phases."""
     instance_of = {rank: one for one in facts.instances.values() for rank in one.ranks}
     rows = []
-    ranks = sorted(facts.noted)[:_MOST_ROWS]
+    ranks = sorted(facts.noted)[:_MAX_ROWS]
     for rank in ranks:
         noted, one = facts.noted[rank], instance_of.get(rank)
-        who = one.name if one else _control(facts, rank)
-        most = max(100, _MOST_SPANS // len(ranks) // 2)
+        name = one.name if one else _control(facts, rank)
+        max_spans = max(100, _MAX_SPANS // len(ranks) // 2)
         rows.append(
             {
-                "label": f"{rank} {who}".strip(),
-                **{lane: _thinned(noted.get(lane) or {}, most) for lane in ("steps", "handoffs")},
+                "label": f"{rank} {name}".strip(),
+                **{lane: _thinned(noted.get(lane) or {}, max_spans) for lane in ("steps", "handoffs")},
                 "phases": [phase for phase in noted.get("phases") or [] if phase[2] - phase[1] >= _PHASE_S],
             }
         )
     return rows
 
 
-def shown_window(facts: Facts) -> tuple[float, float]:
-    """Return from when to when lanes are shown at first: the test."""
+def initial_window(facts: Facts) -> tuple[float, float]:
+    """Return the part of the lanes that is displayed first: the test."""
     return 0.0, max(facts.test_s, 1e-3)
 
 
@@ -289,12 +289,12 @@ def _control(facts: Facts, rank: int) -> str:
     return " + ".join(plan.get(rank, {}).get("roles") or [])
 
 
-def _thinned(lane: dict[str, list[Any]], most: int) -> dict[str, list[Any]]:
-    """Return the spans; neighbours as one where there are more than `most`."""
+def _thinned(lane: dict[str, list[Any]], max_spans: int) -> dict[str, list[Any]]:
+    """Return at most `max_spans` spans: neighbors are merged if there are more."""
     names = ("start", "end", "busy_s", "n", "kind")
     columns = [lane.get(name) or [] for name in names]
     n = min(map(len, columns))
-    step = -(-n // most) if n else 1
+    step = -(-n // max_spans) if n else 1
     if step > 1:
         starts, ends, busy, counts, kinds = columns
         blocks = [slice(i, min(i + step, n)) for i in range(0, n, step)]

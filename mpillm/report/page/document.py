@@ -23,7 +23,7 @@ from mpillm.report.run_directory import PAGE
 from mpillm.version import __version__
 
 ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
-CDF = "What share of the samples took at most so long. Log scale of time."
+CDF = "The share of the samples that took at most this time. Log scale of time."
 _QUANTITY = re.compile(r"^([\d.,]+) (\S{1,3})$")
 _LONG = re.compile(r"[^\s\N{NO-BREAK SPACE}]{13,}")
 _MARK = re.compile(r"(?<=[/_=,.:-])(?=[^\W_])")
@@ -63,7 +63,7 @@ def document(
 
 
 def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = False) -> str:
-    """Return the charts as a section; `note`: how to use them, for who has JavaScript."""
+    """Return the charts as a section; `note`: how to use them, with JavaScript."""
     if not charts:
         return ""
     figures = "".join(
@@ -72,9 +72,9 @@ def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = F
         f'<div class="still">{svg.lines(chart, wide)}</div></figure>'
         for chart in charts
     )
-    said = f'<p class="note js-only">{note}</p>' if note else ""
+    note_html = f'<p class="note js-only">{note}</p>' if note else ""
     return (
-        f"<section><h2>{escape(title)}</h2>{said}"
+        f"<section><h2>{escape(title)}</h2>{note_html}"
         f'<div class="charts{" wide" if wide else ""}">{figures}</div></section>'
     )
 
@@ -102,7 +102,7 @@ def link(path: str, text: str = "") -> Html:
 
 
 def doubts_list(doubts: Sequence[str]) -> Html:
-    """Return what is doubtful of runs as a list; nothing where nothing is."""
+    """Return doubts about runs as a list; nothing without doubts."""
     lines = "".join(f"<li>{escape(doubt)}</li>" for doubt in doubts)
     return Html(f"<p><strong>Doubtful:</strong></p><ul>{lines}</ul>" if doubts else "")
 

@@ -17,7 +17,7 @@ from mpillm.report.run_list import ListedRun
 _GOOD, _BAD = ("VALID", "SERVED"), ("INVALID", "FAILED")
 _FIGURES = (("tokens_per_second", ""), ("samples_per_second", ""), ("ttft_ms", "p99"), ("tpot_ms", "p99"))
 COLUMNS = ("started", "verdict", "tokens/s", "samples/s", "TTFT p99", "TPOT p99")
-"""What a list of runs says of each, besides what was run and where."""
+"""The columns of a list of runs, without the run itself and its path."""
 _PAGE_COLUMNS = ("run", "verdict", "what", "started", *COLUMNS[2:])
 _GROUPS = {"": "nothing", "series": "series", "2": "what", "1": "verdict"}  # values: see page.js
 
@@ -38,9 +38,9 @@ def index_page(folder: Path, runs: Sequence[ListedRun], series: Sequence[Path]) 
 
 def _controls(n_parts: int, n_runs: int) -> str:
     """Return the filter, the switch for runs of series, and the choice of groups."""
-    shown = " checked" if n_parts == n_runs else ""
+    checked = " checked" if n_parts == n_runs else ""
     switch = (
-        f'<label><input type="checkbox" id="parts"{shown}> {n_parts:,} runs of sweeps, searches and other'
+        f'<label><input type="checkbox" id="parts"{checked}> {n_parts:,} runs of sweeps, searches and other'
         " series</label>"
     )
     choices = "".join(f'<option value="{value}">{name}</option>' for value, name in _GROUPS.items())
@@ -53,11 +53,11 @@ def _controls(n_parts: int, n_runs: int) -> str:
 
 
 def _row(one: ListedRun, folder: Path) -> str:
-    """Return a row; `data-v` is by what page.js sorts a cell."""
+    """Return a row; page.js sorts by `data-v` of a cell."""
     started, _, *figures = cells_of(one)
     values = [one.figure(*name) for name in _FIGURES]
     cells = [
-        f"<td>{_link(one, folder)}</td><td>{_verdict(one)}</td><td>{escape(one.what)}</td>",
+        f"<td>{_link(one, folder)}</td><td>{_verdict(one)}</td><td>{escape(one.title)}</td>",
         f'<td class="time" data-v="{one.started:.0f}">{escape(started)}</td>',
         *(
             f'<td data-v="{"" if value is None else f"{value:g}"}">{escape(text)}</td>'
@@ -68,7 +68,7 @@ def _row(one: ListedRun, folder: Path) -> str:
 
 
 def cells_of(one: ListedRun) -> list[str]:
-    """Return what a list of runs says of one, by `COLUMNS`."""
+    """Return the cells of a run in a list of runs, by `COLUMNS`."""
     rates, latencies = _FIGURES[:2], _FIGURES[2:]
     return [
         time.strftime("%Y-%m-%d %H:%M", time.localtime(one.started)),

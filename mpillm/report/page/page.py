@@ -11,11 +11,11 @@ from mpillm.files import write_text
 from mpillm.report.console import NO_PAGE
 from mpillm.report.page import sections, svg
 from mpillm.report.page.about_run import about_run
-from mpillm.report.page.charts import distributions, lane_rows, machines, over_time, shown_window
+from mpillm.report.page.charts import distributions, initial_window, lane_rows, machines, over_time
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
-from mpillm.report.page.facts import Facts, facts_of, unrecorded
+from mpillm.report.page.run_analysis import Facts, facts_of, unrecorded
 from mpillm.report.page.trace import write_trace
-from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, path_shown
+from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, display_path
 from mpillm.report.run_files import RunFiles
 
 _log = logging.getLogger(__name__)
@@ -26,12 +26,12 @@ def leave_page(
 ) -> tuple[str, str]:
     """Write telemetry.json, report.html and trace.json of the run that ends in `path`.
 
-    Return the row of the summary: the page's path, or why there is none. Whatever is wrong here is not worth
-    a test's result, which is written by now.
+    Returns the row of the summary: the report's path, or why it is missing. An error here must not cost the
+    test's result, which is already written.
     """
     try:
         write_telemetry(path / TELEMETRY)
-        return "page", path_shown(write_page(path, price_per_gpu_hour))
+        return "page", display_path(write_page(path, price_per_gpu_hour))
     except OSError as error:
         _log.exception("the run has no page")
         return NO_PAGE, f"{error.filename or path}: {error.strerror or error}"
@@ -43,8 +43,8 @@ def leave_page(
 def write_page(path: Path, price_per_gpu_hour: float | None = None) -> Path:
     """Write report.html and trace.json from the files of a run; return the page's path.
 
-    `price_per_gpu_hour`: None: as the run was told. Raises ConfigError if `path` is no run directory, OSError
-    if a file can't be written.
+    `price_per_gpu_hour`: None: from the run's options. Raises ConfigError if `path` is not a run directory,
+    OSError if a file can't be written.
     """
     run = RunFiles.read(path)
     write_text(path / PAGE, page(run, price_per_gpu_hour))
@@ -59,34 +59,34 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     facts, damaged = facts_of(run)
     notes = [*run.missing, *damaged, *unrecorded(facts)]
 
-    def made(what: str, part: Callable[..., Any], empty: Any, *arguments: object) -> Any:
-        """Return a part of the page; `empty` if the files that it is made of are damaged."""
+    def build(name: str, part: Callable[..., Any], empty: Any, *arguments: object) -> Any:
+        """Return a part of the report; `empty` if its files are damaged."""
         try:
             return part(*arguments)
         except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-            _log.info("%s: %s", what, error, exc_info=True)
-            notes.append(f"{what}: a file is damaged ({type(error).__name__}: {error})")
+            _log.info("%s: %s", name, error, exc_info=True)
+            notes.append(f"{name}: a file is damaged ({type(error).__name__}: {error})")
             return empty
 
-    times = made("what happened over time", over_time, [], facts)
-    latencies = made("latencies", distributions, [], facts)
-    hardware = made("CPUs and GPUs", machines, [], facts)
-    rows = made("what each rank did", lane_rows, [], facts)
-    start, end = shown_window(facts)
-    top = made("verdict", sections.head, "", facts)
-    wrong = made("failures", sections.failures, "", run)
+    times = build("what happened over time", over_time, [], facts)
+    latencies = build("latencies", distributions, [], facts)
+    hardware = build("CPUs and GPUs", machines, [], facts)
+    rows = build("what each rank did", lane_rows, [], facts)
+    start, end = initial_window(facts)
+    top = build("verdict", sections.head, "", facts)
+    wrong = build("failures", sections.failures, "", run)
     parts = [
-        made("figures", sections.tiles, "", facts, price_per_gpu_hour),
-        made("the plan", sections.plan, "", facts),
-        made("about the run", about_run, "", facts),
-        made("charts", chart_section, "", "Over time", times, ZOOM),
-        made("charts", chart_section, "", "Latencies", latencies, CDF),
-        made("lanes", _lanes, "", rows, start, end, facts),
-        made("charts", chart_section, "", "Processors", hardware, ""),
-        made("energy", sections.energy, "", facts, price_per_gpu_hour),
-        made("tables", sections.figures, "", facts),
-        made("options", sections.options, "", run),
-        made("files", sections.files, "", run),
+        build("figures", sections.tiles, "", facts, price_per_gpu_hour),
+        build("the plan", sections.plan, "", facts),
+        build("about the run", about_run, "", facts),
+        build("charts", chart_section, "", "Over time", times, ZOOM),
+        build("charts", chart_section, "", "Latencies", latencies, CDF),
+        build("lanes", _lanes, "", rows, start, end, facts),
+        build("charts", chart_section, "", "Processors", hardware, ""),
+        build("energy", sections.energy, "", facts, price_per_gpu_hour),
+        build("tables", sections.figures, "", facts),
+        build("options", sections.options, "", run),
+        build("files", sections.files, "", run),
     ]
     status = "STOPPED" if run.stopped_by else run.result.get("status", "not ended")
     title = f"{run.path.absolute().name}: {status}"
@@ -100,7 +100,7 @@ def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts
     if not rows:
         return ""
     more = len(facts.noted) - len(rows)
-    said = f" {more} more ranks are in trace.json." if more > 0 else ""
+    more_ranks = f" {more} more ranks are in trace.json." if more > 0 else ""
     key = "".join(
         f'<li><i class="k{kind}"></i>{text}</li>'
         for kind, text in enumerate(
@@ -108,9 +108,9 @@ def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts
         )
     )
     return (
-        '<section><h2>What each rank did</h2><p class="note">Grey is idle; the thin lane below is the'
-        f' handoff.{said} <span class="js-only">Drag to zoom, or Ctrl and the wheel, double-click to see the'
-        " test; with the keyboard: + and -, ← and →, 0 for all phases.</span></p>"
+        '<section><h2>What each rank did</h2><p class="note">Grey is idle. The thin lane below is the'
+        f' handoff.{more_ranks}  <span class="js-only">Drag to zoom, or Ctrl and the wheel. Double-click to'
+        " see the test. With the keyboard: + and -, ← and →, 0 for all phases.</span></p>"
         f'<ul class="key">{key}</ul>'
         f'<figure id="lanes"><div class="still scroll">{svg.lanes(rows, start, end)}</div></figure></section>'
     )

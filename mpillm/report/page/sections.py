@@ -6,48 +6,48 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpillm.report.doubts import refused, unchecked
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
-from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
+from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
 from mpillm.report.result import counted_from_text
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
+from mpillm.report.validity_checks import failed_checks, unchecked
 
-_MOST_CARDS = 128
-_MOST_LOGS = 256
-_MOST_SERVERS = 4
+_MAX_CARDS = 128
+_MAX_LOGS = 256
+_MAX_SERVERS = 4
 _SERVERS = ("trtllm_server_urls", "triton_server_urls")
 _FAILED = '<em class="flag">failed</em>'
-_WORDS = {
+_VERDICTS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
     "SERVED": "This run served until it was ended.",
     MEASURED: "Another client made the load: LoadGen has not judged it.",
     "FAILED": "This run failed.",
-    "STOPPED": "Ended before it was done: there is no verdict. What it did until then is below.",
+    "STOPPED": "Ended before it was done: there is no verdict. The figures until then are below.",
     "": "This run has left no outcome: it goes on, or was killed.",
 }
 
 
-_REFUSED = "LoadGen accepts this test, but the servers did not do what was asked of them."
+_REFUSED = "LoadGen accepts this test, but the servers did not meet its requirements."
 
 
 def head(facts: Facts) -> str:
-    """Return the verdict, why, and what ran: of a run without an outcome, what it was asked for."""
+    """Return the verdict, its reasons, and what ran; in a run without an outcome, what it planned."""
     run = facts.run
-    asked = {name: run.value(name) for name in ("test_mode", "mode", "core_type")} | {
-        "workload": _shown(run.value("benchmarks") or ""),
+    planned = {name: run.value(name) for name in ("test_mode", "mode", "core_type")} | {
+        "workload": _value_text(run.value("benchmarks") or ""),
         "model": run.value("model_path"),
-        "scenario": _shown(run.value("scenarios") or ""),
+        "scenario": _value_text(run.value("scenarios") or ""),
         "world_size": run.plan.get("world_size"),
     }
-    result = run.result or asked
+    result = run.result or planned
     status = "STOPPED" if (stopped := run.stopped_by) else str(result.get("status") or "")
     reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
-    refusals = refused(run.result) if status != MEASURED else []
+    refusals = failed_checks(run.result) if status != MEASURED else []
     reasons += [f"Refused: {text}." for text in refusals]
     reasons += [f"Doubtful: {text}." for text in facts.doubts if text not in refusals]
     reasons += [f"Not checked: {text}." for text in unchecked(run.result)]
@@ -62,7 +62,7 @@ def head(facts: Facts) -> str:
     )
     started = run.telemetry.get("started")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-    words = (
+    subtitle = (
         model,
         result.get("scenario"),
         result.get("test_mode"),
@@ -72,16 +72,20 @@ def head(facts: Facts) -> str:
         f"{result['world_size']} ranks" if result.get("world_size") else "",
         when,
     )
-    said = " · ".join(escape(word) for word in words if word)
+    subtitle_html = " · ".join(escape(part) for part in subtitle if part)
     why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
-    shown = status if status in _WORDS else ""
-    told = _REFUSED if result.get("loadgen_result") == "VALID" and status == "INVALID" else _WORDS[shown]
-    kind = "doubtful" if status in ("VALID", MEASURED) and facts.doubts else shown.lower() or "none"
+    known_status = status if status in _VERDICTS else ""
+    verdict = (
+        _REFUSED
+        if result.get("loadgen_result") == "VALID" and status == "INVALID"
+        else _VERDICTS[known_status]
+    )
+    kind = "doubtful" if status in ("VALID", MEASURED) and facts.doubts else known_status.lower() or "none"
     return (
         f'<header class="verdict {kind}">'
         f'<p class="badge">{escape(status or "no outcome")}</p>'
-        f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{said}</p>"
-        f"<p><strong>{told}</strong></p>{why}</div></header>"
+        f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{subtitle_html}</p>"
+        f"<p><strong>{verdict}</strong></p>{why}</div></header>"
     )
 
 
@@ -90,12 +94,12 @@ def _counted(result: Mapping[str, Any] | None) -> str:
 
 
 def _server(run: RunFiles) -> str:
-    """Return where this run served, or which servers it asked; "" if neither."""
+    """Return where this run served, or which servers it used; "" if neither."""
     if url := run.result.get("url"):
         return str(url)
-    asked = [url for name in _SERVERS for url in run.value(name) or ()]
-    more = f" and {len(asked) - _MOST_SERVERS} more" if len(asked) > _MOST_SERVERS else ""
-    return f"of {', '.join(map(str, asked[:_MOST_SERVERS]))}{more}" if asked else ""
+    urls = [url for name in _SERVERS for url in run.value(name) or ()]
+    more = f" and {len(urls) - _MAX_SERVERS} more" if len(urls) > _MAX_SERVERS else ""
+    return f"of {', '.join(map(str, urls[:_MAX_SERVERS]))}{more}" if urls else ""
 
 
 def missing(notes: Sequence[str]) -> str:
@@ -108,20 +112,20 @@ def missing(notes: Sequence[str]) -> str:
 
 def failures(run: RunFiles) -> str:
     """Return why the run failed, and what it lost."""
-    said = []
+    items = []
     for failure in [] if run.stopped_by else failures_in(run.result):
         rank, trace = failure.get("rank"), failure.get("traceback")
-        who = "" if rank is None else f"rank {rank}: "
+        rank_text = "" if rank is None else f"rank {rank}: "
         cause, more = _cause(failure)
         more += f"<p>{escape(failure['doctor'])}</p>" if failure.get("doctor") else ""
         if isinstance(rank, int) and (log := run.log_of(rank)):
             more += f"<p>See {link(log)}.</p>"
         if trace:
             more += f"<details><summary>Traceback</summary><pre>{escape(trace)}</pre></details>"
-        said.append(f"<li><strong>{escape(who)}{cause}</strong>{more}</li>")
+        items.append(f"<li><strong>{escape(rank_text)}{cause}</strong>{more}</li>")
     for lost in run.result.get("lost") or []:
         cause, more = _cause(lost)
-        said.append(
+        items.append(
             f"<li><strong>Lost at {lost.get('at_s', 0):.1f} s:"
             f" instance {escape(lost.get('instance'))}</strong>,"
             f" rank {escape(lost.get('rank'))}: {cause}"
@@ -130,63 +134,65 @@ def failures(run: RunFiles) -> str:
     phase = run.result.get("phase")
     where = f" in phase {escape(phase)}" if phase and run.result.get("status") == "FAILED" else ""
     return (
-        f'<section class="failed"><h2>What went wrong{where}</h2><ul>{"".join(said)}</ul></section>'
-        if said
+        f'<section class="failed"><h2>What went wrong{where}</h2><ul>{"".join(items)}</ul></section>'
+        if items
         else ""
     )
 
 
 def _cause(failure: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the first line of a cause, and an element with the others: the end of a server's log, say."""
+    """Return the first line of a cause, and an element with its other lines, such as a server's log."""
     first, _, others = str(failure.get("cause", "")).partition("\n")
     return escape(first), f"<pre>{escape(others)}</pre>" if others else ""
 
 
 def tiles(facts: Facts, price: float | None) -> str:
-    """Return the figures that everybody looks for first."""
+    """Return the main figures."""
     result, limits = facts.run.result, limits_ms(facts.run)
-    shown: list[tuple[str, str, str, str]] = []  # label, value, note, class
+    cells: list[tuple[str, str, str, str]] = []  # label, value, note, class
     for key, label in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
         if (value := result.get(key)) is not None:
-            shown.append((label, short(value), "", ""))
+            cells.append((label, short(value), "", ""))
     for key, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "end to end")):
         if (latency := result.get(f"{key}_ms")) is None:
             continue
         p99, limit = latency.get("p99"), limits.get(key)
         if p99 is None:
-            shown.append((f"{label} mean", _time_or_dash(latency.get("mean")), too_few(latency), ""))
+            cells.append((f"{label} mean", _time_or_dash(latency.get("mean")), too_few(latency), ""))
             continue
         note, kind = f"p50 {_time_or_dash(latency.get('p50'))}", ""
         if limit:
             note, kind = f"limit {milliseconds(limit)}", "good" if p99 <= limit else "bad"
-        shown.append((f"{label} p99", milliseconds(p99), note, kind))
+        cells.append((f"{label} p99", milliseconds(p99), note, kind))
     if result.get("samples") is not None:
         errors = result.get("errors") or 0
         note = f"{errors} errors" if errors else f"in {result.get('test_s', facts.test_s):.1f} s"
-        shown.append(("samples", f"{result['samples']:,}", note, "bad" if errors else ""))
+        cells.append(("samples", f"{result['samples']:,}", note, "bad" if errors else ""))
     if energy := facts.energy():
         tokens = result.get("tokens") or 0
         if tokens:
-            shown.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
+            cells.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
     if price is not None and (cost := facts.cost_per_million_tokens(price)) is not None:
-        what = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
-        shown.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {what} at {price:g} an hour", ""))
-    cells = "".join(
+        unit = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
+        cells.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {unit} at {price:g} an hour", ""))
+    cells_html = "".join(
         f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{value}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
-        for label, value, note, kind in shown
+        for label, value, note, kind in cells
     )
     return (
-        f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells}</dl></section>' if cells else ""
+        f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells_html}</dl></section>'
+        if cells_html
+        else ""
     )
 
 
 def plan(facts: Facts) -> str:
-    """Return the picture of nodes, and on each its instances with how busy they were."""
+    """Return the picture of nodes, each with its instances and how busy they were."""
     if not facts.instances:
         return ""
     worst = None if facts.failed else facts.bottleneck()
-    first_rank = {one.ranks[0]: one for one in list(facts.instances.values())[:_MOST_CARDS]}
+    first_rank = {one.ranks[0]: one for one in list(facts.instances.values())[:_MAX_CARDS]}
     nodes: dict[str, list[str]] = {}
     for rank in facts.run.plan_ranks:
         cards = nodes.setdefault(str(rank.get("node")), [])
@@ -207,14 +213,14 @@ def plan(facts: Facts) -> str:
     )
     more = len(facts.instances) - len(first_rank)
     note = f"<p>{more} more instances are not shown.</p>" if more > 0 else ""
-    return f"<section><h2>{_said(facts, worst)}</h2>{pictures}{note}</section>"
+    return f"<section><h2>{_plan_title(facts, worst)}</h2>{pictures}{note}</section>"
 
 
-def _said(facts: Facts, worst: InstanceFacts | None) -> str:
+def _plan_title(facts: Facts, worst: InstanceFacts | None) -> str:
     if facts.failed:
-        said = [one.name for one in facts.instances.values() if one.failed]
-        return f"Failed: {escape(', '.join(said))}" if said else "The plan"
-    if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # it was not seen to its end
+        failed = [one.name for one in facts.instances.values() if one.failed]
+        return f"Failed: {escape(', '.join(failed))}" if failed else "The plan"
+    if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # its end is unknown
         return "The plan"
     limit = facts.limit()
     return escape(limit[:1].upper() + limit[1:]) or "The plan"
@@ -223,7 +229,7 @@ def _said(facts: Facts, worst: InstanceFacts | None) -> str:
 def _card(one: InstanceFacts, is_worst: bool) -> str:
     share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {one.share_of}"
     waited = "" if not one.waited else f"requests waited {100 * one.waited:.0f} % of the time"
-    said = " · ".join(filter(None, (share, waited)))
+    notes = " · ".join(filter(None, (share, waited)))
     ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
     flag = _FAILED if one.failed else '<em class="flag">bottleneck</em>' if is_worst else ""
     lost = '<em class="flag">lost</em>' if one.lost else ""
@@ -232,12 +238,12 @@ def _card(one: InstanceFacts, is_worst: bool) -> str:
         f'<div class="card heat{level}{" worst" if is_worst or one.failed else ""}">'
         f'<b class="name"><i class="c{one.number % 8}"></i>'
         f"{escape(one.name)}</b> <small>{ranks}</small>{flag}{lost}"
-        f"{svg.strip(one.strip) if one.strip else ''}<p>{said}</p></div>"
+        f"{svg.strip(one.strip) if one.strip else ''}<p>{notes}</p></div>"
     )
 
 
 def energy(facts: Facts, price: float | None) -> str:
-    """Return joules by what they were spent on."""
+    """Return the joules by activity."""
     spent = facts.energy()
     if spent is None:
         return ""
@@ -301,7 +307,7 @@ def figures(facts: Facts) -> str:
     shares = dict.fromkeys(one.share_of for one in facts.instances.values() if one.share is not None)
     names = ["", "samples", "tokens", " or ".join(shares), "requests waited"]
     names += ["most running", "most waiting", "KV cache at most"]
-    known = [i for i in range(len(names)) if any(row[i] != "" for row in instances)]  # others say nothing
+    known = [i for i in range(len(names)) if any(row[i] != "" for row in instances)]  # without empty columns
     rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
@@ -317,21 +323,23 @@ def options(run: RunFiles) -> str:
     for name, entry in sorted(run.config.items()):
         value, source = entry["value"], entry.get("source", "")
         if isinstance(value, dict) and isinstance(source, dict):  # each flag's own
-            rows += [(f"{name}.{key}", _shown(one), str(source.get(key, ""))) for key, one in value.items()]
+            rows += [
+                (f"{name}.{key}", _value_text(one), str(source.get(key, ""))) for key, one in value.items()
+            ]
         else:
-            rows.append((name, _shown(value), _shown(source)))
-    given = [row for row in rows if not row[2].startswith("default")]
-    rest = [row for row in rows if row[2].startswith("default")]
+            rows.append((name, _value_text(value), _value_text(source)))
+    user_rows = [row for row in rows if not row[2].startswith("default")]
+    defaults = [row for row in rows if row[2].startswith("default")]
     names = ("option", "value", "set by")
     folded = (
-        f"<details><summary>{len(rest)} options by default</summary>{table(names, rest)}</details>"
-        if rest
+        f"<details><summary>{len(defaults)} options by default</summary>{table(names, defaults)}</details>"
+        if defaults
         else ""
     )
-    return section("Options", names, given, folded) if rows else ""
+    return section("Options", names, user_rows, folded) if rows else ""
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {one}" for key, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -343,14 +351,14 @@ def files(run: RunFiles) -> str:
     logs = sorted(path.name for path in run.path.glob(f"{RANKS}/*.log"))
     failed = {run.log_of(rank) for rank in run.failed_ranks}
     links = "".join(_link(name) for name in sorted(names - {PAGE}))
-    for log in (f"{RANKS}/{name}" for name in logs[:_MOST_LOGS]):
+    for log in (f"{RANKS}/{name}" for name in logs[:_MAX_LOGS]):
         links += _link(log, _FAILED if log in failed else "")
-    if len(logs) > _MOST_LOGS:
-        links += f"<li>{len(logs) - _MOST_LOGS} more logs in {RANKS}/</li>"
+    if len(logs) > _MAX_LOGS:
+        links += f"<li>{len(logs) - _MAX_LOGS} more logs in {RANKS}/</li>"
     versions = (run.ranks[0].get("versions") or {}) if run.ranks else {}
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f'<section><h2>Files</h2><p class="note">{escape(said)}. trace.json opens in ui.perfetto.dev.</p>'
+        f'<section><h2>Files</h2><p class="note">{escape(software)}. trace.json opens in ui.perfetto.dev.</p>'
         f'<ul class="files">{links}</ul></section>'
     )
 

@@ -11,16 +11,16 @@ from launch.outside import whole_number
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.charts import Chart
 
-_WIDE, _NARROW = (800, 320), (400, 200)  # what fits a page, and what fits a third of it, or a phone
+_WIDE, _NARROW = (800, 320), (400, 200)  # the width of a page, and a third of it or a phone's
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
 _ROW, _GAP = 22, 6
 _POINT = 4  # its radius
-_NEAR = 12  # points whose numbers would lie over each other
+_LABEL_HEIGHT = 12  # of points whose numbers would overlap
 _LETTER, _WIDE_LETTER = 7, 11  # their widths; in a wide picture they are larger, for a phone
-_MOST_TICKS = 6
-_ROOM = 0.05  # at the ends of an axis of latencies, as a share of its values
+_MAX_TICKS = 6
+_MARGIN = 0.05  # at the ends of an axis of latencies, as a share of its values
 _FEW = 5  # counts of which each has a tick
-_NEAR_LIMIT = 1.5  # times the largest value: a limit that lies further away would leave the chart blank
+_MAX_LIMIT = 1.5  # times the largest value: a limit that lies further away would leave the chart blank
 _LOG_FROM = 20  # a y axis is logarithmic if its largest value is so many times the smallest
 
 
@@ -49,13 +49,13 @@ def lines(chart: Chart, wide: bool = False) -> str:
         parts.append(f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
     middle = (_LEFT + right) / 2
-    said = html.escape(chart.x_axis)
-    parts.append(f'<text class="name" x="{middle}" y="{height - 5}" text-anchor="middle">{said}</text>')
+    name = html.escape(chart.x_axis)
+    parts.append(f'<text class="name" x="{middle}" y="{height - 5}" text-anchor="middle">{name}</text>')
     if chart.unit:
         turned = f'transform="rotate(-90 12 {(_TOP + bottom) / 2})"'
-        said = html.escape(chart.unit) + (", log scale" if up.log else "")
+        name = html.escape(chart.unit) + (", log scale" if up.log else "")
         parts.append(
-            f'<text class="name" x="12" y="{(_TOP + bottom) / 2}" {turned} text-anchor="middle">{said}</text>'
+            f'<text class="name" x="12" y="{(_TOP + bottom) / 2}" {turned} text-anchor="middle">{name}</text>'
         )
     for i, (label, x) in enumerate(chart.marks):
         at = place(x, up.low)[0]
@@ -72,9 +72,9 @@ def lines(chart: Chart, wide: bool = False) -> str:
         at = place(across.low, chart.y_limit[1])[1]
         parts.append(f'<line class="limit" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
     for i, (_, ys, colour) in enumerate(chart.lines):
-        told = [place(x, y) for x, y in zip(chart.x, ys, strict=True) if y is not None]
+        points = [place(x, y) for x, y in zip(chart.x, ys, strict=True) if y is not None]
         if chart.names is None or i < chart.joined:
-            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in told)
+            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             parts.append(f'<polyline class="c{colour % 8}" points="{joined}"/>')
     if chart.names is not None:
         parts += _points(chart, place, _WIDE_LETTER if wide else _LETTER, width)
@@ -89,7 +89,7 @@ def lines(chart: Chart, wide: bool = False) -> str:
 
 
 class Axis(NamedTuple):
-    """What an axis shows, from `low` to `high`."""
+    """The range of an axis, from `low` to `high`."""
 
     low: float
     high: float
@@ -109,10 +109,10 @@ def _across(chart: Chart, xs: list[float]) -> Axis:
     known = [at for _, at in [*chart.marks, *filter(None, [chart.limit])]]
     low, high = min([low, *known]), max([high, *known])
     if chart.is_cdf:  # the whole width for what was measured
-        low = max(low, 1e-6)  # tokens that come at once have a time of 0
-        low, high = low * (1 - _ROOM), max(low, high) * (1 + _ROOM)
+        low = max(low, 1e-6)  # tokens that come simultaneously have a time of 0
+        low, high = low * (1 - _MARGIN), max(low, high) * (1 + _MARGIN)
         return Axis(low, high, log_ticks(low, high), log=True)
-    if chart.names is not None:  # room for the points at the ends
+    if chart.names is not None:  # space for the points at the ends
         low, high = around(low, high)
     return Axis(low, high, ticks(low, high))
 
@@ -121,24 +121,24 @@ def _up(chart: Chart, ys: list[float]) -> Axis:
     if chart.unit.startswith("%"):
         return Axis(0, 100, [0, 25, 50, 75, 100])
     low, high = min(ys), max(ys)
-    if chart.y_limit and chart.y_limit[1] <= _NEAR_LIMIT * high:  # a far one is in the caption only
+    if chart.y_limit and chart.y_limit[1] <= _MAX_LIMIT * high:  # a far one is in the caption only
         high = max(high, chart.y_limit[1])
     if chart.names is not None and chart.unit == "ms" and low > 0 and high / low > _LOG_FROM:
         low, high = low / 1.5, high * 1.5
         return Axis(low, high, log_ticks(low, high), log=True)
     if not chart.unit and chart.names is None and high <= _FEW:  # a count
         return Axis(0, math.ceil(high), list(map(float, range(math.ceil(high) + 1))))
-    found = ticks(0, max(high, 1e-9) * (1.1 if chart.names else 1.02))
-    if found[-1] < high:
-        found.append(2 * found[-1] - found[-2])
-    return Axis(0, found[-1], found)
+    marks = ticks(0, max(high, 1e-9) * (1.1 if chart.names else 1.02))
+    if marks[-1] < high:
+        marks.append(2 * marks[-1] - marks[-2])
+    return Axis(0, marks[-1], marks)
 
 
 def ticks(low: float, high: float) -> list[float]:
     """Return round numbers from `low` to `high`, some five of them."""
     if low >= high:
         return [low]
-    rough = (high - low) / (_MOST_TICKS - 1)
+    rough = (high - low) / (_MAX_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -149,18 +149,18 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers from `low` to `high`, both positive, for a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
-        found = [n * 10.0**power for power in powers for n in steps if low <= n * 10.0**power <= high]
-        if len(found) <= _MOST_TICKS:
+        marks = [n * 10.0**power for power in powers for n in steps if low <= n * 10.0**power <= high]
+        if len(marks) <= _MAX_TICKS:
             break
     else:
-        found = found[:: -(-len(found) // _MOST_TICKS)]
-    return found if len(found) > 2 else ticks(low, high)
+        marks = marks[:: -(-len(marks) // _MAX_TICKS)]
+    return marks if len(marks) > 2 else ticks(low, high)
 
 
 def around(low: float, high: float) -> tuple[float, float]:
-    """Return a range with some room at both ends of `low` to `high`, both positive."""
-    room = 0.08 * (high - low) or 0.2 * high
-    return max(0.0, low - room), high + room
+    """Return a range with a margin at both ends of `low` to `high`, both positive."""
+    margin = 0.08 * (high - low) or 0.2 * high
+    return max(0.0, low - margin), high + margin
 
 
 def _points(
@@ -170,7 +170,7 @@ def _points(
 
     `right`: where the picture ends.
     """
-    found: list[tuple[float, float, str]] = []
+    points: list[tuple[float, float, str]] = []
     crossed = {*chart.crossed[1]} if chart.crossed else set()
     for _, ys, colour in chart.lines:
         for i, (x, y, name) in enumerate(zip(chart.x, ys, chart.names or (), strict=True)):
@@ -183,8 +183,8 @@ def _points(
             )
             if i in crossed:
                 yield f'<path class="cross" d="M{across - 5} {down - 5}l10 10m0 -10l-10 10"/>'
-            found.append((across, down, name.partition(" ")[0]))
-    for across, down, text in labels(found, letter, right):
+            points.append((across, down, name.partition(" ")[0]))
+    for across, down, text in labels(points, letter, right):
         to_left = _to_left(across, text, letter, right)
         side = 'dx="-7" dy="-5" text-anchor="end"' if to_left else 'dx="7" dy="-5"'
         yield f'<text x="{across}" y="{down}" {side}>{html.escape(text)}</text>'
@@ -216,32 +216,32 @@ def _to_left(across: float, text: str, letter: float, right: float) -> bool:
 def _overlap(
     one: tuple[float, float, list[str]], other: tuple[float, float, list[str]], letter: float, right: float
 ) -> bool:
-    """Return whether the texts of two points, or one and the other's point, would lie over each other."""
+    """Return whether the texts of two points, or one and the other's point, would overlap."""
     (begin, end), (other_begin, other_end) = (_span(*each, letter, right) for each in (one, other))
-    return begin < other_end and other_begin < end and abs(one[1] - other[1]) < max(_NEAR, 2 * letter)
+    return begin < other_end and other_begin < end and abs(one[1] - other[1]) < max(_LABEL_HEIGHT, 2 * letter)
 
 
 def _span(across: float, _: float, numbers: list[str], letter: float, right: float) -> tuple[float, float]:
     """Return from where to where a point reaches with its text."""
     text = numbers_text(numbers)
-    width = max(_NEAR, letter * (len(text) + 1))
+    width = max(_LABEL_HEIGHT, letter * (len(text) + 1))
     to_left = _to_left(across, text, letter, right)
     return (across - width, across + _POINT) if to_left else (across - _POINT, across + width)
 
 
 def numbers_text(numbers: Sequence[str]) -> str:
     """Return numbers in a few letters: 1 to 4, 7."""
-    found = {whole_number(number) for number in numbers}
-    if None in found:
+    integers = {whole_number(number) for number in numbers}
+    if None in integers:
         return ", ".join(numbers)
-    said: list[str] = []
-    ordered = sorted(number for number in found if number is not None)
+    texts: list[str] = []
+    ordered = sorted(number for number in integers if number is not None)
     for i, number in enumerate(ordered):
         if 0 < i < len(ordered) - 1 and ordered[i - 1] + 1 == number == ordered[i + 1] - 1:
             continue  # inside a row of numbers
         goes_on = i > 1 and ordered[i - 2] + 2 == number
-        said.append(f"{said.pop()} to {number}" if goes_on else str(number))
-    return ", ".join(said)
+        texts.append(f"{texts.pop()} to {number}" if goes_on else str(number))
+    return ", ".join(texts)
 
 
 def lanes(rows: Sequence[dict[str, Any]], start: float, end: float) -> str:

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.files import write_text
-from mpillm.report.page.facts import Facts, facts_of
+from mpillm.report.page.run_analysis import Facts, facts_of
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
-_PHASES, _STEPS, _HANDOFFS, _REQUESTS = 1, 2, 3, 100  # threads; those of requests follow the last
-_MOST_REQUESTS = 2000
+_PHASES, _STEPS, _HANDOFFS, _REQUESTS = 1, 2, 3, 100  # threads; requests have further ones from the last
+_MAX_REQUESTS = 2000
 _SAMPLED = {"cpu_s": "CPU cores", "rss_bytes": "memory, MiB"}
 _GPU = {"power_w": "GPU power, W", "sm_mhz": "GPU clock, MHz", "temperature_c": "GPU, °C", "load": "GPU load"}
 
@@ -34,7 +34,7 @@ def write_trace(run: RunFiles, path: Path) -> None:
     """Write the file. Raises OSError if the disk is full."""
     lines: list[str] = []
     with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        # Where a file is damaged, which the page says, the trace ends.
+        # The trace ends where a file is damaged. The HTML report has a note about it.
         lines.extend(json.dumps(event, separators=(",", ":")) for event in events(run))
     text = ",\n".join(lines)
     write_text(path, f'{{"displayTimeUnit":"ms","traceEvents":[\n{text}\n]}}\n')
@@ -93,13 +93,13 @@ def _instances(run: RunFiles, facts: Facts, at: Any) -> Iterator[dict[str, Any]]
 
 
 def _requests(run: RunFiles, at: Any) -> Iterator[dict[str, Any]]:
-    """Yield requests on rank 0, each on a thread where no other is open.
+    """Yield requests on rank 0, each on a thread where no other request is open.
 
-    A flow leads from a request's wait to its answer. Of many requests every so many-th.
+    A flow leads from a request's wait to its answer. With many requests, only every n-th is in the trace.
     """
     with contextlib.suppress(ConfigError):  # none was answered
         rows = read_requests(run.path)
-        yield from _on_threads(rows[:: -(-len(rows) // _MOST_REQUESTS) or 1], at)
+        yield from _on_threads(rows[:: -(-len(rows) // _MAX_REQUESTS) or 1], at)
 
 
 def _on_threads(rows: NDArray[np.void], at: Any) -> Iterator[dict[str, Any]]:
@@ -124,8 +124,8 @@ def _on_threads(rows: NDArray[np.void], at: Any) -> Iterator[dict[str, Any]]:
             yield flow | {"ph": "f", "bp": "e", "ts": at(first)}
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+def _named(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
 
 
 def _span(name: str, rank: int, thread: int, start: float, end: float) -> dict[str, Any]:

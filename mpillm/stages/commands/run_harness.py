@@ -23,9 +23,9 @@ from mpillm.options.columns import table
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN
-from mpillm.options.idle import idle, idle_in_all, told
 from mpillm.options.options import RUN_FIELDS, run_name, without
 from mpillm.options.run_config import RunConfig
+from mpillm.options.unused_options import idle, idle_in_all, told
 from mpillm.stages.stage_options import parse_each
 
 _CONNECT_S = 2.0

@@ -31,7 +31,7 @@ from mpillm.options.parsers import integers, one_of, positive, seconds
 from mpillm.options.values import Values, collect
 from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import path_shown
+from mpillm.report.run_directory import display_path
 from mpillm.submission.endpoint_points import (
     ACCURACY,
     CONFIG,
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     write_shared(root, _folder(options.src), _folder(options.docs), said)
     if options.system_power:
         write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
-    print(f"\nsubmission  {path_shown(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
+    print(f"\nsubmission  {display_path(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
     if workload.scaled:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"

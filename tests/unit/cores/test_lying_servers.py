@@ -12,19 +12,19 @@ import pytest
 from mpillm.comms.messages import RequestFlag
 from mpillm.errors import RunError
 from mpillm.programs.servers.kind import server_log
-from mpillm.report.doubts import doubts, refused, server_checks
+from mpillm.report.validity_checks import doubts, failed_checks, server_checks
 from tests.helpers.endpoint_cores import failure, requests
 from tests.helpers.lying_server import HONEST, OTHER_MODEL, Answer, Lie, core_of_liars, result_of
 from tests.helpers.scripted_server import MODEL, Request
 
-RULES = {"guesses_forbidden": True}
+RULES = {"speculation_forbidden": True}
 URL = r"http://127\.0\.0\.1:\d+"
 
 
 def judged(result: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return what refuses a test, and what only makes it doubtful."""
     result["server_checks"] = server_checks(result, **RULES)
-    refusals = refused(result)
+    refusals = failed_checks(result)
     return refusals, [text for text in doubts(result, others_serve=True, **RULES) if text not in refusals]
 
 
@@ -54,11 +54,11 @@ def test_an_honest_server_is_not_doubted(roles: tuple[str, ...], scenario: str) 
 
 REFUSED = {
     "prompts of a prefix cache": (Lie(counts={"cached": 5}), r"^20 prompt tokens came from a .* \({}: 20\)"),
-    "guessed tokens": (Lie(counts={"guessed": 2}), r"^servers took 8 guessed tokens.*\({}: 8\)"),
+    "guessed tokens": (Lie(counts={"guessed": 2}), r"^servers accepted 8 draft tokens.*\({}: 8\)"),
     "the prompts' usage": (usage(prompt_tokens=7), r"tokens .* in the prompts of 4 requests \({}: 4\)"),
     "the answers' usage": (usage(completion_tokens=9), r"tokens .* in the answers of 4 requests \({}: 4\)"),
     "min_tokens": (Lie(tokens=lambda tokens, _: tokens[:2], reason="stop"), r"^4 answers .* \({}: 4\)"),
-    "a limit of its own": (Lie(tokens=lambda tokens, _: tokens[:3]), r"^4 answers ended with .*\({}: 4\)"),
+    "a lower limit": (Lie(tokens=lambda tokens, _: tokens[:3]), r"^4 answers ended with .*\({}: 4\)"),
     "expired leases": (Lie(counts={"expired": 1}), r"leases .* expired.*{}: 4 expired, 0 read after"),
     "late reads": (Lie(counts={"late": 2}), r"\({}: 0 expired, 8 read after that\): raise kv_lease_duration"),
     "failed transfers": (Lie(counts={"failed": 1}), r"^4 transfers of KV caches failed.*\({}: 4\)"),

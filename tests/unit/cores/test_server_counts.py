@@ -13,7 +13,7 @@ import pytest
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_one, reading_of
-from mpillm.report.doubts import doubts, server_checks
+from mpillm.report.validity_checks import doubts, server_checks
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
 
@@ -106,9 +106,9 @@ def test_guesses_of_sglang() -> None:
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
     client = {"server_accepted_guesses": 5.0, "server_failed_transfers": 2.0, "server_cached_tokens": 7.0}
     result = {"per_instance": [client, {}]}
-    told = doubts(result, others_serve=True, guesses_forbidden=True, reuse_wanted=True)
+    told = doubts(result, others_serve=True, speculation_forbidden=True, reuse_allowed=True)
     assert [line.partition(",")[0] for line in told] == [
-        "servers took 5 guessed tokens",
+        "servers accepted 5 draft tokens",
         "2 transfers of KV caches failed: generation servers may have computed prompts again",
     ]
     assert len(doubts(result, others_serve=True)) == 2, "the prefix cache instead of the guesses"
@@ -241,7 +241,7 @@ def test_what_servers_were_checked_for() -> None:
     """Also where it holds; what nobody counts is not known."""
     told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
     client = {**told, "samples": 5, "server_cached_tokens": 0.0, "server_accepted_guesses": 3.0}
-    assert server_checks({"per_instance": [client]}, guesses_forbidden=True) == {
+    assert server_checks({"per_instance": [client]}, speculation_forbidden=True) == {
         "no_cached_prompts": "",
         "no_failed_transfers": None,
         "no_expired_leases": None,
@@ -250,9 +250,9 @@ def test_what_servers_were_checked_for() -> None:
         "answer_models": "",
         "token_counts": "",
         "answer_lengths": "",
-        "no_guesses": "servers took 3 guessed tokens, which the workload's rules forbid",
+        "no_guesses": "servers accepted 3 draft tokens, which the workload's rules forbid",
     }
-    text = server_checks({"per_instance": [{**client, "retokenized": 5}]}, reuse_wanted=True)
+    text = server_checks({"per_instance": [{**client, "retokenized": 5}]}, reuse_allowed=True)
     assert text["token_counts"] is None and "no_cached_prompts" not in text and "no_guesses" not in text
     asked_by_others = server_checks({"per_instance": [{**client, "samples": 0}]})
     assert asked_by_others["answer_lengths"] is None and asked_by_others["no_cached_prompts"] == ""

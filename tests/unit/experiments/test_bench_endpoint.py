@@ -14,7 +14,7 @@ from mpillm.cli import main
 from mpillm.experiments.loadtest.load_test import Record, arrivals
 from mpillm.experiments.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
 from mpillm.report import console
-from mpillm.report.console import Console, Progress
+from mpillm.report.console import Console, LoadProgress
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
 
 
@@ -210,7 +210,7 @@ def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFix
 
 def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It was silent until the end."""
-    shown: list[Progress] = []
+    shown: list[LoadProgress] = []
     monkeypatch.setattr(Console, "progress", lambda self, now: shown.append(now))
     with ScriptedServer(good) as server:
         code, _, _ = bench(

@@ -16,9 +16,9 @@ from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import check_core
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import FIELDS, AllFields
-from mpillm.options.idle import check_idle
 from mpillm.options.options import parse, parse_run
 from mpillm.options.run_config import RunConfig
+from mpillm.options.unused_options import check_idle
 from mpillm.trtllm.tool_options import BUILD
 
 # The form of such a file; the values are ours.

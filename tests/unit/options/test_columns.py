@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from mpillm.options.columns import WIDTH, beside, table
+from mpillm.options.columns import WIDTH, indented, table
 
 
 def test_prose_continues_below_itself() -> None:
     text = " ".join(f"word{i}" for i in range(30))
-    lines = beside("  name   ", text).splitlines()
+    lines = indented("  name   ", text).splitlines()
     assert len(lines) > 2 and max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("  name   word0 ")
     assert all(line.startswith(" " * 9 + "word") for line in lines[1:])
     assert " ".join(" ".join(lines).split()) == f"name {text}"
-    assert beside("  name   ", "short") == "  name   short"
-    assert beside("  name   ", "") == "  name"
+    assert indented("  name   ", "short") == "  name   short"
+    assert indented("  name   ", "") == "  name"
 
 
 def test_a_path_is_never_broken() -> None:
     path = "/a-folder/" + "x-y/" * 30
-    assert path in beside("  page  ", f"in {path}").splitlines()[1]
+    assert path in indented("  page  ", f"in {path}").splitlines()[1]
 
 
 def test_a_table_that_is_too_wide_continues_below_itself() -> None:

@@ -18,9 +18,9 @@ from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig
 from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN, SERVE
-from mpillm.options.idle import check_idle
 from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run, parse_serve
+from mpillm.options.unused_options import check_idle
 from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.runtime.core_configs import check_handoff, core_configs, what_runs
 from mpillm.runtime.rank_roles import prefix_routing

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpillm.report.arrivals import kept_up
-from mpillm.report.doubts import doubts, queue, rates
+from mpillm.report.arrivals import arrival_figures
 from mpillm.report.request_log import RECORD
+from mpillm.report.validity_checks import doubts, queue, rates
 
 Service = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
@@ -58,7 +58,7 @@ def test_an_overloaded_system_is_known(service: str, how: str) -> None:
                 streamed=how != "whole answers",
                 first_s=0.02 if how == "generation alone" else None,
             )
-            found = kept_up(rows)
+            found = arrival_figures(rows)
             assert found["queue_grew"], (seed, load)
             assert found["answered_per_second"] == pytest.approx(CAPACITY, rel=0.15)
             assert found["offered_per_second"] == pytest.approx(load * CAPACITY, rel=0.15)
@@ -69,7 +69,7 @@ def test_an_overloaded_system_is_known(service: str, how: str) -> None:
 def test_a_queue_that_only_wanders_is_not_called_growing(service: str, load: float) -> None:
     for seed in range(20):
         for n in (200, 1500):
-            found = kept_up(behind(load, n, SERVICES[service], seed))
+            found = arrival_figures(behind(load, n, SERVICES[service], seed))
             assert found["queue_grew"] is False, (seed, n)
     assert found["answered_per_second"] == pytest.approx(found["offered_per_second"], rel=0.05)
 
@@ -80,7 +80,7 @@ def test_a_system_whose_answers_take_a_part_of_the_test_keeps_up() -> None:
     rows = np.zeros(2000, RECORD)
     rows["issued"] = np.cumsum(random.exponential(0.01, 2000))
     rows["ttft"], rows["latency"] = 0.1, random.uniform(5, 15, 2000)
-    assert kept_up(rows)["queue_grew"] is False
+    assert arrival_figures(rows)["queue_grew"] is False
 
 
 def test_answers_that_come_in_one_moment_have_no_rate_of_their_own() -> None:
@@ -88,7 +88,7 @@ def test_answers_that_come_in_one_moment_have_no_rate_of_their_own() -> None:
     rows = np.zeros(24, RECORD)
     rows["issued"] = np.linspace(0, 80, 24)
     rows["latency"] = 366 + np.linspace(0, 0.046, 24) - rows["issued"]
-    assert kept_up(rows)["answered_per_second"] == pytest.approx(23 / 80, rel=0.01)
+    assert arrival_figures(rows)["answered_per_second"] == pytest.approx(23 / 80, rel=0.01)
 
 
 @pytest.mark.parametrize("order", ["latest first", "at random"])
@@ -96,9 +96,9 @@ def test_an_overloaded_system_that_serves_in_another_order(order: str) -> None:
     """No latency grows by time of issue: those that wait are overtaken."""
     for seed in range(5):
         for load, n in ((2.0, 500), (1.25, 4000)):
-            assert kept_up(overtaken(load, n, seed, order))["queue_grew"], (seed, load)
+            assert arrival_figures(overtaken(load, n, seed, order))["queue_grew"], (seed, load)
     for seed in range(20):
-        assert kept_up(overtaken(0.9, 1500, seed, order))["queue_grew"] is False, seed
+        assert arrival_figures(overtaken(0.9, 1500, seed, order))["queue_grew"] is False, seed
 
 
 def overtaken(load: float, n: int, seed: int, order: str) -> np.ndarray[Any, Any]:
@@ -127,14 +127,14 @@ def test_a_system_that_answers_nobody_before_the_last_request_has_not_kept_up() 
     rows["issued"] = np.cumsum(random.exponential(1 / 60, 1200))
     rows["ttft"] = 30 + np.arange(1200) / 70 - rows["issued"]
     rows["latency"] = rows["ttft"] + 1
-    found = kept_up(rows)
-    assert found["queue_grew"] is None and queue(found).startswith("too short to tell")
+    found = arrival_figures(rows)
+    assert found["queue_grew"] is None and queue(found).startswith("too short to show")
 
 
 def test_too_few_requests_tell_nothing() -> None:
-    found = kept_up(behind(3.0, 60, SERVICES["equal"], 0))
-    assert found["queue_grew"] is None and queue(found).startswith("too short to tell whether")
-    one = kept_up(np.zeros(1, RECORD))
+    found = arrival_figures(behind(3.0, 60, SERVICES["equal"], 0))
+    assert found["queue_grew"] is None and queue(found).startswith("too short to show whether")
+    one = arrival_figures(np.zeros(1, RECORD))
     assert one == {"offered_per_second": None, "answered_per_second": None, "queue_grew": None}
     assert rates(one) == "" and not doubts(one)
 
@@ -142,7 +142,7 @@ def test_too_few_requests_tell_nothing() -> None:
 def test_errors_are_no_quick_answers() -> None:
     rows = behind(1.68, 1000, SERVICES["equal"], 0)
     rows["error"][800:], rows["latency"][800:], rows["ttft"][800:] = 1, 0.001, np.nan
-    assert kept_up(rows)["queue_grew"]
+    assert arrival_figures(rows)["queue_grew"]
 
 
 def test_the_doubt_names_both_rates() -> None:

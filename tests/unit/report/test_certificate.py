@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.report.certificate import certificate, certificate_table
+from mpillm.report.certificate import certificate, format_certificate
 from mpillm.report.run_files import RunFiles
 from tests.helpers.run_directories import make_run
 
@@ -30,7 +30,7 @@ def test_shares(scenario: str, tmp_path: Path) -> None:
     assert "tpot_ms" not in found["latencies"]
     offline = scenario == "Offline"
     assert found["samples_per_second"] == {"run": 50, "harness": 1000, "share": 0.05 if offline else None}
-    table = certificate_table(found)
+    table = format_certificate(found)
     assert "20.000 ms       1.000 ms  5.00 %" in table and "5.00 %" in table
     said = "20.0 times as fast" if offline else "LoadGen gives the rate in this scenario"
     assert said in table

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mpillm.report.page.charts import over_time
-from mpillm.report.page.facts import Facts
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.run_files import RunFiles
 
 
@@ -24,5 +24,5 @@ def test_requests_that_no_instance_has_taken_wait(tmp_path: Path) -> None:
     }
     run = RunFiles(tmp_path, {"test_s": 2.0}, timeline=rows, telemetry={"progress": progress})
     (chart,) = [chart for chart in over_time(Facts(run)) if chart.name == "waiting"]
-    queued = {label: y for label, y, _ in chart.lines}["for room in an instance"]
+    queued = {label: y for label, y, _ in chart.lines}["for an instance"]
     assert queued == [0.0, 1000 - 64 - 128, 700 - 64 - 100]

@@ -12,8 +12,8 @@ import pytest
 
 from launch.environment import TTY
 from mpillm.errors import Failure
-from mpillm.report.console import Console, Progress, progress_lines
-from mpillm.report.timeline import Computed
+from mpillm.report.console import Console, LoadProgress, progress_lines
+from mpillm.report.timeline import TotalMetrics
 
 
 @pytest.mark.parametrize("steady", [False, True])
@@ -27,17 +27,17 @@ def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) ->
     for second in range(6, 121, 6):
         now[0] = float(second)
         done = 10 * max(0, second - 60)
-        bar.progress(Progress(done, 1000, 20 * done, float(second)), steady=steady)
+        bar.progress(LoadProgress(done, 1000, 20 * done, float(second)), steady=steady)
     lines = out.getvalue().splitlines()
     assert re.search(r"600/1,000 samples  5\.0/s  120 s, 80 s left$", lines[-2 if steady else -1])
     assert (lines[-1] == "    last 30 s: 10.0 samples/s  200.0 tokens/s") == steady
 
 
-BUSY = Computed(12_900.4, 13_420.0, 45_178.0, 0.4, 64, 96, 0.431)
+BUSY = TotalMetrics(12_900.4, 13_420.0, 45_178.0, 0.4, 64, 96, 0.431)
 
 
 def test_what_the_instances_compute_is_shown_before_anything_is_answered() -> None:
-    assert progress_lines(Progress(0, 160, 0, 106.2), BUSY) == [
+    assert progress_lines(LoadProgress(0, 160, 0, 106.2), BUSY) == [
         "  test    [........................] 0/160 samples  0.0/s  106 s",
         "    out 12.9k tok/s (now 13.4k)  in 45.2k (0.4)  run 64  wait 96  kv 43%",
     ]
@@ -45,36 +45,36 @@ def test_what_the_instances_compute_is_shown_before_anything_is_answered() -> No
 
 def test_a_server_test_counts_planned_queries_and_time() -> None:
     """Not answered over issued, which is nearly all at any time. Overloaded, it takes longer than planned."""
-    keeps_up = Progress(5_000, 5_020, 0, 50.0, 10_034, 100.0)
+    keeps_up = LoadProgress(5_000, 5_020, 0, 50.0, 10_034, 100.0)
     assert progress_lines(keeps_up, None) == [
         "  test    [###########............] 5,000/10,034 samples  100/s  50 s, 50 s left"
     ]
-    assert Progress(10, 12, 0, 0.5, 10_034, 100.0).left_s() == 99.5  # too few answers for a rate
-    overloaded = Progress(2_000, 5_020, 0, 50.0, 10_000, 100.0)
+    assert LoadProgress(10, 12, 0, 0.5, 10_034, 100.0).left_s() == 99.5  # too few answers for a rate
+    overloaded = LoadProgress(2_000, 5_020, 0, 50.0, 10_000, 100.0)
     assert overloaded.left_s() == 200.0
-    assert Progress(2, 3, 0, 60.0, 300, 50.0).left_s() is None, "behind its schedule: it said 0 s"
-    over = Progress(10_000, 10_100, 0, 101.0, 10_034, 100.0)
+    assert LoadProgress(2, 3, 0, 60.0, 300, 50.0).left_s() is None, "behind its schedule: it said 0 s"
+    over = LoadProgress(10_000, 10_100, 0, 101.0, 10_034, 100.0)
     assert over.total == 10_100 and over.left_s() == pytest.approx(1.01)
 
 
 def test_a_test_of_a_given_time_counts_that() -> None:
     """SingleStream asks for as long as it lasts."""
-    assert Progress(30, 31, 0, 15.0, None, 60.0).share() == 0.25
-    assert Progress(30, 31, 0, 15.0, None, 60.0).left_s() == 45.0
-    assert Progress(30, 31, 0, 60.0, None, 60.0).left_s() == 2.0
+    assert LoadProgress(30, 31, 0, 15.0, None, 60.0).share() == 0.25
+    assert LoadProgress(30, 31, 0, 15.0, None, 60.0).left_s() == 45.0
+    assert LoadProgress(30, 31, 0, 60.0, None, 60.0).left_s() == 2.0
 
 
 def test_what_waits_for_room_in_an_instance_waits() -> None:
     """It said 128, the instances' own queues, while 13,000 waited."""
     computed = BUSY._replace(running=256, waiting=128)
-    assert "  run 256  wait 12.7k  kv" in progress_lines(Progress(44, 13_000, 0, 10.0), computed)[1]
+    assert "  run 256  wait 12.7k  kv" in progress_lines(LoadProgress(44, 13_000, 0, 10.0), computed)[1]
 
 
 def test_a_core_that_can_not_say_what_it_computes() -> None:
-    assert progress_lines(Progress(40, 160, 0, 10.0), None) == [
+    assert progress_lines(LoadProgress(40, 160, 0, 10.0), None) == [
         "  test    [######..................] 40/160 samples  4.0/s  10 s, 30 s left"
     ]
-    assert progress_lines(Progress(0, 160, 0, 10.0), BUSY._replace(kv_cache_usage=None))[1].endswith(
+    assert progress_lines(LoadProgress(0, 160, 0, 10.0), BUSY._replace(kv_cache_usage=None))[1].endswith(
         "  wait 96"
     )
 
@@ -82,9 +82,9 @@ def test_a_core_that_can_not_say_what_it_computes() -> None:
 @pytest.mark.parametrize("n", [0, 1, 24_576, 5_000_000])
 def test_progress_fits_80_columns(n: int) -> None:
     rate = 88_888_888.0 / max(1, n)
-    computed = Computed(rate, rate, 999.5, 999.5, 65_536, 131_072, 1.0)
+    computed = TotalMetrics(rate, rate, 999.5, 999.5, 65_536, 131_072, 1.0)
     for elapsed in (0.5, 3_600.0, 86_400.0):
-        lines = progress_lines(Progress(n, max(1, n), n, elapsed, 2 * n, 90_000.0), computed)
+        lines = progress_lines(LoadProgress(n, max(1, n), n, elapsed, 2 * n, 90_000.0), computed)
         assert len(lines) == 2 and max(map(len, lines)) <= 80
 
 
@@ -127,9 +127,9 @@ def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     bar = Console(out)
     monkeypatch.setattr(time, "monotonic", lambda: math.inf)
-    bar.progress(Progress(0, 0, 0, 0.01))
+    bar.progress(LoadProgress(0, 0, 0, 0.01))
     assert not out.getvalue()
-    bar.progress(Progress(0, 64, 0, 0.01))
+    bar.progress(LoadProgress(0, 64, 0, 0.01))
     assert "0/64 samples" in out.getvalue()
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from mpillm.cli import main
-from mpillm.report.doubts import unchecked
 from mpillm.report.numbers import short
 from mpillm.report.page import svg
 from mpillm.report.page.charts import Chart
-from mpillm.report.page.facts import Facts
 from mpillm.report.page.page import page, write_page
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_files import RunFiles
+from mpillm.report.validity_checks import unchecked
 from tests.helpers.pages import (
     EVIL,
     check_made_of,
@@ -428,7 +428,7 @@ def test_a_run_that_failed_in_its_test_says_that_it_has_no_lanes(run: Path) -> N
     result = json.loads((run / "result.json").read_text())
     write(run / "result.json", result | {"status": "FAILED", "phase": "test"})
     said = words(write_page(run))
-    assert "What is missing here what each rank did, its CPU, memory and GPU: ranks tell it when" in said
+    assert "What is missing here what each rank did, its CPU, memory and GPU: ranks report it when" in said
     assert "Over time" in said and "bottleneck" not in said
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpillm.loadgen.logs import quantile
-from mpillm.report.page.facts import Facts
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.page.sections import figures, tiles
 from mpillm.report.percentiles import enough, percentiles_ms, too_few
 from mpillm.report.result import other_harness_rows

@@ -12,7 +12,7 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.options.options import parse_run
-from mpillm.report.repeat import options_again, repeated, said_options
+from mpillm.report.repeat import options_again, repeated, user_options
 from mpillm.report.run_environment import describe_environment, differences
 from mpillm.report.run_files import RunFiles
 from tests.helpers.run_directories import make_run
@@ -38,7 +38,7 @@ def test_names_that_mean_more_are_given_again(tmp_path: Path) -> None:
     said = ["--core_type", "dummy", "--benchmarks", "llama3.1-8b", "--scenarios", "Interactive"]
     words, notes = options_again(recorded(tmp_path / "run", *said))
     assert "llama3.1-8b-interactive" in words and notes == []
-    words = said_options(
+    words = user_options(
         recorded(tmp_path / "other", "--core_type", "dummy", "--benchmarks", "llama2-70b-99.9")
     )
     assert words[words.index("--accuracy_target") + 1] == "0.999"
@@ -63,7 +63,7 @@ def test_a_changed_and_a_lost_configuration_file(tmp_path: Path) -> None:
     assert parse_run(words).max_batch_size == 4
     file.unlink()
     words, notes = options_again(run)
-    assert f"--config_file {file} is gone: its values are stated" in notes
+    assert f"--config_file {file} is missing: its values are added" in notes
     assert (parse_run(words).core_type, parse_run(words).max_batch_size) == ("dummy", 4)
 
 
@@ -79,7 +79,7 @@ def test_a_program_that_a_run_directory_names_is_not_run(tmp_path: Path) -> None
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEXPORTS = {{}}\n")
     words, notes = options_again(run)
     assert not (tmp_path / "ran").exists() and "--config_file" not in words
-    assert f"--config_file {file} is a program, which is not run again: its values are stated" in notes
+    assert f"--config_file {file} is a program, which is not run again: its values are added" in notes
     assert parse_run(words).max_batch_size == 4
 
 
@@ -91,10 +91,10 @@ def test_files_that_a_run_keeps(tmp_path: Path) -> None:
     assert options_again(run)[1] == []
     conf.write_text("*.Offline.target_qps = 4\n")
     words, (note,) = options_again(run)
-    assert note == f"--user_conf {conf} has changed: {run}/user.conf is taken"
+    assert note == f"--user_conf {conf} has changed: {run}/user.conf is used"
     assert words[words.index("--user_conf") + 1] == str(run / "user.conf")
     conf.unlink()
-    assert "is gone" in options_again(run)[1][0]
+    assert "is missing" in options_again(run)[1][0]
 
 
 def test_a_data_set_that_was_made_for_the_run(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_another_version(tmp_path: Path) -> None:
     wanted = config["max_output_len"]["value"]
     assert notes == [
         "--no_such 7: this version has no such option",
-        f"--max_output_len {wanted} (default) is stated: here it would be {wanted - 1} (default)",
+        f"--max_output_len {wanted} (default) is added: here it would be {wanted - 1} (default)",
     ]
     assert parse_run(words).max_output_len == wanted
 
@@ -140,13 +140,13 @@ def test_a_version_with_other_control_ranks(tmp_path: Path, yaml: bool) -> None:
     (run / "disagg.yaml").write_text("executors: {num_instances: 2}")
     again, notes = repeated(RunFiles.read(run))
     assert parse_run(again).control_ranks == (None if yaml else 2)
-    assert any("--control_ranks 2 is stated" in note for note in notes) == (not yaml)
+    assert any("--control_ranks 2 is added" in note for note in notes) == (not yaml)
 
 
 def test_damaged_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = recorded(tmp_path / "run", "--core_type", "dummy")
     assert cli.main(["rerun", str(run), "--dry_run"]) == 2
-    assert "neither result.json nor plan.json says how many ranks it had" in capsys.readouterr().err
+    assert "neither result.json nor plan.json has the number of ranks" in capsys.readouterr().err
     (run / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"config\.json: damaged"):
         options_again(run)

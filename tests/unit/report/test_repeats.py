@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpillm.report.doubts import doubts, server_checks
 from mpillm.report.repeats import repeated_prompts
 from mpillm.report.request_log import RECORD
+from mpillm.report.validity_checks import doubts, server_checks
 
 
 def records(n: int, n_prompts: int, of_repeats: float, seed: int) -> NDArray[np.void]:
@@ -39,8 +39,8 @@ def test_servers_that_keep_prompts_and_others(seed: int) -> None:
             assert told == [] and server_checks(result)["no_cached_prompts"] == ""
         else:
             (said,) = told
-            assert said.startswith("first tokens of prompts that had come before took 0.")
-            assert doubts(result, others_serve=True, reuse_wanted=True) == []
+            assert said.startswith("first tokens of prompts that were sent before took 0.")
+            assert doubts(result, others_serve=True, reuse_allowed=True) == []
 
 
 def test_what_the_server_counts_says_more() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mpillm.comms.messages import DrainReport
 from mpillm.options.options import parse_run
 from mpillm.report import result as results
-from mpillm.report.page.facts import Facts
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.result import summary_rows
 from mpillm.report.run_files import RunFiles
 from mpillm.report.timeline import Timeline
@@ -115,8 +115,8 @@ def test_what_was_guessed() -> None:
         {**SLOW["per_instance"][0], "drafted_tokens": n, "accepted_tokens": n // 3} for n in (300, 0)
     ]
     rows = summary_rows(SLOW | {"per_instance": instances}, parse_run([]), "run")
-    told = [value for _, value in rows if "guessed" in value]
-    assert told == ["speculation: 100 of 300 guessed tokens were right (33 %)"]
+    told = [value for _, value in rows if "draft tokens" in value]
+    assert told == ["speculation: 100 of 300 draft tokens were accepted (33 %)"]
 
 
 def test_a_client_that_is_the_limit_says_so() -> None:
@@ -163,7 +163,7 @@ def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
     nothing = {**lost, "phase": "stop", "retried": 0, "recovered_after_s": 0.0}
     rows = summary_rows({**SLOW, "lost": [nothing]}, parse_run([]), "run")
     at = rows.index(("LOST", "instance 1 (gen) in phase stop: rank 4: the process has ended"))
-    assert rows[at + 1] == ("", "it owed nothing: no samples were computed again")
+    assert rows[at + 1] == ("", "no request was outstanding: no samples were computed again")
 
 
 def test_numbers_have_one_style() -> None:
@@ -275,8 +275,8 @@ def test_a_rate_that_was_kept_at_too_high_latencies(
         "loadgen": {"ttft_latency_ms": 3000.0, "tpot_latency_ms": None},
         "ttft_ms": ttft,
     }
-    kept_up = "the system kept up with the rate"
-    expected = f"{kept_up}, but missed {missed}" if missed else f"no limit reached: {kept_up}"
+    arrival_figures = "the system kept up with the rate"
+    expected = f"{arrival_figures}, but missed {missed}" if missed else f"no limit reached: {arrival_figures}"
     assert Facts(RunFiles(Path("run"), result)).limit() == expected
 
 

@@ -14,7 +14,7 @@ from disagg.errors import ConfigError
 from mpillm.files import read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.options.options import parse_run
-from mpillm.report.run_directory import CERTIFICATE, OF_AN_EARLIER_RUN, lock, take_directory, unused
+from mpillm.report.run_directory import CERTIFICATE, STALE_FILES, lock, take_directory, unused
 from mpillm.report.run_environment import ENVIRONMENT
 from mpillm.runtime.whole_runs import run_in
 from mpillm.submission.compliance_tests import FILES
@@ -111,5 +111,5 @@ def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_of_an_earlier_run_passes_for_this_ones() -> None:
-    assert {CERTIFICATE, DETAIL, SUMMARY, ACCURACY, ENVIRONMENT} <= {*OF_AN_EARLIER_RUN}
-    assert {f"{test}/{name}" for test, name in FILES.items()} <= {*OF_AN_EARLIER_RUN}
+    assert {CERTIFICATE, DETAIL, SUMMARY, ACCURACY, ENVIRONMENT} <= {*STALE_FILES}
+    assert {f"{test}/{name}" for test, name in FILES.items()} <= {*STALE_FILES}

@@ -10,8 +10,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.experiments.compared_runs import ComparedRun
-from mpillm.report.page.facts import limits_ms
 from mpillm.report.page.page import write_page
+from mpillm.report.page.run_analysis import limits_ms
 from mpillm.report.run_files import RunFiles
 from mpillm.submission.judged_run import JudgedRun
 from tests.helpers.run_directories import make_run, write

@@ -34,12 +34,12 @@ def test_rates_of_the_whole_test_and_of_its_last_seconds(tmp_path: Path) -> None
     """One instance computes 100 prompt tokens a second for 20 s, then 10 tokens of answers; the other starts
     idle."""
     timeline = Timeline([0, 1], tmp_path / "timeline.jsonl")
-    assert timeline.computed() is None
+    assert timeline.total_metrics() is None
     for half in range(1, 81):
         t = half / 2
         timeline.add(0, t, Metrics(int(100 * min(t, 20)), int(10 * max(0, t - 20)), 3, 80 - half, half / 160))
         timeline.add(1, t, Metrics(0, int(20 * max(0, t - 20)), 1, 0, 0.25))
-    now = timeline.computed()
+    now = timeline.total_metrics()
     assert now is not None
     assert (now.prompt, now.prompt_now, now.generated, now.generated_now) == pytest.approx((50, 0, 15, 30))
     assert (now.running, now.waiting, now.kv_cache_usage) == (4, 0, 0.5)
@@ -98,7 +98,7 @@ def test_its_memory_does_not_grow_with_the_test(tmp_path: Path) -> None:
 def test_cores_that_can_not_say_leave_no_file(tmp_path: Path) -> None:
     timeline = Timeline([0, 1], tmp_path / "timeline.jsonl")
     timeline.close()
-    assert timeline.computed() is None and timeline.summary(0) is None
+    assert timeline.total_metrics() is None and timeline.summary(0) is None
     assert list(tmp_path.iterdir()) == []
 
 

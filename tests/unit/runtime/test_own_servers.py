@@ -17,10 +17,10 @@ from mpillm.devices import Gpu, as_visible
 from mpillm.options.disagg_yaml import context_servers, disagg_config, server_ranks
 from mpillm.options.fields import FIELDS
 from mpillm.options.fields.effects import RUN
-from mpillm.options.idle import check_idle
 from mpillm.options.layers import layers_of
+from mpillm.options.option_conflicts import check_together
 from mpillm.options.run_config import RunConfig
-from mpillm.options.together import check_together
+from mpillm.options.unused_options import check_idle
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_specs
 from mpillm.runtime.yaml_effects import check_yaml
 

@@ -112,7 +112,7 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         f"against the rules: {server}: {invalid}: LoadGen calls it INVALID (not satisfied: minimum duration)",
         f"against the rules: {server}: {invalid}: instance 2 (executor) was lost, and the run went on"
         " without it (--on_instance_loss continue)",
-        f"against the rules: {server}: {invalid}: server 1 was lost 9.5 s into the test, and there again"
+        f"against the rules: {server}: {invalid}: server 1 was lost 9.5 s into the test, and available again"
         " 20.0 s later: it ended",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
         f"against the rules: {server}: {invalid}: 4,096 prompt tokens came from a server's prefix"
@@ -135,7 +135,7 @@ def test_what_servers_did_not_say_is_listed(maker: Maker) -> None:
     assert [line.partition(" (/metrics)")[0] for line in lines] == [
         f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether prompts came from a prefix cache, which"
         " MLPerf forbids: servers give no count of them",
-        f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether tokens were guessed, which the"
+        f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether draft tokens were used, which the"
         " workload's rules forbid: servers give no count of them",
     ]
 

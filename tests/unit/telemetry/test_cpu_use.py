@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.command import Command
 from launch.owned_server import OwnedServer
-from mpillm.report.doubts import doubts
+from mpillm.report.validity_checks import doubts
 from mpillm.telemetry.cpu_use import CpuMeter, CpuUse, other_load
 from tests.helpers.support import wait_until
 

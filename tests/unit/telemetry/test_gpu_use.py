@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.report.doubts import doubts
+from mpillm.report.validity_checks import doubts
 from mpillm.telemetry import gpu_meter
 from mpillm.telemetry.gpu_meter import GpuMeter, GpuUse, GpuWatch, other_processes
 

@@ -1,4 +1,4 @@
-"""What a page says of a run, from its files: shares, the bottleneck, energy, cost."""
+"""Figures of an HTML report from the files of a run: shares, the bottleneck, energy, cost."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.outside import whole_number
-from mpillm.report.doubts import queue, rates, without_limits
 from mpillm.report.numbers import milliseconds
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
+from mpillm.report.validity_checks import queue, rates, without_limits
 
 _SHARES = 200  # points of a distribution
 _STRIP = 60  # pieces of an instance's strip
-_SATURATED = 0.5  # share of the test: whoever computed less was not what limited it
+_SATURATED = 0.5  # share of the test: an instance with a smaller share was not the bottleneck
 _ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
 @dataclass
 class InstanceFacts:
-    """An instance: how much of the test it computed, when, and what waited for it."""
+    """An instance: how much of the test it computed, when, and how long requests waited in it."""
 
     number: int
     role: str  # ctx, gen or executor
     ranks: list[int]
-    knows_steps: bool = False
-    share: float | None = None  # of the test, in which it did what `share_of` says
+    has_steps: bool = False
+    share: float | None = None  # of the test; `share_of` names what counts
     strip: list[float] | None = None  # the same in `_STRIP` pieces of the test
     waited: float | None = None  # share of the test in which requests waited in it
-    holding_limits: bool = False  # what holds requests computes as much as it can
+    holding_limits: bool = False  # an instance with requests computes as much as it can
     result: dict[str, Any] | None = None  # its entry in result.json
     lost: bool = False
-    failed: bool = False  # a rank of it is why the run failed
+    failed: bool = False  # one of its ranks caused the failure of the run
 
     @property
     def name(self) -> str:
@@ -44,19 +44,19 @@ class InstanceFacts:
 
     @property
     def share_of(self) -> str:
-        """What `share` counts, for a reader."""
-        return busy_with(self.knows_steps)
+        """The activity that counts in `share`, for a reader."""
+        return busy_with(self.has_steps)
 
     @property
     def load(self) -> float | None:
-        """By how much it may have limited the test, 0 to 1."""
-        if self.knows_steps or not self.holding_limits:
-            return self.share if self.knows_steps else self.waited
+        """The degree to which it may have limited the test, 0 to 1."""
+        if self.has_steps or not self.holding_limits:
+            return self.share if self.has_steps else self.waited
         return max((one for one in (self.share, self.waited) if one is not None), default=None)
 
 
-class Energy(NamedTuple):
-    """Joules of the GPUs in the test, by what their ranks did; idle: none of it."""
+class GpuEnergy(NamedTuple):
+    """Joules of the GPUs in the test, by the activity of their ranks."""
 
     context: float
     decode: float
@@ -69,7 +69,7 @@ class Energy(NamedTuple):
 
 
 class Facts:
-    """Figures of a run that several parts of the page need."""
+    """Figures of a run that several parts of the HTML report need."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
@@ -90,16 +90,16 @@ class Facts:
         facts.result = next((one for one in per if one.get("instance") == number), None)
         facts.lost = any(one.get("instance") == number for one in self.run.result.get("lost") or [])
         facts.failed = not self.failed.isdisjoint(ranks)
-        # A server in front of which more requests wait than it answers: it may not tell which it has begun.
-        # Of halves the one that is not the limit holds some, too.
+        # A server may not report which of its waiting requests it has started. In a disaggregated run, the
+        # instance that is not the limit also has waiting requests.
         result = self.run.result
-        asked_all = not self._as_clients_like or bool(result.get("queue_grew"))
-        facts.holding_limits = role == "executor" and asked_all
-        if passes_by(result):
+        never_starved = not self._as_clients_like or bool(result.get("queue_grew"))
+        facts.holding_limits = role == "executor" and never_starved
+        if bypasses_ranks(result):
             return facts
         noted = self.noted.get(ranks[0])
         if noted is not None and self.test_s > 0:
-            facts.knows_steps = bool(noted.get("knows_steps"))
+            facts.has_steps = bool(noted.get("knows_steps"))
             facts.strip = _strip(noted.get("steps") or {}, self.test_s)
             facts.share = busy_share(noted, self.test_s)
         if facts.result is not None and "busy_fraction" in facts.result:  # not of a run that was stopped
@@ -111,22 +111,22 @@ class Facts:
 
     def bottleneck(self) -> InstanceFacts | None:
         """Return the instance that limited the test, if one did."""
-        if self._kept_up:
+        if self._keeps_up:
             return None
         loaded = [one for one in self.instances.values() if (one.load or 0) >= _SATURATED]
         return max(loaded, key=lambda one: (one.load or 0, one.share or 0), default=None)
 
     def limit(self) -> str:
-        """Return what limited the test, in words; "" if the instances don't tell."""
-        if self._kept_up:
+        """Return what limited the test, in words; "" if the instances do not report it."""
+        if self._keeps_up:
             if missed := self.missed_limits():
                 return f"the system kept up with the rate, but missed {' and '.join(missed)}"
             return "no limit reached: the system kept up with the rate"
         worst = self.bottleneck()
         if worst is None:
-            result, told = self.run.result, self.instances.values()
+            result, instances = self.run.result, self.instances.values()
             too_few = self._as_clients_like and result.get("queue_grew") is None
-            known = any(one.knows_steps or (one.load is not None and not too_few) for one in told)
+            known = any(one.has_steps or (one.load is not None and not too_few) for one in instances)
             return "no instance was the bottleneck" if known else ""
         roles = {one.role for one in self.instances.values() if (one.load or 0) >= _SATURATED}
         if {"ctx", "gen"} <= roles:
@@ -147,30 +147,30 @@ class Facts:
 
     @property
     def _as_clients_like(self) -> bool:
-        """Whether requests come at times of their own: in a Server test, and to what serves."""
+        """Whether clients decide when requests come: in a Server test, and at a server."""
         return self.run.result.get("scenario") in ("Server", None)
 
     @property
-    def _kept_up(self) -> bool:
-        """Whether a Server test was answered as fast as it asked: then it says nothing of a limit."""
+    def _keeps_up(self) -> bool:
+        """Whether the queue of a Server test did not grow: then the test has not reached a limit."""
         return self.run.result.get("queue_grew") is False
 
     @property
     def doubts(self) -> list[str]:
-        """What is doubtful of the test, a line each: a VALID one with any isn't shown as good."""
+        """The doubts about the test, a line each: a VALID test with a doubt is not displayed as good."""
         return [str(one) for one in self.run.result.get("doubts") or []]
 
     def verdict_notes(self) -> list[str]:
-        """Return what else to know of LoadGen's verdict, a line each."""
+        """Return notes on LoadGen's verdict, a line each."""
         result = self.run.result
-        notes = [said] if (said := _of_client(result)) else []
-        notes += [f"{said}; {queue(result)}."] if (said := rates(result)) else []
+        notes = [text] if (text := _of_client(result)) else []
+        notes += [f"{text}; {queue(result)}."] if (text := rates(result)) else []
         if without_limits(result):
             notes.append("No latency limit was set: LoadGen accepts every rate.")
         if ended_by := result.get("ended_by"):
             n = int(result.get("cut_off") or 0)
             cut = f": {n:,} open {'request was' if n == 1 else 'requests were'} cut off" if n else ""
-            notes.append(f"Ended at once, {ended_by}{cut}.")
+            notes.append(f"Ended early, {ended_by}{cut}.")
         return notes
 
     @property
@@ -179,7 +179,7 @@ class Facts:
 
     @property
     def n_paid(self) -> int:
-        """What is paid for: GPUs, or, without any, worker ranks."""
+        """The number of GPUs or, without GPUs, worker ranks: the unit of the price."""
         return len(self.gpu_ranks) or sum(len(one.ranks) for one in self.instances.values())
 
     def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float | None:
@@ -188,10 +188,10 @@ class Facts:
         return price_per_gpu_hour * self.n_paid / 3600 / rate * 1e6 if rate else None
 
     def cdf(self) -> dict[str, Any]:
-        """Return the distributions of `telemetry.json`; of a run that left none, from its `requests.bin`."""
-        told = self.run.telemetry.get("cdf")
-        if told or not (self.run.path / REQUESTS).exists():
-            return told or {}
+        """Return the distributions of `telemetry.json` or, if it has none, of `requests.bin`."""
+        cdf = self.run.telemetry.get("cdf")
+        if cdf or not (self.run.path / REQUESTS).exists():
+            return cdf or {}
         rows = read_requests(self.run.path)
         shares = np.linspace(0, 1, _SHARES + 1)[1:]
         return {
@@ -200,11 +200,11 @@ class Facts:
             if len(known := values[np.isfinite(values) & (values > 0)])
         }
 
-    def energy(self) -> Energy | None:
-        """Return the GPUs' energy in the test; None where no driver said what they drew.
+    def energy(self) -> GpuEnergy | None:
+        """Return the GPUs' energy in the test; None if no driver reported it.
 
-        Between two samples it belongs to what the rank did in that time, by seconds; to the handoff as much
-        as was not computing.
+        The energy between two samples is divided by the seconds of each activity of the rank. The handoff
+        gets at most the time without computation.
         """
         total, known = np.zeros(4), False
         for noted in self.noted.values():
@@ -230,69 +230,73 @@ class Facts:
             parts[3] = lasted - parts[:3].sum(0)
             total += ((parts / lasted) * joules)[:, inside].sum(1)
             known |= bool(inside.any())
-        return Energy(*total.tolist()) if known else None
+        return GpuEnergy(*total.tolist()) if known else None
 
 
-def passes_by(result: Mapping[str, Any]) -> bool:
-    """Return whether a client that was not LoadGen asked the servers itself: the ranks know of no request."""
+def bypasses_ranks(result: Mapping[str, Any]) -> bool:
+    """Return whether a load client sent requests directly to the servers: then the ranks had no requests."""
     return bool((result.get("harness") or {}).get("completed")) and "endpoint" not in result
 
 
 def _of_client(result: Mapping[str, Any]) -> str:
-    """Return what a client that was not LoadGen reports, in a sentence; "" without one."""
+    """Return the report of a client other than LoadGen, in a sentence; "" without such a client."""
     client = result.get("harness") or {}
     if not client.get("asked"):
         return ""
-    said = [
+    figures = [
         f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s",
         f"{client['failed']:,} failed",
         f"{client['requests_per_second']:,.4g} requests/s",
     ]
     if (rate := client.get("tokens_per_second")) is not None:
-        said.append(f"{rate:,.4g} tokens/s")
+        figures.append(f"{rate:,.4g} tokens/s")
     for name, key in (
         ("first token", "ttft_ms"),
         ("per output token", "tpot_ms"),
         ("whole answer", "latency_ms"),
     ):
-        if told := client.get(key):
-            said.append(f"{name} " + " ".join(f"{what} {value:.4g}" for what, value in told.items()) + " ms")
-    return f"{client['name']} {client['version']}".strip() + f" reports {', '.join(said)}."
+        if latency := client.get(key):
+            figures.append(
+                f"{name} "
+                + " ".join(f"{statistic} {value:.4g}" for statistic, value in latency.items())
+                + " ms"
+            )
+    return f"{client['name']} {client['version']}".strip() + f" reports {', '.join(figures)}."
 
 
 def limits_ms(run: RunFiles) -> dict[str, float | None]:
-    """Return LoadGen's latency limits, None where it has none."""
-    asked = run.result.get("loadgen")
-    asked = asked if isinstance(asked, dict) else {}
-    return {name: _number(asked.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
+    """Return LoadGen's latency limits; None: no limit."""
+    settings = run.result.get("loadgen")
+    settings = settings if isinstance(settings, dict) else {}
+    return {name: _number(settings.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
 
 
 def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:
-    """Return the facts of a run; where files are damaged, without them, and a line that says so."""
-    lacking: dict[str, Any] = {}
-    said: list[str] = []
+    """Return the facts of a run, without its damaged files, and a line about these."""
+    replaced: dict[str, Any] = {}
+    notes: list[str] = []
     for name, empty in (("telemetry", {}), ("timeline", []), ("plan", {}), ("result", {})):
         try:
-            return Facts(replace(run, **lacking)), said
+            return Facts(replace(run, **replaced)), notes
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            lacking[name] = empty
-            said = [f"without {', '.join(lacking)}: damaged ({type(error).__name__}: {error})"]
-    return Facts(replace(run, **lacking)), said
+            replaced[name] = empty
+            notes = [f"without {', '.join(replaced)}: damaged ({type(error).__name__}: {error})"]
+    return Facts(replace(run, **replaced)), notes
 
 
 def unrecorded(facts: Facts) -> list[str]:
-    """Return what nobody recorded of a run that failed, a line for each."""
+    """Return the data that a failed run lacks, a line for each kind."""
     if facts.run.result.get("status") != "FAILED" or facts.noted or not facts.run.telemetry:
         return []
     return [
-        "what each rank did, its CPU, memory and GPU: ranks tell it when a test is over, and this run failed"
-        " before"
+        "what each rank did, its CPU, memory and GPU: ranks report it when a test is over, and this run"
+        " failed before"
     ]
 
 
-def busy_with(knows_steps: bool) -> str:
+def busy_with(has_steps: bool) -> str:
     """Return what of an instance counts as busy."""
-    return "computing" if knows_steps else "holding requests"
+    return "computing" if has_steps else "holding requests"
 
 
 def busy_share(noted: Mapping[str, Any], test_s: float) -> float:
@@ -324,6 +328,6 @@ def _number(value: Any) -> float:
 
 
 def _last_seconds(run: RunFiles) -> float:
-    """Return how long the test had lasted when the run was killed or failed, as far as anything says."""
+    """Return how long the test had lasted when the run was killed or failed, as far as recorded."""
     progress = (run.telemetry.get("progress") or {}).get("seconds") or [0.0]
     return max([float(progress[-1]), *(float(row["seconds"]) for row in run.timeline[-64:])])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.idle import SIZES_OF_HALVES
+from mpillm.options.unused_options import SIZES_OF_HALVES
 from mpillm.programs.load_clients.kinds import kind_of as harness_kind
 from mpillm.programs.servers.kinds import kind_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from launch.witness import Cause
-from mpillm.report.afterwards import amend, stand_in
-from mpillm.report.run_directory import STANDS_IN
+from mpillm.report.postmortem import amend, amend_for_rank0
+from mpillm.report.run_directory import POSTMORTEM_CLAIM
 from mpillm.report.run_directory import UNFINISHED as GOES_ON
 
 UNFINISHED = {
@@ -83,19 +83,19 @@ def test_damaged_files(tmp_path: Path, text: str) -> None:
 def test_one_of_the_ranks_says_that_rank_0_has_ended(tmp_path: Path) -> None:
     """Under srun there is no launcher that could."""
     leave(tmp_path, UNFINISHED | {"failures": [{"rank": 0, "cause": GOES_ON, "traceback": ""}]})
-    (tmp_path / STANDS_IN).touch()
-    assert stand_in(tmp_path, "h1", 7, 2, 5) == "", "another rank does"
-    (tmp_path / STANDS_IN).unlink()
-    said = stand_in(tmp_path, "h1", 7, 1, 5)
-    assert "'warmup': rank 0 on h1 (pid 7) ended without an exit code; rank 1 says so" in said
+    (tmp_path / POSTMORTEM_CLAIM).touch()
+    assert amend_for_rank0(tmp_path, "h1", 7, 2, 5) == "", "another rank does"
+    (tmp_path / POSTMORTEM_CLAIM).unlink()
+    said = amend_for_rank0(tmp_path, "h1", 7, 1, 5)
+    assert "'warmup': rank 0 on h1 (pid 7) ended without an exit code; rank 1 reports this" in said
     (failure,) = result(tmp_path)["failures"]
     assert failure["rank"] == 0 and "pid 7" in failure["cause"]
-    assert (tmp_path / "report.html").exists() and not (tmp_path / STANDS_IN).exists()
-    assert stand_in(tmp_path / "elsewhere", "h1", 7, 1, 5) == ""
+    assert (tmp_path / "report.html").exists() and not (tmp_path / POSTMORTEM_CLAIM).exists()
+    assert amend_for_rank0(tmp_path / "elsewhere", "h1", 7, 1, 5) == ""
 
 
 def test_a_cause_that_rank_0_has_written_stays(tmp_path: Path) -> None:
     known = UNFINISHED | {"failures": [{"rank": 2, "cause": "the process has ended", "traceback": ""}]}
-    said = stand_in(leave(tmp_path, known), "h1", 7, 1, 5)
+    said = amend_for_rank0(leave(tmp_path, known), "h1", 7, 1, 5)
     assert "rank 2: the process has ended" in said and "pid 7" not in said
     assert result(tmp_path) == known and (tmp_path / "report.html").exists()

@@ -15,9 +15,9 @@ from mpillm.data.dataset import Synthetic
 from mpillm.options.disagg_values import CORE
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.fields.effects import RUN
-from mpillm.options.idle import check_idle, idle
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.run_config import RunConfig
+from mpillm.options.unused_options import check_idle, idle
 from mpillm.runtime import choose_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.every_option import COMMANDS, config_of, outcomes

@@ -17,8 +17,8 @@ from mpillm.experiments.rate_tests import RateTests
 from mpillm.options.effect import Effect
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
-from mpillm.options.idle import idle, of_engine
 from mpillm.options.options import parse_run
+from mpillm.options.unused_options import idle, of_engine
 from mpillm.programs.servers.kinds import kind_of
 from tests.helpers.every_option import beside, named, text_of
 
