@@ -225,7 +225,7 @@ def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_it_says_whom_it_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "_WAIT_TOLD_S", 0.1)
+    monkeypatch.setattr(console, "_PRINT_WAIT_S", 0.1)
     with ScriptedServer() as server:
         server.stop()
         code, out, _ = bench(capsys, "--url", server.address, "--ready_deadline", 2)
