@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
         raise EveryRankError(str(error)) from None
     if config.cluster_report:
         return _report_cluster(config.cluster_report, config, argv)
-    from mpillm.doctor.scarce import is_scarce, keeps_mpi_from_starting
+    from mpillm.doctor.mpi_start_checks import find_start_problem, is_thread_shortage
 
     try:
-        if problem := keeps_mpi_from_starting():
+        if problem := find_start_problem():
             what = problem.partition(":")[0]
             raise EveryRankError(f"MPI was not started: its ranks would end, for lack of {what} (see below)")
         comm = start_mpi(["doctor", *argv], _START_SHARE * config.deadline)
@@ -94,15 +94,15 @@ def main(argv: Sequence[str]) -> int:
             world, lines = exam.examine(Path(config.log_dir))
             finalize = exam.end()
         else:
-            finalize = RankExam(comm, MPI.COMM_WORLD, config.deadline + _LATE_S / 2).live()
+            finalize = RankExam(comm, MPI.COMM_WORLD, config.deadline + _LATE_S / 2).run()
     except Exception as error:  # noqa: BLE001 - the others may be waiting for this rank
-        if not is_scarce(error):
+        if not is_thread_shortage(error):
             traceback.print_exc()
         else:
-            from mpillm.doctor.alone import explain
+            from mpillm.doctor.local_checks import explain
 
-            told = explain("can't start new thread") or str(error)
-            print(f"mpillm: rank {comm.rank}: doctor can't go on: {told}", file=sys.stderr, flush=True)
+            cause = explain("can't start new thread") or str(error)
+            print(f"mpillm: rank {comm.rank}: doctor can't go on: {cause}", file=sys.stderr, flush=True)
         comm.Abort(ExitCode.STAGE_FAILED)
     if comm.rank == 0:  # when the others have gone: the output may be a full disk
         code = _report(config, lines, comm.size, world)
@@ -117,22 +117,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report_cluster(file: str, config: Options, argv: Sequence[str]) -> int:
-    """Take every step of a cluster report; write it. Return STAGE_FAILED if one failed."""
+    """Run every step of a cluster report; write it. Return STAGE_FAILED if one failed."""
     from mpillm.doctor import cluster_report
-    from mpillm.doctor.steps import taken
+    from mpillm.doctor.steps import step_runner
 
     if one_of_several() is not None:
         raise EveryRankError("--cluster_report starts ranks itself: type it once, without mpirun or srun")
     words = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
     cluster_report.ranks_of(words)
-    with taken("Cluster report", ["doctor", *argv], file, config.log_dir) as report:
-        found = cluster_report.steps(words, cluster_report.slurm_pmi(report.library), report.folder)
-        return report.take_all(found, cluster_report.GOOD, cluster_report.STEP_S)
+    with step_runner("Cluster report", ["doctor", *argv], file, config.log_dir) as report:
+        steps = cluster_report.plan_steps(words, cluster_report.slurm_pmi(report.library), report.folder)
+        return report.run_all(steps, cluster_report.GOOD, cluster_report.STEP_S)
 
 
 def _alone(config: Options, error: EveryRankError) -> int:
     """Report what this process sees without MPI, and why there is none."""
-    from mpillm.doctor.alone import lines_alone
+    from mpillm.doctor.local_checks import lines_alone
 
     launcher = find_launcher()
     code = _report(

@@ -118,9 +118,9 @@ def _warn() -> None:
     """On rank 0, say what will make MPI end all ranks before anybody can report anything."""
     launcher = find_launcher()
     if launcher is not None and launcher.first:
-        from mpillm.doctor.scarce import keeps_mpi_from_starting
+        from mpillm.doctor.mpi_start_checks import find_start_problem
 
-        if problem := keeps_mpi_from_starting():
+        if problem := find_start_problem():
             print(f"mpillm: doctor: {problem}", file=sys.stderr, flush=True)
 
 

@@ -1,1 +1,1 @@
-"""What can be wrong with a machine or a cluster before a run, found out on all ranks: `mpillm doctor`."""
+"""Checks of machines and clusters before a run, on all ranks: `mpillm doctor`."""

@@ -1,4 +1,4 @@
-"""The cluster report: from one process to a run over all hosts, step by step, in one file to be sent."""
+"""The cluster report: steps from one process to a run over all hosts, recorded in one file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpillm.doctor.steps import Step, must_be_named, must_be_valid
 from mpillm.errors import ExitCode
 
 STEP_S = 300.0
-"""The longest that a step takes: each has deadlines of its own, and this is one more."""
+"""Deadline of a step, beyond the deadlines that it sets itself."""
 
 GOOD = "Every step has worked: type the line of a test with your model and your options."
-_ASK_S = 20.0
+_SRUN_TIMEOUT_S = 20.0
 _MPILLM = (sys.executable, "-m", "mpillm")
 
 
@@ -30,17 +30,22 @@ def slurm_pmi(library: str) -> str:
     """Return the --mpi of srun for an MPI library; "" without srun, or outside an allocation."""
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         return ""
-    wanted = ("pmi2",) if "MPICH" in library.upper() else ("pmix", "pmi2")
+    usable = ("pmi2",) if "MPICH" in library.upper() else ("pmix", "pmi2")
     try:
-        asked = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=_ASK_S)
+        listing = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_SRUN_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    offered = {word.strip(",") for word in (asked.stdout + asked.stderr).split()}
-    return next((kind for kind in wanted if kind in offered), "")
+    offered = {word.strip(",") for word in (listing.stdout + listing.stderr).split()}
+    return next((kind for kind in usable if kind in offered), "")
 
 
 def ranks_of(mpirun: Sequence[str]) -> int:
-    """Return how many ranks these words of mpirun start. Raises ConfigError if they do not say."""
+    """Return the number of ranks that these arguments of mpirun start.
+
+    Raises ConfigError if it is not there, or below 2.
+    """
     for option, value in itertools.pairwise(mpirun):
         if option in ("-n", "-np", "--np", "-c") and (number := whole_number(value) or 0) > 1:
             return number
@@ -49,13 +54,13 @@ def ranks_of(mpirun: Sequence[str]) -> int:
     )
 
 
-def steps(mpirun: Sequence[str], pmi: str, folder: Path) -> list[Step]:
-    """Return what to try: alone, then with each launcher (srun if there is a `pmi`), simple things first.
+def plan_steps(mpirun: Sequence[str], pmi: str, folder: Path) -> list[Step]:
+    """Return the steps, simple ones first: one process, then each launcher (srun if there is a `pmi`).
 
-    `mpirun`: its words (``-n 4 -H a:2,b:2``). `folder`: for the runs.
+    `mpirun`: its arguments (``-n 4 -H a:2,b:2``). `folder`: for the runs.
     """
     ranks = ranks_of(mpirun)
-    found = [
+    steps = [
         Step(
             "this machine",
             "mpillm, its packages and MPI are installed, limits and disk are enough",
@@ -79,7 +84,7 @@ def steps(mpirun: Sequence[str], pmi: str, folder: Path) -> list[Step]:
         end = ("--heartbeat_timeout", "20", "--load_deadline", "60")
         killed = ("--core_options", f"fault:exit,fault_phase:test,fault_rank:{ranks - 1}")
         runs = {name: folder / f"{launcher}-{name}" for name in ("test", "loss")}
-        found += [
+        steps += [
             Step(
                 f"hosts, by {launcher}",
                 "ranks start on all hosts and reach each other; ports, clocks, limits and GPUs are right",
@@ -96,23 +101,23 @@ def steps(mpirun: Sequence[str], pmi: str, folder: Path) -> list[Step]:
                 f"a lost rank, by {launcher}",
                 f"rank {ranks - 1}, which kills itself, is named in time",
                 (*test, *end, *killed, "--log_dir", str(runs["loss"])),
-                must_be_named(runs["loss"], lambda told: told["rank"] == ranks - 1),
+                must_be_named(runs["loss"], lambda failure: failure["rank"] == ranks - 1),
             ),
         ]
-    return found
+    return steps
 
 
 def _judge_doctor(code: int, log: Path) -> tuple[Status, str]:
     text = log.read_text(encoding="utf-8", errors="replace")
-    where = re.search(r"^mpillm \S+ doctor: (.*)$", text, re.MULTILINE)
-    if where is None:
+    header = re.search(r"^mpillm \S+ doctor: (.*)$", text, re.MULTILINE)
+    if header is None:
         return Status.FAILURE, f"exit code {code}, and no findings"
-    told = {
+    findings = {
         status: re.findall(rf"^  {status.value} +(.*)$", text, re.MULTILINE)
         for status in (Status.FAILURE, Status.WARNING)
     }
-    status = next((status for status, lines in told.items() if lines), Status.OK)
+    status = next((status for status, lines in findings.items() if lines), Status.OK)
     if code != ExitCode.DONE:
         status = Status.FAILURE
-    first = next((f"; {' '.join(lines[0].split())}" for lines in told.values() if lines), "")
-    return status, f"{where[1]}{first}"
+    first = next((f"; {' '.join(lines[0].split())}" for lines in findings.values() if lines), "")
+    return status, f"{header[1]}{first}"

@@ -1,6 +1,6 @@
-"""The examination: every rank tells its facts, then does what rank 0 orders; rank 0 judges.
+"""Checks on all ranks. Every rank sends its facts, then runs the probes that rank 0 requests; rank 0 judges.
 
-Nobody waits without a deadline: a rank that does not answer is a finding, and is asked nothing more.
+Every wait has a deadline. A rank that does not answer is reported, and gets no further request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpillm.doctor.gpus import GpuFacts
 from mpillm.doctor.installed import PackageFacts
 from mpillm.doctor.launch_checks import LaunchFacts
 from mpillm.doctor.limits import LimitFacts
-from mpillm.doctor.links import Link, NoAnswer
+from mpillm.doctor.links import LinkProbe, NoAnswer
 from mpillm.doctor.network import HostFacts
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RankFacts(NamedTuple):
-    """What a rank finds out by itself."""
+    """Facts that a rank collects without the others."""
 
     node: str
     pid: int
@@ -44,8 +44,8 @@ class RankFacts(NamedTuple):
     packages: PackageFacts
 
 
-class Kind(enum.Enum):
-    """What a rank is to do."""
+class ProbeKind(enum.Enum):
+    """A measurement that rank 0 requests."""
 
     REACH = "connect to rank 0"
     LEAD = "measure the link to a partner"
@@ -57,41 +57,42 @@ class Kind(enum.Enum):
     END = "there is nothing more"
 
 
-class Order(NamedTuple):
-    """From rank 0."""
+class ProbeRequest(NamedTuple):
+    """Request of rank 0 to another rank."""
 
-    kind: Kind
-    number: int = 0  # names it in `Found`
+    kind: ProbeKind
+    number: int = 0  # identifies the request in `ProbeResult`
     partner: int = -1
     host: HostFacts | None = None  # REACH
     path: str = ""  # SEES
-    seconds: float = 0.0  # that it may take
+    seconds: float = 0.0  # deadline of the probe
     finalize: bool = True  # END: every rank has answered, so MPI can be finalized
 
 
-class Found(NamedTuple):
-    """To rank 0: what an order has found. Who follows tells nothing."""
+class ProbeResult(NamedTuple):
+    """Result of a probe, sent to rank 0. FOLLOW and FOLLOW_NCCL send none."""
 
     number: int
-    value: Any  # REACH: Reached; LEAD, LEAD_NCCL: LinkFound; GPUS: GpuFacts; SEES: bool, None: in vain
+    value: Any
+    """REACH: Reachability. LEAD, LEAD_NCCL: LinkMeasurement. GPUS: GpuFacts. SEES: bool."""
 
 
 FACTS: Message[RankFacts] = object_message(Tag.FACTS)
-ORDER: Message[Order] = object_message(Tag.ORDER)
-FOUND: Message[Found] = object_message(Tag.FOUND)
+PROBE_REQUEST: Message[ProbeRequest] = object_message(Tag.ORDER)
+PROBE_RESULT: Message[ProbeResult] = object_message(Tag.FOUND)
 
 
 _FACTS_S = 8.0  # hosts that share cores start slowly
 _STEP_S = 4.0
 _NCCL_S = 12.0
 _DISK_S = 5.0
-_LEAST_LOCAL_RATE = 500e6  # bytes per second between ranks of one node
+_MIN_LOCAL_RATE = 500e6  # bytes per second between ranks of one node
 
 T = TypeVar("T")
 
 
-def own_facts(listener: network.Listener) -> RankFacts:
-    """Return what this rank knows of itself; MPI must have been started."""
+def own_facts(listener: network.KeyServer) -> RankFacts:
+    """Return the facts of this rank; MPI must have been started."""
     return RankFacts(
         node_name(),
         os.getpid(),
@@ -104,7 +105,7 @@ def own_facts(listener: network.Listener) -> RankFacts:
 
 
 def local_lines(facts: Mapping[int, RankFacts], world: World) -> list[Line]:
-    """Return what can be judged from facts alone."""
+    """Return the lines that need no probe."""
     return [
         *judge(launch_checks.CHECKS, {rank: own.launch for rank, own in facts.items()}, world),
         *judge(network.CHECKS, {rank: own.host for rank, own in facts.items()}, world),
@@ -119,7 +120,7 @@ def disk_line(log_dir: Path) -> Line:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return what `work` returns; None if it does not in time: then its thread is left behind."""
+    """Return the result of `work`; None after `seconds`, and the thread of `work` is left behind."""
     done: list[T] = []
     thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()
@@ -128,7 +129,7 @@ def within(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 class RankExam:
-    """Every rank's part but rank 0's."""
+    """Part of every rank except rank 0: sends facts, runs probes."""
 
     def __init__(self, comm: MPI.Intracomm, links: MPI.Intracomm, deadline_s: float) -> None:
         """`comm`: for messages; `links`: of the same ranks, for measurements."""
@@ -136,69 +137,71 @@ class RankExam:
         self._links = links
         self._end = time.monotonic() + deadline_s
         self._facts: RankFacts | None = None
-        self._ended: Order | None = None
-        ORDER.handle(self._transport, lambda _, order: self._obey(order))
+        self._end_request: ProbeRequest | None = None
+        PROBE_REQUEST.handle(self._transport, lambda _, request: self._execute(request))
 
-    def live(self) -> bool:
-        """Tell the facts, do what is ordered; return whether MPI can be finalized."""
-        self._facts = own_facts(network.Listener())
+    def run(self) -> bool:
+        """Send the facts, run the requested probes; return whether MPI can be finalized."""
+        self._facts = own_facts(network.KeyServer())
         FACTS.send(self._transport, 0, self._facts)
-        while self._ended is None and time.monotonic() < self._end:
+        while self._end_request is None and time.monotonic() < self._end:
             self._transport.dispatch_whoever_is_lost()
         self._transport.flush(1.0)
-        return self._ended is not None and self._ended.finalize
+        return self._end_request is not None and self._end_request.finalize
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, request: ProbeRequest) -> None:
         assert self._facts is not None
-        if order.kind is Kind.END:
-            self._ended = order
-        elif (value := carry_out(order, self._links, self._facts)) is not None:
-            FOUND.send(self._transport, 0, Found(order.number, value))
+        if request.kind is ProbeKind.END:
+            self._end_request = request
+        elif (value := run_probe(request, self._links, self._facts)) is not None:
+            PROBE_RESULT.send(self._transport, 0, ProbeResult(request.number, value))
 
 
-def carry_out(order: Order, links: MPI.Intracomm, facts: RankFacts) -> Any:
-    """Do what rank 0 orders; return what was found, None from those who only answer a partner."""
-    if order.kind is Kind.REACH:
-        assert order.host is not None
-        return network.reach(order.host)
-    if order.kind is Kind.GPUS:
+def run_probe(request: ProbeRequest, links: MPI.Intracomm, facts: RankFacts) -> Any:
+    """Run a probe of rank 0; return its result, or None on a rank that only answers its partner."""
+    if request.kind is ProbeKind.REACH:
+        assert request.host is not None
+        return network.reach(request.host)
+    if request.kind is ProbeKind.GPUS:
         return gpus.node_gpus(facts.gpus)
-    if order.kind is Kind.SEES:
-        return within(_STEP_S, lambda: Path(order.path).exists())
-    if order.kind in (Kind.LEAD_NCCL, Kind.FOLLOW_NCCL):
-        leads = order.kind is Kind.LEAD_NCCL
-        device = 0 if len(facts.gpus.visible) == 1 or leads else 1
-        found = nccl_link(links, order.partner, device, leads, order.seconds)
-        return found if leads else None
-    link = Link(links, order.partner, order.seconds)
-    if order.kind is Kind.LEAD:
+    if request.kind is ProbeKind.SEES:
+        return within(_STEP_S, lambda: Path(request.path).exists())
+    if request.kind in (ProbeKind.LEAD_NCCL, ProbeKind.FOLLOW_NCCL):
+        is_leader = request.kind is ProbeKind.LEAD_NCCL
+        device = 0 if len(facts.gpus.visible) == 1 or is_leader else 1
+        result = nccl_link(links, request.partner, device, is_leader, request.seconds)
+        return result if is_leader else None
+    link = LinkProbe(links, request.partner, request.seconds)
+    if request.kind is ProbeKind.LEAD:
         return link.lead()
     try:
         link.follow()
-    except NoAnswer:  # the leader says so
+    except NoAnswer:  # the partner that measures reports it
         return None
     return None
 
 
 class Rank0Exam:
-    """Rank 0's part: gathers, orders, judges."""
+    """Part of rank 0: collects facts, requests probes, judges."""
 
     def __init__(self, comm: MPI.Intracomm, links: MPI.Intracomm, deadline_s: float) -> None:
-        """As `RankExam`."""
+        """See `RankExam`."""
         self._transport = Transport(comm)
         self._links = links
         self._size = comm.size
         self._end = time.monotonic() + deadline_s
         self._facts: dict[int, RankFacts] = {}
-        self._found: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
         self._numbers = 0
         self.silent: set[int] = set()
         FACTS.handle(self._transport, self._facts.__setitem__)
-        FOUND.handle(self._transport, lambda _, found: self._found.__setitem__(found.number, found.value))
+        PROBE_RESULT.handle(
+            self._transport, lambda _, result: self._results.__setitem__(result.number, result.value)
+        )
 
     def examine(self, log_dir: Path) -> tuple[World, list[Line]]:
         """Return the ranks that answered, and the lines."""
-        self._facts[0] = own_facts(network.Listener())
+        self._facts[0] = own_facts(network.KeyServer())
         self._wait(lambda: len(self._facts) == self._size, _FACTS_S)
         world = World({rank: self._facts[rank].node for rank in sorted(self._facts)})
         lines = self._missing_lines()
@@ -212,9 +215,9 @@ class Rank0Exam:
         return world, lines + self._shared_lines(world, log_dir)
 
     def end(self) -> bool:
-        """Let the other ranks go; return whether MPI can be finalized."""
+        """Release the other ranks; return whether MPI can be finalized."""
         for rank in set(range(1, self._size)) - self.silent:
-            ORDER.send(self._transport, rank, Order(Kind.END, finalize=not self.silent))
+            PROBE_REQUEST.send(self._transport, rank, ProbeRequest(ProbeKind.END, finalize=not self.silent))
         self._transport.flush(1.0)
         return not self.silent
 
@@ -235,26 +238,26 @@ class Rank0Exam:
 
     def _gpu_lines(self, world: World) -> list[Line]:
         firsts = [rank for rank in world.first_ranks().values() if self._facts[rank].gpus.visible]
-        told = self._ask({rank: Order(Kind.GPUS) for rank in firsts}, 3 * _STEP_S)
+        results = self._request_all({rank: ProbeRequest(ProbeKind.GPUS) for rank in firsts}, 3 * _STEP_S)
         facts = {rank: own.gpus for rank, own in self._facts.items()}
         for rank in firsts:
             lacking = facts[rank]._replace(unanswered="nvidia-smi did not answer in time")
-            facts[rank] = told.get(rank, lacking)
+            facts[rank] = results.get(rank, lacking)
         return judge(gpus.CHECKS, facts, world)
 
     def _between_nodes(self, world: World) -> list[Line]:
         firsts = list(world.first_ranks().values())
         if len(firsts) < 2:
             return [Line("between nodes", Status.SKIPPED, "one node")]
-        reach = Order(Kind.REACH, host=self._facts[0].host)
-        reached = self._ask(dict.fromkeys(firsts[1:], reach), 2 * _STEP_S)
+        reach = ProbeRequest(ProbeKind.REACH, host=self._facts[0].host)
+        reached = self._request_all(dict.fromkeys(firsts[1:], reach), 2 * _STEP_S)
         lines = network.reached_line({rank: reached.get(rank) for rank in firsts[1:]}, world)
-        clocks: dict[tuple[int, int], network.LinkFound] = {}
+        clocks: dict[tuple[int, int], network.LinkMeasurement] = {}
         for rank in firsts[1:]:
             if rank not in self.silent and time.monotonic() < self._end:
                 clocks |= self._measure([(0, rank)])
         lines += network.clock_lines({rank: link for (_, rank), link in clocks.items()}, world)
-        found: dict[tuple[int, int], network.LinkFound] = {}
+        measured: dict[tuple[int, int], network.LinkMeasurement] = {}
         left_out = 0
         for pairs in network.rounds(firsts):
             sound = [pair for pair in pairs if not self.silent.intersection(pair)]
@@ -262,30 +265,32 @@ class Rank0Exam:
                 left_out += len(sound)
                 continue
             known = {pair: clocks[pair] for pair in sound if pair in clocks}
-            found |= known | self._measure([pair for pair in sound if pair not in known])
+            measured |= known | self._measure([pair for pair in sound if pair not in known])
         if left_out:
             lines.append(Line("MPI between nodes", Status.SKIPPED, f"{left_out} pairs: the time was up"))
-        return lines + network.link_lines("MPI between nodes", found, world)
+        return lines + network.link_lines("MPI between nodes", measured, world)
 
     def _shared_lines(self, world: World, log_dir: Path) -> list[Line]:
-        """Return whether the other nodes see what rank 0 writes in its run directory."""
+        """Return lines on which other nodes see rank 0's run directory."""
         others = [rank for rank in world.first_ranks().values() if rank and rank not in self.silent]
         if not others:
             return []
-        made = within(_DISK_S, lambda: disk.Beacon.light(log_dir))
-        if made is None:
-            return []  # the line of the disk says why
+        beacon = within(_DISK_S, lambda: disk.Beacon.light(log_dir))
+        if beacon is None:
+            return []  # the line of the disk has the reason
         try:
-            look = Order(Kind.SEES, path=str(made.path))
-            return disk.shared_lines(made.path.parent, self._ask(dict.fromkeys(others, look), _STEP_S), world)
+            look = ProbeRequest(ProbeKind.SEES, path=str(beacon.path))
+            return disk.shared_lines(
+                beacon.path.parent, self._request_all(dict.fromkeys(others, look), _STEP_S), world
+            )
         finally:
-            within(_DISK_S, made.put_out)
+            within(_DISK_S, beacon.put_out)
 
     def _between_ranks(self, world: World) -> list[Line]:
         pairs = [pair for pair in neighbours(world) if not self.silent.intersection(pair)]
         if not pairs:
             return [Line("MPI within nodes", Status.SKIPPED, "no node has two ranks")]
-        return network.link_lines("MPI within nodes", self._measure(pairs), world, _LEAST_LOCAL_RATE)
+        return network.link_lines("MPI within nodes", self._measure(pairs), world, _MIN_LOCAL_RATE)
 
     def _nccl_lines(self, world: World) -> list[Line]:
         visible = [rank for rank, own in self._facts.items() if own.gpus.visible]
@@ -300,71 +305,73 @@ class Rank0Exam:
             [
                 (a, b)
                 for a, b in neighbours(world)
-                if len(self._facts[b].gpus.visible) > 1 or _own(self._facts, a, b)
+                if len(self._facts[b].gpus.visible) > 1 or _have_own_gpus(self._facts, a, b)
             ],
             *network.rounds(firsts),
         ]
         lines: list[Line] = []
         for check, some in (("NCCL within nodes", rounds[:1]), ("NCCL between nodes", rounds[1:])):
-            found: dict[tuple[int, int], network.LinkFound] = {}
+            measured: dict[tuple[int, int], network.LinkMeasurement] = {}
             for pairs in some:
                 sound = [pair for pair in pairs if not self.silent.intersection(pair)]
                 if time.monotonic() + _NCCL_S < self._end:
-                    found |= self._measure(sound, Kind.LEAD_NCCL, _NCCL_S)
+                    measured |= self._measure(sound, ProbeKind.LEAD_NCCL, _NCCL_S)
                 elif sound:
                     lines.append(Line(check, Status.SKIPPED, f"{len(sound)} pairs: the time was up"))
-            lines += network.link_lines(check, found, world)
+            lines += network.link_lines(check, measured, world)
         return lines
 
-    # --- orders ---
+    # --- requests ---
 
     def _measure(
-        self, pairs: Sequence[tuple[int, int]], kind: Kind = Kind.LEAD, seconds: float = _STEP_S
-    ) -> dict[tuple[int, int], network.LinkFound]:
-        """Return what pairs of different ranks measure at the same time; the first of a pair leads.
+        self, pairs: Sequence[tuple[int, int]], kind: ProbeKind = ProbeKind.LEAD, seconds: float = _STEP_S
+    ) -> dict[tuple[int, int], network.LinkMeasurement]:
+        """Measure the links of disjoint pairs simultaneously; the first rank of a pair leads.
 
-        A rank that does not answer is asked nothing more.
+        A rank that does not answer gets no further request.
         """
-        follow = Kind.FOLLOW if kind is Kind.LEAD else Kind.FOLLOW_NCCL
-        orders = {}
+        follow = ProbeKind.FOLLOW if kind is ProbeKind.LEAD else ProbeKind.FOLLOW_NCCL
+        requests = {}
         for leader, follower in pairs:
-            self._order(follower, Order(follow, partner=leader, seconds=seconds))
-            orders[leader] = Order(kind, partner=follower, seconds=seconds)
-        told = self._ask(orders, seconds)
-        found = {}
+            self._send_request(follower, ProbeRequest(follow, partner=leader, seconds=seconds))
+            requests[leader] = ProbeRequest(kind, partner=follower, seconds=seconds)
+        results = self._request_all(requests, seconds)
+        measured = {}
         for leader, follower in pairs:
-            lost = network.LinkFound(0, 0, 0, f"rank {leader} did not answer in time{self._pid(leader)}")
-            link = found[leader, follower] = told.get(leader, lost)
+            lost = network.LinkMeasurement(
+                0, 0, 0, f"rank {leader} did not answer in time{self._pid(leader)}"
+            )
+            link = measured[leader, follower] = results.get(leader, lost)
             if link.problem:
-                self.silent.add(follower if leader in told else leader)
-                if leader in told:
-                    found[leader, follower] = link._replace(problem=f"{link.problem}{self._pid(follower)}")
-        return found
+                self.silent.add(follower if leader in results else leader)
+                if leader in results:
+                    measured[leader, follower] = link._replace(problem=f"{link.problem}{self._pid(follower)}")
+        return measured
 
     def _pid(self, rank: int) -> str:
         facts = self._facts[rank]
         return f" ({facts.node}, pid {facts.pid})"
 
-    def _ask(self, orders: Mapping[int, Order], seconds: float) -> dict[int, Any]:
-        """Give each rank its order; return what those found that answered in time."""
+    def _request_all(self, requests: Mapping[int, ProbeRequest], seconds: float) -> dict[int, Any]:
+        """Send each rank its request; return the results that arrive in time, by rank."""
         numbered: dict[int, int] = {}
-        own: Order | None = None
-        for rank, order in orders.items():
+        own: ProbeRequest | None = None
+        for rank, request in requests.items():
             self._numbers += 1
             numbered[self._numbers] = rank
-            order = order._replace(number=self._numbers)
+            request = request._replace(number=self._numbers)
             if rank == 0:
-                own = order  # last: the others work meanwhile
+                own = request  # runs last, while the others work
             elif rank not in self.silent:
-                self._order(rank, order)
+                self._send_request(rank, request)
         if own is not None:
-            self._found[own.number] = carry_out(own, self._links, self._facts[0])
+            self._results[own.number] = run_probe(own, self._links, self._facts[0])
         awaited = {number for number, rank in numbered.items() if rank not in self.silent}
-        self._wait(lambda: awaited <= set(self._found), seconds + 1.0)
-        return {rank: self._found[number] for number, rank in numbered.items() if number in self._found}
+        self._wait(lambda: awaited <= set(self._results), seconds + 1.0)
+        return {rank: self._results[number] for number, rank in numbered.items() if number in self._results}
 
-    def _order(self, rank: int, order: Order) -> None:
-        ORDER.send(self._transport, rank, order)
+    def _send_request(self, rank: int, request: ProbeRequest) -> None:
+        PROBE_REQUEST.send(self._transport, rank, request)
 
     def _wait(self, done: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -380,7 +387,7 @@ def neighbours(world: World) -> list[tuple[int, int]]:
     return [(ranks[0], ranks[1]) for ranks in by_node.values() if len(ranks) > 1]
 
 
-def _own(facts: Mapping[int, RankFacts], a: int, b: int) -> bool:
-    """Whether the launcher gave each of two ranks a GPU of its own."""
+def _have_own_gpus(facts: Mapping[int, RankFacts], a: int, b: int) -> bool:
+    """Return whether the launcher assigned a different single GPU to each of two ranks."""
     one, other = facts[a].gpus.visible, facts[b].gpus.visible
     return len(one) == len(other) == 1 and one[0].uuid != other[0].uuid

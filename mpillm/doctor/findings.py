@@ -1,4 +1,4 @@
-"""What the doctor says: lines, each of one check, with a status and what to do."""
+"""Findings of `mpillm doctor`: lines, each of one check, with a status and advice."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mpillm.options.columns import indented
 
 
 class Status(str, enum.Enum):
-    """How bad it is, from best to worst."""
+    """Severity of a finding, from best to worst."""
 
     OK = "ok"
-    SKIPPED = "skipped"  # the check could not be made; the line says why
+    SKIPPED = "skipped"  # the check could not run; the line has the reason
     WARNING = "warning"  # runs work, slower or with a risk
-    FAILURE = "failure"  # runs fail, or some of them
+    FAILURE = "failure"  # some or all runs fail
 
 
 class World(NamedTuple):
-    """The ranks that are examined."""
+    """The ranks that are checked."""
 
     nodes: dict[int, str]  # by rank
 
@@ -34,7 +34,7 @@ class World(NamedTuple):
         return firsts
 
     def firsts_of(self, ranks: Container[int]) -> list[int]:
-        """Return those of `ranks` that are the first ones of their nodes."""
+        """Return the members of `ranks` that are the first rank of their node."""
         return [rank for rank in self.first_ranks().values() if rank in ranks]
 
     def on_node(self, rank: int) -> int:
@@ -43,37 +43,37 @@ class World(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a check finds on one rank."""
+    """Result of a check on one rank."""
 
     status: Status
     text: str
-    advice: str = ""  # what to do; "" if there is nothing to be done
+    advice: str = ""  # "": nothing to do
 
 
 class Line(NamedTuple):
-    """What a check has found."""
+    """Result of a check, with the ranks that it applies to."""
 
     check: str
     status: Status
     text: str
     advice: str = ""
-    ranks: tuple[int, ...] = ()  # where; empty: everywhere
+    ranks: tuple[int, ...] = ()  # empty: all
     figures: Mapping[str, Any] = {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it ready for JSON; `figures` only if there are any."""
-        told = {
+        """Return a JSON object; `figures` only if there are any."""
+        fields = {
             "check": self.check,
             "status": self.status.value,
             "text": self.text,
             "advice": self.advice,
             "ranks": list(self.ranks),
         }
-        return told | ({"figures": dict(self.figures)} if self.figures else {})
+        return fields | ({"figures": dict(self.figures)} if self.figures else {})
 
 
 def by_verdict(check: str, verdicts: Mapping[int, Verdict]) -> list[Line]:
-    """Return a line for each different verdict; `verdicts`: by rank. One that all share names no ranks."""
+    """Return a line for each distinct verdict; a verdict of all ranks lists no ranks. `verdicts`: by rank."""
     ranks: dict[Verdict, list[int]] = {}
     for rank, verdict in sorted(verdicts.items()):
         ranks.setdefault(verdict, []).append(rank)
@@ -87,8 +87,8 @@ F = TypeVar("F")
 Check = Callable[[Mapping[int, F], World], list[Line]]
 
 
-class Place(NamedTuple):
-    """Where a rank is."""
+class RankCounts(NamedTuple):
+    """Numbers of ranks around one rank."""
 
     n_here: int  # ranks of its node
     n_ranks: int
@@ -96,15 +96,18 @@ class Place(NamedTuple):
 
 def check(
     name: str, *, of_nodes: bool = False, where: Callable[[Any], object] = lambda _: True
-) -> Callable[[Callable[[F, Place], Verdict]], Check[F]]:
-    """Make a check of the verdict on a rank: of all `where` something holds, or the first `of_nodes`."""
+) -> Callable[[Callable[[F, RankCounts], Verdict]], Check[F]]:
+    """Turn a function that judges one rank into a check.
 
-    def decorate(verdict: Callable[[F, Place], Verdict]) -> Check[F]:
+    `of_nodes`: judges only the first rank of each node. `where`: selects ranks by their facts.
+    """
+
+    def decorate(verdict: Callable[[F, RankCounts], Verdict]) -> Check[F]:
         @functools.wraps(verdict)
         def lines(facts: Mapping[int, F], world: World) -> list[Line]:
             ranks = [rank for rank in (world.firsts_of(facts) if of_nodes else facts) if where(facts[rank])]
-            places = {rank: Place(world.on_node(rank), len(world.nodes)) for rank in ranks}
-            return by_verdict(name, {rank: verdict(facts[rank], place) for rank, place in places.items()})
+            counts = {rank: RankCounts(world.on_node(rank), len(world.nodes)) for rank in ranks}
+            return by_verdict(name, {rank: verdict(facts[rank], count) for rank, count in counts.items()})
 
         return lines
 
@@ -123,10 +126,7 @@ def worst(lines: Iterable[Line]) -> Status:
 
 
 def report_lines(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyType({})) -> list[str]:
-    """Return the lines for a person: in columns, advice below, and a count at the end.
-
-    `nodes`: by rank.
-    """
+    """Format lines for a terminal: columns, advice below, counts at the end. `nodes`: by rank."""
     width = max((len(line.check) for line in lines), default=0)
     texts = []
     for line in lines:
@@ -138,17 +138,17 @@ def report_lines(lines: Sequence[Line], nodes: Mapping[int, str] = MappingProxyT
         texts += [indented(below, text) for text in more]
         texts += [indented(f"{below}{'->' if i == 0 else '  '} ", text) for i, text in enumerate(advice)]
     counts = {status: sum(line.status is status for line in lines) for status in reversed(Status)}
-    told = [f"{n} {_plural(status, n)}" for status, n in counts.items() if n]
-    return [*texts, "", f"  {', '.join(told)}"]
+    totals = [f"{n} {_plural(status, n)}" for status, n in counts.items() if n]
+    return [*texts, "", f"  {', '.join(totals)}"]
 
 
 def one_line(line: Line) -> str:
-    """Return a line for a failure's message."""
+    """Format a line for a failure's message."""
     return f"{line.check}: {line.text}" + (f"; {line.advice}" if line.advice else "")
 
 
 def size(n_bytes: float) -> str:
-    """``64 MB``, ``1.5 GB``: with decimal units."""
+    """Format bytes with decimal units: ``64 MB``, ``1.5 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n_bytes < 999.5 or unit == "TB":
             break

@@ -1,4 +1,4 @@
-"""NCCL between the GPUs of two ranks: latency and bandwidth."""
+"""Latency and bandwidth of NCCL between the GPUs of two ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpillm.doctor.network import LinkFound
+from mpillm.doctor.network import LinkMeasurement
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,47 +19,49 @@ _TURNS = 5
 _TRIPS = 50
 
 
-def nccl_link(comm: MPI.Intracomm, partner: int, device: int, leads: bool, seconds: float) -> LinkFound:
-    """Measure from `device` of this process to the partner's. Both ends call it; what fails is in the result.
+def nccl_link(
+    comm: MPI.Intracomm, partner: int, device: int, is_leader: bool, seconds: float
+) -> LinkMeasurement:
+    """Measure from `device` of this process to the partner's. Both ends call it; failures are in the result.
 
-    NCCL can wait for ever, so a thread asks it; after `seconds` that is left behind.
+    NCCL can block forever, so it runs in a thread, which is left behind after `seconds`.
     """
-    found: list[LinkFound] = []
+    results: list[LinkMeasurement] = []
 
     def work() -> None:
         try:
-            found.append(_measure(comm, partner, device, leads))
-        except Exception as error:  # noqa: BLE001 - told to rank 0, as a finding
-            found.append(LinkFound(0, 0, 0, f"NCCL: {error}"))
+            results.append(_measure(comm, partner, device, is_leader))
+        except Exception as error:  # noqa: BLE001 - reported to rank 0 as a finding
+            results.append(LinkMeasurement(0, 0, 0, f"NCCL: {error}"))
 
     thread = threading.Thread(target=work, name="mpillm-doctor-nccl", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else LinkFound(0, 0, 0, f"NCCL did not end within {seconds:g} s")
+    return results[0] if results else LinkMeasurement(0, 0, 0, f"NCCL did not end within {seconds:g} s")
 
 
-def _measure(comm: MPI.Intracomm, partner: int, device: int, leads: bool) -> LinkFound:
+def _measure(comm: MPI.Intracomm, partner: int, device: int, is_leader: bool) -> LinkMeasurement:
     import torch
 
     from mpillm.engine.parallel.nccl import NcclComm
 
     torch.cuda.set_device(device)
 
-    def tell(unique: bytes) -> bytes:
-        buffer = np.frombuffer(unique, np.uint8).copy()
-        if leads:
+    def exchange_id(id_bytes: bytes) -> bytes:
+        buffer = np.frombuffer(id_bytes, np.uint8).copy()
+        if is_leader:
             comm.Send(buffer, partner, _TAG)
         else:
             comm.Recv(buffer, partner, _TAG)
         return buffer.tobytes()
 
-    nccl = NcclComm(0 if leads else 1, 2, tell)
-    other = 1 if leads else 0
+    nccl = NcclComm(0 if is_leader else 1, 2, exchange_id)
+    peer = 1 if is_leader else 0
     small, large = (torch.zeros(n, dtype=torch.uint8, device=f"cuda:{device}") for n in (64, _LARGE))
 
     def trip(x: torch.Tensor) -> None:
-        for sends in (leads, not leads):
-            (nccl.send if sends else nccl.receive)(x, other)
+        for sends in (is_leader, not is_leader):
+            (nccl.send if sends else nccl.receive)(x, peer)
 
     def timed(x: torch.Tensor, n: int) -> float:
         trip(x)
@@ -70,4 +72,4 @@ def _measure(comm: MPI.Intracomm, partner: int, device: int, leads: bool) -> Lin
         torch.cuda.synchronize()
         return (time.perf_counter() - started) / (2 * n)
 
-    return LinkFound(timed(small, _TRIPS), _LARGE / timed(large, _TURNS), 0.0)
+    return LinkMeasurement(timed(small, _TRIPS), _LARGE / timed(large, _TURNS), 0.0)

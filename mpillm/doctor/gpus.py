@@ -1,4 +1,4 @@
-"""GPUs of a node, from NVML and nvidia-smi: driver, memory in use, errors, peer access, NVLink."""
+"""Checks of a node's GPUs with NVML and nvidia-smi: driver, used memory, errors, peer access, NVLink."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpillm.devices import Gpu, visible_gpus
-from mpillm.doctor.findings import Place, Status, Verdict, check, size
+from mpillm.doctor.findings import RankCounts, Status, Verdict, check, size
 
-_ASK_S = 6.0
+_TIMEOUT_S = 6.0
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
 _QUERY_ERRORS = "ecc.errors.uncorrected.volatile.total"
-_FREE = 0.1  # a GPU with more of its memory in use is not free
+_MAX_IDLE_USE = 0.1  # share of its memory that an idle GPU uses
 
 
 class Device(NamedTuple):
@@ -28,38 +28,38 @@ class Device(NamedTuple):
     total: int  # bytes
     used: int
     mig: bool
-    errors: int | None  # uncorrected, of its memory; None: it does not count them
+    errors: int | None  # uncorrected memory errors; None: the GPU does not count them
 
 
 class GpuFacts(NamedTuple):
     """The GPUs of the node of one rank."""
 
     visible: tuple[Gpu, ...]  # to this rank
-    problem: str  # why none are; "" if some are
+    problem: str  # why no GPU is visible; "" if one is
     pytorch: str  # its version; "" if it is not installed
     peer_memory: bool | None  # RDMA devices may read GPU memory; None: there are no RDMA devices
     devices: tuple[Device, ...] = ()  # of the node; only from its first rank
     links: tuple[tuple[int, int, str], ...] = ()  # pairs, and how they are connected: NV18, PIX, SYS, …
-    no_peer: tuple[tuple[int, int], ...] = ()  # pairs that can't read each other's memory
-    unanswered: str = ""  # what nvidia-smi did not tell, and why
+    no_peer: tuple[tuple[int, int], ...] = ()  # pairs that cannot read each other's memory
+    unanswered: str = ""  # why nvidia-smi gave no answer
 
 
 def gpu_facts() -> GpuFacts:
-    """Ask NVML, the system and the installed packages: milliseconds."""
+    """Query NVML, the system and the installed packages; takes milliseconds."""
     gpus = visible_gpus() or ()
     return GpuFacts(gpus, "" if gpus else _why_none(), _pytorch(), _peer_memory())
 
 
 def node_gpus(facts: GpuFacts) -> GpuFacts:
-    """Return `facts` with what nvidia-smi tells of the node; may take seconds."""
+    """Return `facts` with the node's devices and links from nvidia-smi; may take seconds."""
     if not facts.visible:
         return facts
     try:
         devices = parse_devices(
-            _ask(f"--query-gpu={','.join((*_QUERY, _QUERY_ERRORS))}", "--format=csv,noheader,nounits")
+            _nvidia_smi(f"--query-gpu={','.join((*_QUERY, _QUERY_ERRORS))}", "--format=csv,noheader,nounits")
         )
-        links = parse_matrix(_ask("topo", "-m"))
-        peers = parse_matrix(_ask("topo", "-p2p", "r"))
+        links = parse_matrix(_nvidia_smi("topo", "-m"))
+        peers = parse_matrix(_nvidia_smi("topo", "-p2p", "r"))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return facts._replace(unanswered=f"nvidia-smi: {error}")
     no_peer = tuple((a, b) for a, b, word in peers if word != "OK")
@@ -74,45 +74,47 @@ def _has_gpus(facts: GpuFacts) -> bool:
 
 
 @check("GPUs", of_nodes=True)
-def driver(facts: GpuFacts, _: Place) -> Verdict:
-    """Whether there are GPUs, and PyTorch can use them."""
+def driver(facts: GpuFacts, _: RankCounts) -> Verdict:
+    """Check that GPUs are visible and that PyTorch can use them."""
     if not facts.visible:
         return Verdict(Status.SKIPPED, f"no GPU, so nothing of peers and NVLink: {facts.problem}")
     names = {gpu.name for gpu in facts.visible}
-    told = f"{len(facts.visible)} visible, {', '.join(sorted(names))}"
+    text = f"{len(facts.visible)} visible, {', '.join(sorted(names))}"
     drivers = sorted({device.driver for device in facts.devices})
-    told += f", driver {', '.join(drivers)}" if drivers else ""
+    text += f", driver {', '.join(drivers)}" if drivers else ""
     if "+cpu" in facts.pytorch:
         return Verdict(
             Status.WARNING,
-            f"{told}; PyTorch {facts.pytorch} can't use them",
+            f"{text}; PyTorch {facts.pytorch} can't use them",
             "install PyTorch's CUDA build",
         )
-    return Verdict(Status.OK, told)
+    return Verdict(Status.OK, text)
 
 
 @check("GPU memory", of_nodes=True, where=_has_gpus)
-def idle(facts: GpuFacts, _: Place) -> Verdict:
-    """Memory that others hold, and errors of memory."""
+def memory(facts: GpuFacts, _: RankCounts) -> Verdict:
+    """Check for memory that other processes use, and for memory errors."""
     if facts.unanswered:
         return Verdict(Status.SKIPPED, facts.unanswered)
     if broken := [device for device in facts.devices if device.errors]:
-        told = ", ".join(f"GPU {device.number}: {device.errors}" for device in broken)
+        text = ", ".join(f"GPU {device.number}: {device.errors}" for device in broken)
         return Verdict(
             Status.FAILURE,
-            f"uncorrected memory errors since the last reset: {told}",
+            f"uncorrected memory errors since the last reset: {text}",
             "reset or replace it",
         )
-    busy = [device for device in facts.devices if device.used > _FREE * device.total and not device.mig]
+    busy = [
+        device for device in facts.devices if device.used > _MAX_IDLE_USE * device.total and not device.mig
+    ]
     if busy:
-        told = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
-        return Verdict(Status.WARNING, f"memory in use: {told}", "nvidia-smi names the processes: end them")
+        text = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
+        return Verdict(Status.WARNING, f"memory in use: {text}", "nvidia-smi names the processes: end them")
     return Verdict(Status.OK, "no memory in use, no memory errors")
 
 
 @check("GPU peers", of_nodes=True, where=_has_gpus)
-def peers(facts: GpuFacts, _: Place) -> Verdict:
-    """Peer access and NVLink between the GPUs of a node."""
+def peers(facts: GpuFacts, _: RankCounts) -> Verdict:
+    """Check peer access and NVLink between the GPUs of a node."""
     if facts.unanswered:
         return Verdict(Status.SKIPPED, facts.unanswered)
     if len(facts.devices) < 2:
@@ -131,8 +133,8 @@ def peers(facts: GpuFacts, _: Place) -> Verdict:
 
 
 @check("peer memory", of_nodes=True, where=_has_gpus)
-def peer_memory(facts: GpuFacts, _: Place) -> Verdict:
-    """RDMA between GPU memory and network cards."""
+def peer_memory(facts: GpuFacts, _: RankCounts) -> Verdict:
+    """Check RDMA between GPU memory and network cards."""
     if facts.peer_memory is None:
         return Verdict(Status.SKIPPED, "no RDMA device")
     if facts.peer_memory:
@@ -144,14 +146,14 @@ def peer_memory(facts: GpuFacts, _: Place) -> Verdict:
     )
 
 
-CHECKS = (driver, idle, peers, peer_memory)
+CHECKS = (driver, memory, peers, peer_memory)
 
 
-# --- what nvidia-smi and the system say ---
+# --- output of nvidia-smi, state of the system ---
 
 
 def parse_devices(text: str) -> tuple[Device, ...]:
-    """Read the answer to `--query-gpu`: a line per GPU. Raises ValueError if it is none."""
+    """Parse the output of `--query-gpu`: a line per GPU. Raises ValueError."""
     try:
         rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
     except csv.Error as error:  # a field of more than 128 KiB
@@ -169,24 +171,24 @@ def _device(row: list[str]) -> Device:
 
 
 def parse_matrix(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Read a matrix of `nvidia-smi topo`: for each pair of GPUs its word (NV18, SYS, OK, …)."""
+    """Parse a matrix of `nvidia-smi topo`: pairs of GPUs with their entry (NV18, SYS, OK, …)."""
     rows: dict[int, list[str]] = {}
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
-        words = line.split()
-        if words and (match := re.fullmatch(r"GPU([0-9]{1,4})", words[0])) and "X" in words:
-            rows[int(match[1])] = words[1:]
+        cells = line.split()
+        if cells and (match := re.fullmatch(r"GPU([0-9]{1,4})", cells[0])) and "X" in cells:
+            rows[int(match[1])] = cells[1:]
     order = sorted(rows)
     return tuple(
         (a, b, rows[a][j]) for i, a in enumerate(order) for j, b in enumerate(order) if i < j < len(rows[a])
     )
 
 
-def _ask(*words: str) -> str:
+def _nvidia_smi(*args: str) -> str:
     done = subprocess.run(
-        ["nvidia-smi", *words],
+        ["nvidia-smi", *args],
         capture_output=True,
         text=True,
-        timeout=_ASK_S,
+        timeout=_TIMEOUT_S,
         check=True,
         stdin=subprocess.DEVNULL,
     )

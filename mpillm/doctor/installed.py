@@ -1,4 +1,4 @@
-"""Python packages that mpillm and its extras require, whether the nodes have the same, and the C compiler."""
+"""Checks of the Python packages that mpillm and its extras require, on all nodes, and of the C compiler."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import disagg
 from mpillm.core_names import brought, found_at
-from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
+from mpillm.doctor.findings import Line, RankCounts, Status, Verdict, World, by_verdict, check
 from mpillm.engine.kernels.c_library import compiler
 
-_DEVELOPMENT = ("lint", "test")  # extras of those who change mpillm
+_DEVELOPMENT = ("lint", "test")  # extras for the development of mpillm
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,\s.-]+\])?\s*\(?([^;)]*)\)?\s*(?:;.*)?")
 _EXTRA = re.compile(r"""extra\s*==\s*["']([\w.-]+)["']""")
 
@@ -22,100 +22,101 @@ Installed = Mapping[int, "PackageFacts"]
 class PackageFacts(NamedTuple):
     """The packages of one rank's Python."""
 
-    required: dict[str, str] | None  # what is wrong, by package; None: mpillm itself is not installed
-    extras: dict[str, tuple[str, ...]]  # what each extra lacks
-    versions: dict[str, str]  # of those that are there
+    required: dict[str, str] | None  # problem by package; None: mpillm itself is not installed
+    extras: dict[str, tuple[str, ...]]  # missing or unsuitable packages by extra
+    versions: dict[str, str]  # by installed package
     compiler: str | None = None  # of C
-    programs: tuple[tuple[str, str], ...] = ()  # others that are there, and what is wrong with each
+    programs: tuple[tuple[str, str], ...] = ()  # other installed programs; their problem, or ""
 
 
 def package_facts() -> PackageFacts:
-    """Compare what is installed with what mpillm's metadata require, without importing anything."""
+    """Compare the installed packages with mpillm's metadata, without importing them."""
     try:
         requirements = metadata.requires("mpillm") or []
     except metadata.PackageNotFoundError:
-        return PackageFacts(None, {}, {}, compiler(), _examined())
+        return PackageFacts(None, {}, {}, compiler(), _program_problems())
     required: dict[str, str] = {}
     extras: dict[str, list[str]] = {}
     versions: dict[str, str] = {}
-    for text in requirements:
-        match, extra = _REQUIREMENT.match(text), _EXTRA.search(text)
+    for requirement in requirements:
+        match, extra = _REQUIREMENT.match(requirement), _EXTRA.search(requirement)
         if match is None or (extra and extra[1] in _DEVELOPMENT):
             continue
         name, limits = match[1], match[2].strip()
         lacks = extras.setdefault(extra[1], []) if extra else None
-        if name == "mpillm":  # one extra that needs another: the other has its own entry
+        if name == "mpillm":  # an extra that requires another extra, which has its own entry
             continue
         version = _version(name)
         if version is not None:
             versions[name] = version
-        wrong = "is not installed" if version is None else _outside(version, limits)
-        if wrong and lacks is None:
-            required[name] = wrong
-        elif wrong and lacks is not None:
+        problem = "is not installed" if version is None else _version_problem(version, limits)
+        if problem and lacks is None:
+            required[name] = problem
+        elif problem and lacks is not None:
             lacks.append(name)
     lacking = {extra: tuple(lacks) for extra, lacks in extras.items()}
-    return PackageFacts(required, lacking, versions, compiler(), _examined())
+    return PackageFacts(required, lacking, versions, compiler(), _program_problems())
 
 
-def _examined() -> tuple[tuple[str, str], ...]:
-    found = []
+def _program_problems() -> tuple[tuple[str, str], ...]:
+    problems = []
     for program, place in brought("EXAMINED").items():
-        wrong = found_at(place)()
-        found += [] if wrong is None else [(program, wrong)]
-    return tuple(found)
+        problem = found_at(place)()
+        problems += [] if problem is None else [(program, problem)]
+    return tuple(problems)
 
 
 # --- checks ---
 
 
 @check("packages")
-def packages(facts: PackageFacts, _: Place) -> Verdict:
-    """What every command needs."""
+def packages(facts: PackageFacts, _: RankCounts) -> Verdict:
+    """Check the packages that every command needs."""
     if facts.required is None:
         return Verdict(Status.SKIPPED, "mpillm runs from a folder, where nothing says what it requires")
     if not facts.required:
         return Verdict(Status.OK, "all that mpillm requires")
-    told = ", ".join(f"{name} {wrong}" for name, wrong in facts.required.items())
-    return Verdict(Status.FAILURE, told, f"pip install {' '.join(facts.required)}")
+    text = ", ".join(f"{name} {problem}" for name, problem in facts.required.items())
+    return Verdict(Status.FAILURE, text, f"pip install {' '.join(facts.required)}")
 
 
 @check("extras")
-def extras(facts: PackageFacts, _: Place) -> Verdict:
-    """What some cores and commands need."""
+def extras(facts: PackageFacts, _: RankCounts) -> Verdict:
+    """List the packages that some cores and commands need."""
     if facts.required is None:
         return Verdict(Status.SKIPPED, "as above")
-    there = [name for name, lacks in facts.extras.items() if not lacks]
+    complete = [name for name, lacks in facts.extras.items() if not lacks]
     missing = [f"{name} ({', '.join(lacks)})" for name, lacks in facts.extras.items() if lacks]
-    told = f"there: {', '.join(there) or 'none'}"
-    told += f"; not: {', '.join(missing)}" if missing else ""
-    return Verdict(Status.OK, told)
+    text = f"there: {', '.join(complete) or 'none'}"
+    text += f"; not: {', '.join(missing)}" if missing else ""
+    return Verdict(Status.OK, text)
 
 
 def same_packages(installed: Installed, world: World) -> list[Line]:
-    """The same package in two versions computes, now and then, two answers."""
+    """Check that all nodes have the same versions: different ones may compute different results."""
     if len(world.first_ranks()) == 1:
         return []
-    found: dict[str, dict[str, list[int]]] = {}
+    ranks_by_version: dict[str, dict[str, list[int]]] = {}
     for rank, facts in sorted(installed.items()):
         for name in {name for other in installed.values() for name in other.versions}:
-            found.setdefault(name, {}).setdefault(facts.versions.get(name, "none"), []).append(rank)
-    differ = {name: kinds for name, kinds in sorted(found.items()) if len(kinds) > 1}
+            versions = ranks_by_version.setdefault(name, {})
+            versions.setdefault(facts.versions.get(name, "none"), []).append(rank)
+    differ = {name: versions for name, versions in sorted(ranks_by_version.items()) if len(versions) > 1}
     if not differ:
         return [Line("same packages", Status.OK, "on all nodes")]
-    told = "; ".join(
+    text = "; ".join(
         f"{name} "
         + " or ".join(
-            f"{version} of {disagg.rank_list(ranks, world.nodes)}" for version, ranks in kinds.items()
+            f"{version} of {disagg.rank_list(ranks, world.nodes)}" for version, ranks in versions.items()
         )
-        for name, kinds in differ.items()
+        for name, versions in differ.items()
     )
-    return [Line("same packages", Status.WARNING, told, "install the same on all nodes")]
+    return [Line("same packages", Status.WARNING, text, "install the same on all nodes")]
 
 
 @check("C compiler")
-def c_compiler(facts: PackageFacts, _: Place) -> Verdict:
-    """What the embedded engine compiles with: its kernels for CPUs, and Triton's launchers on GPUs."""
+def c_compiler(facts: PackageFacts, _: RankCounts) -> Verdict:
+    """Check for the compiler of the embedded engine's CPU kernels and of Triton's launchers on GPUs."""
     if facts.compiler is not None:
         return Verdict(Status.OK, facts.compiler)
     advice = "install one (Debian: gcc and libc6-dev), or name one with CC"
@@ -123,13 +124,13 @@ def c_compiler(facts: PackageFacts, _: Place) -> Verdict:
 
 
 def programs(installed: Installed, world: World) -> list[Line]:
-    """Whether programs that are there, and load this Python's packages, can."""
-    found: dict[str, dict[int, Verdict]] = {}
+    """Check that installed programs can load this Python's packages."""
+    verdicts: dict[str, dict[int, Verdict]] = {}
     for rank, facts in installed.items():
-        for name, wrong in facts.programs:
-            verdict = (Status.WARNING, wrong) if wrong else (Status.OK, "finds packages that fit")
-            found.setdefault(name, {})[rank] = Verdict(*verdict)
-    return [line for name, verdicts in found.items() for line in by_verdict(name, verdicts)]
+        for name, problem in facts.programs:
+            verdict = (Status.WARNING, problem) if problem else (Status.OK, "finds packages that fit")
+            verdicts.setdefault(name, {})[rank] = Verdict(*verdict)
+    return [line for name, by_rank in verdicts.items() for line in by_verdict(name, by_rank)]
 
 
 CHECKS = (packages, extras, same_packages, c_compiler, programs)
@@ -142,8 +143,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _outside(version: str, limits: str) -> str:
-    """Return what is wrong with a version; "" if it is within ``>=2.0,<3``."""
+def _version_problem(version: str, limits: str) -> str:
+    """Return the limit that a version violates (``is 1.0, not >=2.0``); "" if it is within `limits`."""
     own = _numbers(version)
     for limit in filter(None, (part.strip() for part in limits.split(","))):
         match = re.fullmatch(r"(>=|<)\s*([\w.]+)", limit)

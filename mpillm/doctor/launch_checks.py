@@ -1,4 +1,4 @@
-"""MPI and what started it: library, launcher, PMI, thread level, survival of lost ranks, versions."""
+"""Checks of MPI and its launcher: library, versions, PMI, thread level, survival of lost ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import NamedTuple
 from launch.check_world import WrongLauncher, library_title
 from launch.environment import EXIT_FILE
 from launch.launcher import EveryRankError, find_launcher
-from mpillm.doctor.findings import Line, Place, Status, Verdict, World, by_verdict, check
+from mpillm.doctor.findings import Line, RankCounts, Status, Verdict, World, by_verdict, check
 from mpillm.version import __version__
 
 Launches = Mapping[int, "LaunchFacts"]
 
 
 class LaunchFacts(NamedTuple):
-    """How one rank was started, and what it runs."""
+    """Launcher, versions and MPI properties of one rank."""
 
     versions: dict[str, str]  # mpillm, Python, MPI (with its name)
     launcher: str  # "": none
     protocol: str  # PMIx or PMI; "": none
-    survives: bool | None  # the loss of another rank; None: this MPI can't
+    survives: bool | None  # the loss of another rank; None: one rank alone
     supervised: bool  # `mpillm mpirun` started it
     threads: bool  # MPI_THREAD_MULTIPLE is granted
 
 
 def launch_facts() -> LaunchFacts:
-    """Ask MPI, which has been started."""
+    """Query MPI, which must have been started."""
     from mpi4py import MPI
 
     launcher = find_launcher()
@@ -54,7 +54,7 @@ def launch_facts() -> LaunchFacts:
 
 
 def not_one_world(error: EveryRankError) -> Line:
-    """Return the line for ranks that can't start MPI, or of which each would be a world of its own."""
+    """Return the line for ranks that cannot start MPI, or that would each be a separate world."""
     if isinstance(error, WrongLauncher):
         advice = str(error)[len(error.problem) :].strip()
         return Line("launcher", Status.FAILURE, error.problem, advice)
@@ -65,39 +65,39 @@ def not_one_world(error: EveryRankError) -> Line:
 
 
 def library(launches: Launches, world: World) -> list[Line]:
-    """Join refuses ranks whose versions differ."""
+    """Check that versions are equal: the start of a run rejects ranks whose versions differ."""
     n_kinds = len({tuple(facts.versions.items()) for facts in launches.values()})
 
     def verdict(facts: LaunchFacts) -> Verdict:
-        told = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "MPI")
-        told = f"{facts.versions['MPI']}, {told}"
+        text = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "MPI")
+        text = f"{facts.versions['MPI']}, {text}"
         if n_kinds == 1:
-            return Verdict(Status.OK, told)
-        return Verdict(Status.FAILURE, told, "install the same on all nodes: ranks that differ don't join")
+            return Verdict(Status.OK, text)
+        return Verdict(Status.FAILURE, text, "install the same on all nodes: ranks that differ don't join")
 
     return by_verdict("versions", {rank: verdict(facts) for rank, facts in launches.items()})
 
 
 @check("launcher")
-def launcher(facts: LaunchFacts, place: Place) -> Verdict:
-    """That the ranks are one world was found out when MPI was started."""
+def launcher(facts: LaunchFacts, counts: RankCounts) -> Verdict:
+    """Report the launcher; the start of MPI has checked that the ranks are one world."""
     if not facts.launcher:
         return Verdict(Status.OK, "none: one rank, started alone")
     by = f"{facts.launcher} over {facts.protocol}" if facts.protocol else facts.launcher
-    return Verdict(Status.OK, f"{by}: one world of {place.n_ranks}")
+    return Verdict(Status.OK, f"{by}: one world of {counts.n_ranks}")
 
 
 @check("threads")
-def threads(facts: LaunchFacts, _: Place) -> Verdict:
-    """Beats come from a thread of their own."""
+def threads(facts: LaunchFacts, _: RankCounts) -> Verdict:
+    """Check that MPI allows the separate thread that sends heartbeats."""
     if facts.threads:
         return Verdict(Status.OK, "MPI_THREAD_MULTIPLE")
     return Verdict(Status.FAILURE, "no MPI_THREAD_MULTIPLE", "use an MPI library that was built with it")
 
 
 @check("lost ranks")
-def lost_ranks(facts: LaunchFacts, _: Place) -> Verdict:
-    """Whether a run can say which rank was lost (ULFM), and who ends it."""
+def lost_ranks(facts: LaunchFacts, _: RankCounts) -> Verdict:
+    """Check that a run can name a lost rank (ULFM), and which process then ends the run."""
     if facts.survives is None:
         return Verdict(Status.SKIPPED, "one rank alone")
     if not facts.survives:

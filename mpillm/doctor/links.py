@@ -1,4 +1,4 @@
-"""Two ranks measure the link between them: MPI's messages to and fro, then many large ones."""
+"""Measure the MPI link between two ranks: small messages back and forth, then windows of large messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpillm.doctor.network import LinkFound
+from mpillm.doctor.network import LinkMeasurement
 
-_TAG = 1  # in a communicator that carries nothing else now
+_TAG = 1  # in a communicator without other messages
 _TRIPS = 60
 _WARM = 5
 _LARGE = 4 << 20  # bytes
-_WINDOW = 8  # large messages under way
+_WINDOW = 8  # large messages in flight
 _TURNS = 3
 
 
@@ -26,23 +26,23 @@ class NoAnswer(Exception):
     """The partner did not answer in time."""
 
 
-class Link:
-    """One rank's end. Both ends must call the matching method; neither waits longer than its deadline."""
+class LinkProbe:
+    """One end of a link. The ends call `lead` and `follow`; neither waits longer than its deadline."""
 
     def __init__(self, comm: MPI.Intracomm, partner: int, seconds: float) -> None:
-        """`comm`: carries no other message of these two meanwhile."""
+        """`comm`: carries no other message of these two ranks at the same time."""
         self._comm, self._partner = comm, partner
         self._end = time.monotonic() + seconds
 
-    def lead(self) -> LinkFound:
-        """Measure. What went wrong is in the result."""
+    def lead(self) -> LinkMeasurement:
+        """Measure; the result contains a failure."""
         try:
             return self._lead()
         except NoAnswer:
-            return LinkFound(0, 0, 0, f"rank {self._partner} did not answer in time")
+            return LinkMeasurement(0, 0, 0, f"rank {self._partner} did not answer in time")
 
     def follow(self) -> None:
-        """Answer. Raises NoAnswer."""
+        """Answer the partner's measurement. Raises NoAnswer."""
         token = np.zeros(1)
         for _ in range(_WARM + _TRIPS):
             self._receive(token)
@@ -53,7 +53,7 @@ class Link:
             self._wait([self._comm.Irecv(part, self._partner, _TAG) for part in large])
             self._send(token)
 
-    def _lead(self) -> LinkFound:
+    def _lead(self) -> LinkMeasurement:
         token, trips = np.zeros(1), []
         for _ in range(_WARM + _TRIPS):
             started, wall = time.perf_counter(), time.time()
@@ -71,7 +71,7 @@ class Link:
             turns.append(time.perf_counter() - started)
         # The fastest trip bounds the error of the offset (Cristian's algorithm) by half of it.
         latency = statistics.median(trip for trip, _ in trips) / 2
-        return LinkFound(latency, _WINDOW * _LARGE / min(turns), min(trips)[1])
+        return LinkMeasurement(latency, _WINDOW * _LARGE / min(turns), min(trips)[1])
 
     def _send(self, token: NDArray[np.float64]) -> None:
         self._wait([self._comm.Isend(token, self._partner, _TAG)])
@@ -80,14 +80,14 @@ class Link:
         self._wait([self._comm.Irecv(token, self._partner, _TAG)])
 
     def _wait(self, requests: list[MPI.Request]) -> None:
-        looks = 0
+        n_polls = 0
         while requests:
             try:
                 requests = [request for request in requests if not request.Test()]
-            except MPI.Exception as error:  # the partner's process has ended
+            except MPI.Exception as error:  # the partner's process has exited
                 raise NoAnswer from error
-            looks += 1
-            if looks % 256 == 0:  # the partner may wait for this core
+            n_polls += 1
+            if n_polls % 256 == 0:  # the partner may need this CPU core
                 time.sleep(0)
             if requests and time.monotonic() > self._end:
                 _abandoned.extend(requests)

@@ -25,7 +25,7 @@ from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 from mpillm.doctor.findings import Status
-from mpillm.doctor.steps import Judge, Step, must_be_named, result_of
+from mpillm.doctor.steps import Judge, Step, must_be_named, read_result
 from mpillm.errors import ExitCode
 from mpillm.experiments.table import figure
 from mpillm.files import read_object
@@ -108,7 +108,7 @@ def answered(run: Path) -> Judge:
     """Return the judge of a test in which each prompt is to be answered, whatever its size makes of it."""
 
     def judge(code: int, log: Path) -> tuple[Status, str]:
-        if not (result := result_of(run)):
+        if not (result := read_result(run)):
             return Status.FAILURE, f"no result.json in {run}, {why_ended(code, end_of(log))}"
         if failures := result.get("failures"):
             return Status.FAILURE, f"exit code {code}: {failures[0]['cause'].splitlines()[0]}"
@@ -215,7 +215,7 @@ def _least_tp(model: Path) -> int:
 def _handed_over(run: Path) -> Judge:
     def judge(code: int, log: Path) -> tuple[Status, str]:
         status, told = answered(run)(code, log)
-        per = result_of(run).get("per_instance", ())
+        per = read_result(run).get("per_instance", ())
         n, counted = (sum(one.get(name, 0) for one in per) for name in ("handed_over", "server_transfers"))
         return status, f"{told}; {n} contexts handed over, transfers by the servers' count {counted:.0f}"
 
@@ -227,7 +227,7 @@ def _cached(run: Path) -> Judge:
         status, told = answered(run)(code, log)
         if status is Status.FAILURE:
             return status, told
-        n = sum(one.get("server_cached_tokens", 0) for one in result_of(run).get("per_instance", ()))
+        n = sum(one.get("server_cached_tokens", 0) for one in read_result(run).get("per_instance", ()))
         if not n:
             return (
                 Status.WARNING,

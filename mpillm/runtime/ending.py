@@ -97,7 +97,7 @@ def _explained(failure: Failure) -> Failure:
     if failure.interrupted:
         return failure
     try:
-        from mpillm.doctor.alone import explain  # few runs need it
+        from mpillm.doctor.local_checks import explain  # few runs need it
 
         return replace(failure, doctor=explain(failure.cause))
     except Exception:  # noqa: BLE001 - looking may fail for the same reason: no file or memory is left

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.doctor import alone
+from mpillm.doctor import local_checks
 from tests.helpers.growth import grows_faster
 from tests.helpers.patterns import Use, texts, uses
 
@@ -59,8 +59,8 @@ def test_patterns_take_linear_time(folder: str) -> None:
 def test_patterns_that_are_arguments() -> None:
     """`uses` finds those of `KnownFailure` and `reason`; `alone` has a table."""
     files = {where.partition(":")[0] for where in found()[1]}
-    assert files == {"mpillm/doctor/alone.py", "launch/children.py", "launch/command.py"}
-    for pattern, _ in alone._EXPLAINED:
+    assert files == {"mpillm/doctor/local_checks.py", "launch/children.py", "launch/command.py"}
+    for pattern, _ in local_checks._EXPLAINED:
         assert slow(Use("alone", pattern, re.IGNORECASE, frozenset({"search"}))) == ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.launcher import EveryRankError, one_of_several
 from launch.places import RUNS
-from mpillm.doctor.steps import taken
+from mpillm.doctor.steps import step_runner
 from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
 from mpillm.experiments.selftest import GOOD, Tried, cases
 from mpillm.options.command_line import Parser
@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     if one_of_several() is not None:
         raise EveryRankError("selftest starts ranks itself: type it once, without mpirun or srun")
     parse_run(words, parser)
-    with taken(
+    with step_runner(
         "Self test", ["selftest", *argv], options.output or "", options.log_dir or str(RUNS)
     ) as report:
         tried = Tried(words, options.mpirun_options, report.folder, options.step_deadline)
-        return report.take_all(cases(tried), GOOD, options.step_deadline)
+        return report.run_all(cases(tried), GOOD, options.step_deadline)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mpillm.doctor import alone, limits
-from mpillm.doctor.alone import explain
+from mpillm.doctor import limits, local_checks
 from mpillm.doctor.disk import Beacon, disk_facts, run_directory, shared_lines
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, report_lines, size, worst
 from mpillm.doctor.installed import PackageFacts, c_compiler, package_facts, packages, same_packages
 from mpillm.doctor.limits import UNLIMITED, LimitFacts, limit_facts
+from mpillm.doctor.local_checks import explain
 
 PLENTY = LimitFacts(
     open_files=(1 << 20, 1 << 20),
@@ -151,7 +151,7 @@ def test_a_missing_c_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    for module in ("mpillm.doctor.limits", "mpillm.doctor.alone.limits"):
+    for module in ("mpillm.doctor.limits", "mpillm.doctor.local_checks.limits"):
         monkeypatch.setattr(f"{module}.limit_facts", lambda: PLENTY._replace(**changes))
 
 
@@ -193,11 +193,14 @@ def free_listener() -> Callable[[], socket.socket]:
 
 def test_the_stack_of_a_killed_rank_does_not_blame_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that was killed while it imported PyTorch: the files of its stack are named after CUDA."""
-    monkeypatch.setattr(alone, "_gpus", lambda cause: pytest.fail("GPUs have nothing to do with it"))
+    monkeypatch.setattr(local_checks, "_gpus", lambda cause: pytest.fail("GPUs have nothing to do with it"))
     monkeypatch.setattr(
-        alone,
+        local_checks,
         "_EXPLAINED",
-        tuple((words, alone._gpus if "CUDA|" in words else check) for words, check in alone._EXPLAINED),
+        tuple(
+            (words, local_checks._gpus if "CUDA|" in words else check)
+            for words, check in local_checks._EXPLAINED
+        ),
     )
     where = 'File "torch/cuda/__init__.py", line 22, in <module>\n    from ._gpu_trace import ncclGPU'
     explain(f"the process has ended; last seen in phase 'load', stuck for 1.2 s in:\n  {where}")

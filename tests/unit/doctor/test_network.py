@@ -9,9 +9,9 @@ import pytest
 from mpillm.doctor.findings import Status, World
 from mpillm.doctor.network import (
     HostFacts,
-    LinkFound,
-    Listener,
-    Reached,
+    KeyServer,
+    LinkMeasurement,
+    Reachability,
     clock_lines,
     host_facts,
     link_lines,
@@ -53,8 +53,8 @@ WORLD = World({0: "a", 1: "a", 2: "b", 3: "c"})
 
 
 def test_a_slow_pair_and_one_that_does_not_answer_are_named() -> None:
-    good = LinkFound(10e-6, 2e9, 0.0)
-    lost = LinkFound(0, 0, 0, "rank 3 did not answer in time")
+    good = LinkMeasurement(10e-6, 2e9, 0.0)
+    lost = LinkMeasurement(0, 0, 0, "rank 3 did not answer in time")
     found = {(0, 2): good, (0, 3): good, (2, 3): good._replace(bytes_per_s=0.5e9)}
     (line,) = link_lines("MPI between nodes", found, WORLD)
     assert (line.status, "b-c" in line.text) == (Status.WARNING, True)
@@ -65,7 +65,7 @@ def test_a_slow_pair_and_one_that_does_not_answer_are_named() -> None:
 
 
 def test_clocks() -> None:
-    apart = {2: LinkFound(1e-5, 1e9, -0.001), 3: LinkFound(1e-5, 1e9, 2.5)}
+    apart = {2: LinkMeasurement(1e-5, 1e9, -0.001), 3: LinkMeasurement(1e-5, 1e9, 2.5)}
     (line,) = clock_lines(apart, WORLD)
     assert line.status is Status.WARNING and "2.5e+03 ms" in line.text and "c" in line.text
     (line,) = clock_lines({2: apart[2]}, WORLD)
@@ -73,13 +73,13 @@ def test_clocks() -> None:
 
 
 def test_a_port_is_reached_at_its_own_addresses_only() -> None:
-    listener = Listener()
+    listener = KeyServer()
     own = host_facts(listener)._replace(addresses=("127.0.0.1",))
-    assert reach(own) == Reached(("127.0.0.1",), ())
+    assert reach(own) == Reachability(("127.0.0.1",), ())
     (bad,) = reach(own._replace(key=b"0" * 16)).bad
     assert bad == "127.0.0.1 (somebody else answers there)"
     world = World({0: "a", 1: "b", 2: "c"})
-    found = reached_line({1: Reached((), (bad,)), 2: None}, world)
+    found = reached_line({1: Reachability((), (bad,)), 2: None}, world)
     assert [(line.status, line.ranks) for line in found] == [(Status.WARNING, (1,)), (Status.FAILURE, (2,))]
 
 

@@ -179,8 +179,8 @@ class Saying:
 
 
 @cache
-def doctors() -> tuple[network.Listener, Saying]:
-    return network.Listener(), Saying()
+def doctors() -> tuple[network.KeyServer, Saying]:
+    return network.KeyServer(), Saying()
 
 
 @fuzz(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=40), st.booleans(), examples=40)
@@ -195,7 +195,7 @@ def test_a_doctors_port(_: Path, strangers: list[bytes], says: bytes, stays: boo
             stranger.sendall(one)
     facts = network.HostFacts("h", "", here, own.port, "", own.key, "")
     with mock.patch.object(network, "_CONNECT_S", 30.0):
-        assert network.reach(facts) == network.Reached(here, ())
+        assert network.reach(facts) == network.Reachability(here, ())
     other.says, other.stays = says, stays
     with mock.patch.object(network, "_CONNECT_S", 0.02 if stays else 30.0):
         reached = network.reach(facts._replace(port=other.port))

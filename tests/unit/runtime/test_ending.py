@@ -363,6 +363,6 @@ def test_what_cannot_be_explained_is_told_all_the_same(monkeypatch: pytest.Monke
     def explain(cause: str) -> tuple[str, ...]:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("mpillm.doctor.alone.explain", explain)
+    monkeypatch.setattr("mpillm.doctor.local_checks.explain", explain)
     world = World(monkeypatch, 0)
     assert world.ended(world.ending.fail, BROKEN)[:3] == ["launcher 3", "told broken", "stop all"]

@@ -1,4 +1,4 @@
-"""What one process sees of its machine by itself: where MPI can't be started, and why a run failed."""
+"""Checks of this machine by one process, without MPI: after MPI failed to start, or after a run failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BAD = (Status.FAILURE, Status.WARNING)
 
 
 def lines_alone(error: EveryRankError, log_dir: Path) -> list[Line]:
-    """Return the lines of this machine; the first says why MPI could not be started."""
+    """Return the lines of this machine; the first gives the reason why MPI did not start."""
     world, own = job_here(), limits.limit_facts()
     lines = [not_one_world(error), Line("network", Status.SKIPPED, "it takes MPI to measure it")]
     lines += judge(limits.CHECKS, {0: own}, world)
@@ -28,19 +28,19 @@ def lines_alone(error: EveryRankError, log_dir: Path) -> list[Line]:
 def explain(cause: str) -> str:
     """Return the line that explains why a run could not be set up here; "" if no check finds anything.
 
-    `cause`: what the run reports. Checks only what can have to do with it.
+    `cause`: the cause that the run reports. Only checks that can be related to it run.
     """
-    said = cause.partition("\n")[0]  # what follows is a stack: its files' names say nothing
-    for words, check in _EXPLAINED:
-        if re.search(words, said, re.IGNORECASE):
-            for line in check(said):
+    summary = cause.partition("\n")[0]  # the rest is a stack trace, whose file names would match
+    for pattern, check in _EXPLAINED:
+        if re.search(pattern, summary, re.IGNORECASE):
+            for line in check(summary):
                 if line.status in _BAD or (check is _gpus and line.status is Status.SKIPPED):
                     return one_line(line)
     return ""
 
 
 def job_here() -> World:
-    """Return this process's job, in which it takes the place of rank 0; all other hosts are one node."""
+    """Return this process's job, with this process as rank 0 and all other hosts as one node."""
     launcher = find_launcher()
     size = (launcher and launcher.size) or 1
     n_here = ranks_here() or len(siblings()) or 1
@@ -56,8 +56,7 @@ def _gpus(cause: str) -> list[Line]:
 
 
 def _gpu_memory(cause: str) -> list[Line]:
-    """What a step takes is reckoned before a run (`engine.shape.memory`); others have taken some since."""
-    advice = (
+    advice = (  # the run checked its own needs (`engine.shape.memory`), so another process took memory since
         "end what else runs on the GPU (nvidia-smi), or give the KV cache less"
         " (--kv_cache_free_gpu_mem_fraction, --kv_cache_tokens)"
     )
@@ -68,7 +67,7 @@ def _gpu_memory(cause: str) -> list[Line]:
 def _port(cause: str) -> list[Line]:
     import psutil
 
-    found = []
+    lines = []
     for number in {int(word) for word in re.findall(r"\b(\d{2,5})\b", cause)}:
         for connection in psutil.net_connections("tcp"):
             if (
@@ -77,10 +76,10 @@ def _port(cause: str) -> list[Line]:
                 and connection.laddr.port == number
             ):
                 name = psutil.Process(connection.pid).name() if connection.pid else "another user's process"
-                who = f"{name}, pid {connection.pid}" if connection.pid else name
+                owner = f"{name}, pid {connection.pid}" if connection.pid else name
                 advice = "end it, or choose another port"
-                found.append(Line("ports", Status.FAILURE, f"{number} is taken by {who}", advice))
-    return found
+                lines.append(Line("ports", Status.FAILURE, f"{number} is taken by {owner}", advice))
+    return lines
 
 
 _LOST = r"process has ended|bus error|no space left"
@@ -93,4 +92,4 @@ _EXPLAINED: tuple[tuple[str, Callable[[str], list[Line]]], ...] = (
     (rf"cannot allocate memory|memoryerror|out of memory|{_LOST}", _limit(limits.memory)),
     (r"\bGPUs?\b|CUDA|NCCL", _gpus),
 )
-"""What a cause speaks of, and the check that may explain it."""
+"""Patterns of causes, each with the check that may explain it."""
