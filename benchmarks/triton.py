@@ -139,7 +139,7 @@ def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
                 raise ConfigError(f"generate-triton-config failed:\n{child.tail()}")
         (repo,) = read_repositories(str(folder / "repo"))
         (file,) = repo.folder.glob("*/1/model.py")
-        file.write_text(file.read_text().replace("triton_models.embedded", "triton_models.null_model"))
+        file.write_text(file.read_text().replace("triton.models.embedded", "triton.models.null_model"))
         (description,) = repo.folder.glob("*/config.pbtxt")
         one, several = "  count: 1\n", f"  count: {config.instances}\n"
         description.write_text(description.read_text().replace(one, several))

@@ -14,8 +14,8 @@ EXTRAS = {"triton_grpc": "triton"}
 SERVERS = {"tritonserver": "mpillm.triton.server_kind:TRITONSERVER"}
 """Kinds of servers that a run may start (--server)."""
 
-EXAMINED = {"tritonserver": "mpillm.triton.embedded:examined"}
-"""Programs of which `mpillm doctor` says whether they fit: see `doctor.installed`."""
+EXAMINED = {"tritonserver": "mpillm.triton.embedded:check_installed"}
+"""Programs that `mpillm doctor` checks: see `doctor.installed`."""
 
 COMMANDS = {
     "generate-triton-config": "write Triton model repositories for an engine",
@@ -25,10 +25,10 @@ COMMANDS = {
     "e2e-test": "check and time the models around an engine behind Triton",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
 }
-"""Each is the `main` of a file in `commands/`."""
+"""Commands, each a file in `commands/` with a `main`."""
 
 GROUPS = {"prepare": (*COMMANDS,)}
-"""Where --help shows them."""
+"""Groups of the commands in --help."""
 
-BENCHES = {"core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it"}
-"""Each is a file `bench/bench_NAME.py`, of the kind that `mpillm.experiments.bench` describes."""
+BENCHES = {"core-model": "load on the engine's model behind Triton, like benchmark_core_model.py"}
+"""Benchmarks, each a file `bench/bench_NAME.py`: see `mpillm.experiments.bench`."""

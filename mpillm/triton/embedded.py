@@ -1,4 +1,4 @@
-"""The embedded engine behind Triton: its parameters in `config.pbtxt`, and the programs of Python models."""
+"""The embedded engine behind Triton: its parameters in `config.pbtxt`, and generated `model.py` files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.command import NotHere
 from mpillm.data.model_files import BuildConfig
 from mpillm.options.disagg_values import CORE
 from mpillm.options.run_config import RunConfig
-from mpillm.triton.tritonserver import find_tritonserver, made_prefix
+from mpillm.triton.tritonserver import find_tritonserver, triton_prefix
 
 PYTHON = "python"
 """The `triton_backend` of the embedded engine."""
@@ -40,7 +40,7 @@ from mpillm.triton.models.{module} import TritonPythonModel
 
 
 def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[str, str]]:
-    """Return the engine's or model's folder, its limits, a model's ranks, and `config.pbtxt`'s parameters."""
+    """Return the engine's or model's folder, limits, ranks per model, and parameters of `config.pbtxt`."""
     if not config.model_path:
         raise ConfigError(f"triton_backend:{PYTHON} needs --model_path", about=["model_path"])
     if (stages := config.pipeline_parallelism or 1) > 1:
@@ -59,30 +59,30 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         "tp_size": n_ranks,
         "ep_size": config.moe_expert_parallelism,
     }
-    # A field without a value has the engine's own default.
-    stated = {name: value for name, value in values.items() if value is not None}
+    # The engine has defaults for the fields without a value.
+    set_values = {name: value for name, value in values.items() if value is not None}
     parameters = {
         "gpt_model_path": values["engine_dir"] or model,
         "tokenizer_dir": model if Path(model).is_dir() else "",
-        "core_config": json.dumps(stated, default=list),
-        # of the MPI library that joins the ranks, and for those that it starts
+        "core_config": json.dumps(set_values, default=list),
+        # its environment has the MPI library, and it runs the spawned ranks
         "executor_worker_path": sys.executable,
     }
-    build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH, max_beam_width=_MOST_BEAMS)
+    build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH, max_beam_width=_MAX_BEAMS)
     return config.engine_dir or config.model_path, build, n_ranks, parameters
 
 
 _DEFAULT_BATCH = 64
-_MOST_BEAMS = 4
+_MAX_BEAMS = 4
 
 
 def _absolute(path: str) -> str:
-    """Return a folder's absolute path, because tritonserver may start elsewhere. A preset's name stays."""
+    """Return the absolute path of a folder, because tritonserver may run elsewhere; keep a preset's name."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def model_program(config: Mapping[str, Any]) -> str | None:
-    """Return the `model.py` of a model; None for one of another backend."""
+    """Return the `model.py` of a model; None for a model of another backend."""
     if config.get("backend") != PYTHON:
         return None
     module = _MODULES.get(config["name"], "embedded")
@@ -90,19 +90,19 @@ def model_program(config: Mapping[str, Any]) -> str | None:
 
 
 def numpy_note() -> str:
-    """Return a line for the user if the models' Python has a NumPy that is too new for some servers."""
-    found = list(distributions(name="numpy", path=[site_packages()]))
-    if not found or int(found[0].version.partition(".")[0]) < 2:
+    """Return a note if the models' Python has a NumPy that is too new for some servers; "" otherwise."""
+    numpy = next(iter(distributions(name="numpy", path=[site_packages()])), None)
+    if numpy is None or int(numpy.version.partition(".")[0]) < 2:
         return ""
     return (
-        f"models find NumPy {found[0].version} in {site_packages()}: a tritonserver whose Python backend was"
+        f"models find NumPy {numpy.version} in {site_packages()}: a tritonserver whose Python backend was"
         " made for NumPy 1 hands them tensors with wrong contents, without an error; make triton installs one"
         " below 2"
     )
 
 
-def examined() -> str | None:
-    """Return what is wrong for the tritonserver of this machine; "" if nothing is, None if there is none."""
+def check_installed() -> str | None:
+    """Return a problem of this machine's tritonserver; "" if there is none, None without a tritonserver."""
     try:
         find_tritonserver(None)
     except NotHere:
@@ -111,7 +111,7 @@ def examined() -> str | None:
 
 
 def site_packages() -> str:
-    """Return where a model finds mpillm: what `make triton` made beside this environment, or this one."""
-    ours = Path(sysconfig.get_path("purelib"))
-    made = made_prefix() / ours.relative_to(sys.prefix)
-    return str(made if made.is_dir() else ours)
+    """Return the packages of the environment that `make triton` creates, or of this one if there is none."""
+    own = Path(sysconfig.get_path("purelib"))
+    triton = triton_prefix() / own.relative_to(sys.prefix)
+    return str(triton if triton.is_dir() else own)

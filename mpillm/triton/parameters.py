@@ -1,7 +1,8 @@
-"""The parameters of Triton's `tensorrt_llm` model, as the embedded engine takes them.
+"""Parameters of Triton's `tensorrt_llm` model for the embedded engine.
 
-Each has its effect, or is refused because answers or what is measured would be others, or is named as one
-without effect: where a repository is written, and, as people change its files, where a model is loaded.
+Each parameter has an effect, is listed as unused, or is an error because ignoring it would change answers or
+measurements. The check runs when a repository is written, and again when a model is loaded, because users
+edit the files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from disagg.errors import ConfigError
 
-# What the engine's model, its launcher or Triton's Python backend reads.
+# Parameters that the engine's model, its launcher or Triton's Python backend reads.
 _READ = frozenset(
     {
         "batch_scheduler_policy",
@@ -30,7 +31,7 @@ _READ = frozenset(
         "max_tokens_in_paged_kv_cache",
     }
 )
-# The values that ask for what the engine does; any other is refused.
+# Values that match the engine; any other value is an error.
 _AS_IT_IS: Mapping[str, tuple[str, ...]] = {
     "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search"),  # each request chooses
     "encoder_model_path": (),
@@ -39,7 +40,7 @@ _AS_IT_IS: Mapping[str, tuple[str, ...]] = {
     "participant_ids": ("0",),
     "sink_token_length": ("0",),
 }
-# The values that ask for what the engine does; any other is named.
+# Values that match the engine; any other value is listed as unused.
 _NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "gpu_weights_percent": ("1", "1.0"),
     "kv_cache_host_memory_bytes": ("0",),
@@ -48,23 +49,23 @@ _NEUTRAL: Mapping[str, tuple[str, ...]] = {
 
 
 def text_parameter(parameters: Mapping[str, Mapping[str, str]], name: str) -> str | None:
-    """Return a parameter of a model's configuration; None for an empty or unfilled placeholder's."""
-    return stated(parameters.get(name, {}).get("string_value", ""))
+    """Return a parameter of a model's configuration; None if it is not set."""
+    return set_text(parameters.get(name, {}).get("string_value", ""))
 
 
-def stated(value: str) -> str | None:
-    """Return the text of a parameter; None if it is empty or a placeholder that nobody has filled."""
+def set_text(value: str) -> str | None:
+    """Return the text of a parameter; None if it is empty or an unfilled placeholder."""
     return None if not value or (value.startswith("${") and value.endswith("}")) else value
 
 
-def in_vain(parameters: Mapping[str, str]) -> str:
-    """Name the parameters without effect on the embedded engine, in one line; "" if there are none.
+def unused_parameters(parameters: Mapping[str, str]) -> str:
+    """Return a line that lists the parameters without effect on the embedded engine; "" if there are none.
 
-    Raises ConfigError for one that would change what is answered or measured, if the engine had it.
+    Raises ConfigError for an unsupported parameter that would change answers or measurements.
     """
     names = []
     for name, text in sorted(parameters.items()):
-        if (value := stated(text)) is None or name in _READ:
+        if (value := set_text(text)) is None or name in _READ:
             continue
         if name in ("gpt_model_path", "tokenizer_dir"):
             if json.dumps(value) not in parameters.get("core_config", ""):

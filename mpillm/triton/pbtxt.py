@@ -1,7 +1,7 @@
-"""Writes protobuf's text format, as in Triton's `config.pbtxt`.
+"""Write protobuf's text format, used by Triton's `config.pbtxt`.
 
-A message is a dictionary, a repeated field a list, an enum a `Name`; strings, numbers and booleans are
-themselves.
+A message is a dictionary, a repeated field a list, an enum an `EnumName`. Strings, numbers and booleans are
+plain values.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-class Name(str):
-    """A value that stands without quotes: an enum's."""
+class EnumName(str):
+    """Value of an enum, written without quotes."""
 
 
 def dump(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, a field a line."""
+    """Return the text of a message, one field per line."""
     return "".join(_field(name, value, "") for name, value in message.items())
 
 
@@ -34,10 +34,10 @@ def _field(name: str, value: Any, indent: str) -> str:
 
 
 def scalar(value: Any) -> str:
-    """Return the text of a value that is no message."""
+    """Return the text of a value other than a message."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, Name):
+    if isinstance(value, EnumName):
         return str(value)
     if isinstance(value, str):
         return f'"{"".join(map(_escaped, value))}"'
@@ -49,7 +49,7 @@ def scalar(value: Any) -> str:
 def _escaped(character: str) -> str:
     if character in _ESCAPES:
         return _ESCAPES[character]
-    # What is no printable ASCII goes as the octal of its bytes in UTF-8; a command line's need not be that.
+    # Other characters are the octal of their UTF-8 bytes; bytes of a command line may be invalid UTF-8.
     if " " <= character <= "~":
         return character
     return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))

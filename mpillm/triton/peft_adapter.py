@@ -1,4 +1,4 @@
-"""A PEFT adapter as the tensors that requests carry: see `engine.lora` for their layout."""
+"""Convert a PEFT adapter to the tensors of requests; `engine.extras.lora` describes their layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MODULE_OF = {
     "down_proj": "mlp_4h_to_h",
 }
 _NAME = re.compile(r".*\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
-# What changes an adapter's result, and is no part of the tensors.
+# Settings that change an adapter's result and that the tensors cannot express, with the supported values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "rank_pattern": (None, {}),
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
     """Return weights [1, modules, width] and config [1, modules, 3] of an adapter's folder.
 
-    `dtype`: float16 or float32, of the weights. Raises ConfigError if it has what the tensors can't say.
+    `dtype`: float16 or float32, of the weights. Raises ConfigError if the tensors cannot express the adapter.
     """
     if folder.is_dir():
         check_files(folder)
@@ -56,8 +56,8 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{folder}: no adapter of PEFT can be read there ({what})") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{folder}: not a readable PEFT adapter ({reason})") from error
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in neutral:
             raise ConfigError(
@@ -65,10 +65,10 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
             )
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found is None or found[2] not in _MODULE_OF:
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] not in _MODULE_OF:
             raise ConfigError(f"{folder}: tensor {name} is not of a module that can be converted")
-        parts.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor.float()
+        parts.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
     rows, heads = [], []
     for (layer, module), pair in sorted(parts.items()):
         if set(pair) != {"A", "B"}:

@@ -1,4 +1,4 @@
-"""Make model repositories for Triton with TensorRT-LLM's backend, one for each `tritonserver`."""
+"""Generate model repositories in the form of TensorRT-LLM's backend for Triton, one per `tritonserver`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.operation import Operation, identity, log_of, read_stamp
 from mpillm.triton.embedded import PYTHON, embedded_parameters, model_program
-from mpillm.triton.parameters import in_vain
-from mpillm.triton.pbtxt import Name, dump
+from mpillm.triton.parameters import unused_parameters
+from mpillm.triton.pbtxt import EnumName, dump
 from mpillm.triton.tensors import TENSORRT_LLM_INPUTS, TENSORRT_LLM_OUTPUTS, tensors
 from mpillm.triton.text_models import text_models, texts
 from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
@@ -53,15 +53,15 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "triton_backend": ("tensorrtllm", PYTHON),
 }
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-# The backend reads these outside any `try` and does not load without them. Their names in the template stand
-# for "no value".
+# The backend reads these unconditionally and does not load without them. The template's placeholder counts as
+# "no value".
 _NEEDED = ("tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
 
 _ALONE = (
     "the repository has only the tensorrt_llm model; --triton_text_models, with the embedded engine, writes"
-    " the others, and docs/howto/pipeline.md says where TensorRT-LLM's are"
+    " the others; docs/howto/pipeline.md describes TensorRT-LLM's"
 )
-# Instances of the models around the engine's, which --triton_text_models writes.
+# Instance counts of the models around the engine's model (--triton_text_models).
 _COUNTS = {
     "preprocessing_instance_count": "preprocessing",
     "postprocessing_instance_count": "postprocessing",
@@ -94,7 +94,7 @@ class TritonLayout:
 def triton_layout(
     scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None
 ) -> TritonLayout:
-    """Return the numbers as given, or by the GPUs: Offline one server for all models, else one for each."""
+    """Fill in missing numbers by the GPUs: in Offline one server for all models, otherwise one per model."""
     gpus = visible_gpus()
     models = max(1, len(gpus) // gpus_per_model) if gpus else None
     if n_servers is None and models_per_server is None:
@@ -118,9 +118,9 @@ def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
 
     Raises ConfigError if one is wrong.
     """
-    given = {name: value for name, value in flags.items() if value is not None}
+    set_flags = {name: value for name, value in flags.items() if value is not None}
     parameters = {name: f"${{{name}}}" for name in _NEEDED}
-    for name, value in given.items():
+    for name, value in set_flags.items():
         _check(name, value)
         if name in TRITON_OTHERS:
             continue
@@ -129,8 +129,8 @@ def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
         if name == "xgrammar_tokenizer_info_path":
             value = Path(str(value)).absolute()  # tritonserver may be started elsewhere
         parameters[_RENAMED.get(name, name)] = str(value).lower() if isinstance(value, bool) else str(value)
-    lacking = [name for name in _LOOKAHEAD if name not in given]
-    if given.get("decoding_mode") == "lookahead" and lacking:
+    lacking = [name for name in _LOOKAHEAD if name not in set_flags]
+    if set_flags.get("decoding_mode") == "lookahead" and lacking:
         raise ConfigError(f"{_SOURCE}: decoding_mode lookahead needs {' and '.join(lacking)}")
     return parameters
 
@@ -181,9 +181,10 @@ class GenerateTritonConfigOp(Operation):
         embedded: Mapping[str, str] | None = None,
         with_text: bool = False,
     ) -> None:
-        """`engine`: its build configuration; `runtime_flags`: with the build flags' limits.
+        """`engine`: its build configuration; `runtime_flags`: include the build flags' limits.
 
-        `embedded`: parameters of the embedded engine, if it is that; `with_text`: write the models around it.
+        `embedded`: parameters of the embedded engine; None for TensorRT-LLM's. `with_text`: write the models
+        around the engine's model.
         """
         self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
         self.embedded = embedded
@@ -205,7 +206,7 @@ class GenerateTritonConfigOp(Operation):
     def config(self, index: int) -> dict[str, Any]:
         """Return the `config.pbtxt` of the repository's model `index`."""
         build, flags = self.engine, self.engine_flags
-        written = model_parameters(flags)  # also checks them
+        set_parameters = model_parameters(flags)  # also checks the flags
         batch = flags.get("max_batch_size") or build.max_batch_size
         for name, run, built in (
             ("max_batch_size", batch, build.max_batch_size),
@@ -224,7 +225,7 @@ class GenerateTritonConfigOp(Operation):
             "gpt_model_type": "inflight_fused_batching" if flags.get("use_inflight_batching", True) else "V1",
             "gpt_model_path": str(self.engine_dir),
             "max_beam_width": str(build.max_beam_width),
-            **written,
+            **set_parameters,
             **(self.embedded or {}),
             "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
         }
@@ -240,12 +241,12 @@ class GenerateTritonConfigOp(Operation):
             },
             "input": tensors(TENSORRT_LLM_INPUTS),
             "output": tensors(TENSORRT_LLM_OUTPUTS),
-            "instance_group": [{"count": 1, "kind": Name("KIND_CPU")}],
+            "instance_group": [{"count": 1, "kind": EnumName("KIND_CPU")}],
             "parameters": texts(parameters),
         }
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """Return the `config.pbtxt` of each model by its name."""
+        """Return the `config.pbtxt` of each model, by model name."""
         configs = {name: self.config(index) for index, name in enumerate(self.names)}
         if self.with_text:
             assert self.embedded is not None
@@ -260,18 +261,18 @@ class GenerateTritonConfigOp(Operation):
 
     @about("trtllm_runtime_flags")
     def _count(self, flag: str) -> int:
-        """Return how many instances a model has."""
+        """Return the number of instances of a model."""
         count = self.runtime_flags.get(flag, 1)
         if type(count) is not int or count < 1:
             raise ConfigError(f"{_SOURCE}: {flag} {count}: expected a whole number of at least 1")
         return count
 
-    def in_vain(self) -> str:
-        """Name the parameters without effect on the embedded engine; "" if there are none."""
+    def unused_parameters(self) -> str:
+        """Return a line that lists the parameters without effect on the embedded engine, or ""."""
         if self.embedded is None:
             return ""
         parameters = {one["key"]: one["value"]["string_value"] for one in self.config(0)["parameters"]}
-        return in_vain(parameters)
+        return unused_parameters(parameters)
 
     def inputs(self) -> dict[str, Any]:
         return {
@@ -289,12 +290,12 @@ class GenerateTritonConfigOp(Operation):
         if info is not None and not Path(str(info)).is_file():
             raise NotHere(f"{_SOURCE}: xgrammar_tokenizer_info_path {info}: no such file")
         n = self.layout
-        what = (
+        source = (
             f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each,"
             f" {n.gpus_per_model} GPUs a model,"
         )
         if self.embedded is None:
-            check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
+            check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, source)
 
     def commands(self, target: Path) -> Sequence[Command]:
         return ()
@@ -315,7 +316,7 @@ class GenerateTritonConfigOp(Operation):
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
-    """Return the model repositories of a test, one per server. A dry run assumes an engine, and says so."""
+    """Return the stages of a test's model repositories, one per server. A dry run may assume an engine."""
     if len(config.scenarios) > 1 or len(config.benchmarks or ()) > 1:
         raise ConfigError(
             "generate-triton-config makes the repositories of one test: name one workload and one scenario"
@@ -327,7 +328,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     elif with_text:
         raise ConfigError(
             "--triton_text_models: these models call the embedded engine (--trtllm_runtime_flags"
-            f" triton_backend:{PYTHON}); docs/howto/pipeline.md says where TensorRT-LLM has its own",
+            f" triton_backend:{PYTHON}); docs/howto/pipeline.md describes TensorRT-LLM's",
             about=["triton_text_models"],
         )
     else:
@@ -363,7 +364,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
 
 
 def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str, BuildConfig, int]:
-    """Return the folder of TensorRT-LLM's engine, what it was built for, and its ranks."""
+    """Return the folder of TensorRT-LLM's engine, its build configuration, and its ranks."""
     engine_dir = config.engine_dir
     if not engine_dir:
         if not config.model_path:
@@ -379,12 +380,12 @@ def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str
             raise
         cut = configured(TRTLLMLibraryLoader, config).layout
         build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
-        print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
+        print(f"# assumed: {engine_dir}, an engine of {cut} (from the options)")
     return engine_dir, build, cut.ranks
 
 
 def remove_repositories(repo: str, first: int) -> None:
-    """Remove our repositories from server `first` on, of a test with more servers: they would be started."""
+    """Remove repositories from server `first` on, left by a test with more servers; they would be started."""
     while read_stamp(old := Path(f"{repo}_{first}")):
         shutil.rmtree(old)
         log_of(old).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`tritonserver`, with a model repository of `generate-triton-config`."""
+"""Server kind `tritonserver`, with a model repository of `generate-triton-config`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from disagg.errors import ConfigError
 from launch.command import KnownFailure
 from mpillm.programs.servers.kind import ServerKind, ServerSpec
 from mpillm.triton.tritonserver import (
-    More,
+    ExtraArgs,
     Ports,
     find_tritonserver,
-    mpirun_words,
+    mpirun_argv,
     read_repository,
     triton_server,
 )
@@ -28,12 +28,14 @@ def _arguments(spec: ServerSpec) -> Sequence[str]:
         program = find_tritonserver(spec.program)
     except ConfigError as error:
         raise ValueError(f"{error}; generate-triton-config makes a repository for each server") from None
-    addresses = [f"--{what}-address={spec.host}" for what in ("http", GRPC, METRICS)]
+    addresses = [f"--{port}-address={spec.host}" for port in ("http", GRPC, METRICS)]
     if len(repo.parallel) > 1:
         raise ValueError(f"{folder} has several models of several ranks: run-llm-server starts such a server")
     http, grpc, metrics = spec.port, spec.more_ports[GRPC], spec.more_ports[METRICS]
-    ports = Ports(cast(int, http), cast(int, grpc), cast(int, metrics))  # names, where the line is only shown
-    return triton_server(spec.place, program, repo, ports, mpirun_words(repo), More(addresses)).command.argv
+    ports = Ports(cast(int, http), cast(int, grpc), cast(int, metrics))  # placeholders in a dry run
+    return triton_server(
+        spec.place, program, repo, ports, mpirun_argv(repo), ExtraArgs(addresses)
+    ).command.argv
 
 
 TRITONSERVER = ServerKind(
@@ -59,5 +61,5 @@ TRITONSERVER = ServerKind(
     more_ports=(GRPC, METRICS),
     client_port=GRPC,
     metrics_port=METRICS,
-    takes_gpus=False,  # the repository says which GPUs a model has
+    takes_gpus=False,  # the repository assigns GPUs to models
 )

@@ -1,4 +1,4 @@
-"""Describe what `run-llm-server` starts for Triton: a `tritonserver` for each model repository."""
+"""Servers that `run-llm-server` starts for Triton: a `tritonserver` for each model repository."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpillm.stages.preconditions import lacking
 from mpillm.stages.servers import Server, ports_here
 from mpillm.triton.repository import triton_stages
 from mpillm.triton.tritonserver import (
-    More,
+    ExtraArgs,
     Repository,
+    assign_ports,
     default_grpc_ports,
     find_tritonserver,
-    mpirun_words,
-    ports_beside,
+    mpirun_argv,
     read_repositories,
     triton_server,
 )
@@ -38,8 +38,8 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     except NotHere as error:
         lacking(config, error)
         program = config.tritonserver or "tritonserver"
-    ports = ports_beside(_grpc_ports(config, len(repos)))
-    more = More([f"--{what}-address={config.server_host}" for what in ("http", "grpc", "metrics")])
+    ports = assign_ports(_grpc_ports(config, len(repos)))
+    more = ExtraArgs([f"--{port}-address={config.server_host}" for port in ("http", "grpc", "metrics")])
     return [
         triton_server(index, program, repo, ports[index], _mpirun(config, repo), more)
         for index, repo in enumerate(repos)
@@ -47,21 +47,21 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 
 
 def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
-    """Return how the line begins that starts a server for each rank; None: the models start their ranks.
+    """Return the mpirun arguments that start a server for each rank; None if the models start their ranks.
 
-    TensorRT-LLM's backend can do that for several models, and mpirun for one.
+    mpirun supports one model with several ranks, TensorRT-LLM's backend several.
     """
     if len(repo.parallel) > 1 or config.triton_orchestrator:
         return None
     try:
-        return mpirun_words(repo)
+        return mpirun_argv(repo)
     except NotHere as error:
         lacking(config, error)
         return ["mpirun"]
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
-    """Return the existing repositories; in a dry run without any, what generate-triton-config would write."""
+    """Return the existing repositories; without any, a dry run assumes those of generate-triton-config."""
     repos = read_repositories(config.triton_model_repo)
     if not repos:
         folder = f"{config.triton_model_repo}_0"
@@ -94,15 +94,15 @@ def _repositories(config: RunConfig) -> list[Repository]:
 
 @about("triton_grpc_ports", "triton_server_urls")
 def _grpc_ports(config: RunConfig, n: int) -> list[int]:
-    """Return the gRPC port of each server of this host: as given, or the default ones."""
+    """Return the gRPC port of each server of this host, from the options or by default."""
     urls = configured(TritonHarnessConfig, config).server_urls
     if not urls:
         return default_grpc_ports(n)
     source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"
-    given = [*ports_here(urls).values()]
-    if len(given) != n:
+    ports = [*ports_here(urls).values()]
+    if len(ports) != n:
         raise ConfigError(
-            f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n}"
+            f"{source} names {len(ports)} servers on this host ({socket.gethostname()}), and there are {n}"
             " model repositories"
         )
-    return given
+    return ports

@@ -1,35 +1,35 @@
-"""Inputs and outputs of the models of a Triton repository, as TensorRT-LLM's templates have them.
+"""Inputs and outputs of the models of a Triton repository, as in TensorRT-LLM's templates.
 
-A line is a tensor: name, type, shape, and what else holds: `scalar` (a shape of [1] that the model sees as a
-number), `optional`, `ragged` (requests of a batch may have different shapes).
+A line is a tensor: name, type, shape and properties. `scalar`: the model sees the shape [1] as a number.
+`optional`. `ragged`: requests of a batch may have different shapes.
 
 Source: NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm, the last release with that
-backend (1.3.0rc20). Of `preprocessing` and `tensorrt_llm_bls` the tensors of images and videos are left out.
+backend (1.3.0rc20). The tensors of images and videos in `preprocessing` and `tensorrt_llm_bls` are omitted.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpillm.triton.pbtxt import Name
+from mpillm.triton.pbtxt import EnumName
 
 
 def tensors(table: str) -> list[dict[str, Any]]:
-    """Return the messages of a table's lines."""
+    """Return the tensor messages of a table."""
     return [_tensor(*line.split()) for line in table.split("\n") if line]
 
 
-def _tensor(name: str, kind: str, dims: str, *also: str) -> dict[str, Any]:
+def _tensor(name: str, kind: str, dims: str, *properties: str) -> dict[str, Any]:
     tensor: dict[str, Any] = {
         "name": name,
-        "data_type": Name(f"TYPE_{kind}"),
+        "data_type": EnumName(f"TYPE_{kind}"),
         "dims": [int(dim) for dim in dims.split(",")],
     }
-    if "scalar" in also:
+    if "scalar" in properties:
         tensor["reshape"] = {"shape": []}
-    if "optional" in also:
+    if "optional" in properties:
         tensor["optional"] = True
-    if "ragged" in also:
+    if "ragged" in properties:
         tensor["allow_ragged_batch"] = True
     return tensor
 
@@ -239,7 +239,7 @@ guided_decoding_guide_type STRING 1 optional
 guided_decoding_guide STRING 1 optional
 """
 
-# Of the ensemble and of BLS.
+# Outputs of both the ensemble and BLS.
 TEXT_OUTPUTS = """
 text_output STRING -1
 cum_log_probs FP32 -1

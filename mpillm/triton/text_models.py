@@ -1,4 +1,4 @@
-"""Describe the models around `tensorrt_llm` in a Triton repository, for clients that send text."""
+"""Configurations of the models around `tensorrt_llm` in a Triton repository, for clients that send text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from mpillm.nvidia.configs import ENGINE_MODEL
 from mpillm.triton import tensors as triton_tensors
-from mpillm.triton.pbtxt import Name
+from mpillm.triton.pbtxt import EnumName
 from mpillm.triton.tensors import tensors
 
-# Inputs of the ensemble that its first step reads, and tensors between the steps.
+# Inputs of the ensemble's first step, and tensors between the steps.
 _FIRST = {
     "QUERY": "text_input",
     "DECODER_QUERY": "decoder_text_input",
@@ -35,7 +35,7 @@ _BETWEEN = {
     "OUT_END_ID": "end_id",
     "OUT_PAD_ID": "pad_id",
 }
-# Inputs of the ensemble that have another name at the engine's model.
+# Inputs of the ensemble with another name in the engine's model.
 _RENAMED = {
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
@@ -47,10 +47,7 @@ _RENAMED = {
 def text_models(
     batch: int, decoupled: bool, tokenizer_dir: str, counts: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """Return the `config.pbtxt` of each model by its name.
-
-    `counts`: how many instances a model has.
-    """
+    """Return the `config.pbtxt` of each model, by model name. `counts`: instances by model name."""
 
     def model(name: str, inputs: str, outputs: str, **more: Any) -> dict[str, Any]:
         return {
@@ -60,11 +57,11 @@ def text_models(
             **more,
             "input": tensors(inputs),
             "output": tensors(outputs),
-            "instance_group": [{"count": counts[name], "kind": Name("KIND_CPU")}],
+            "instance_group": [{"count": counts[name], "kind": EnumName("KIND_CPU")}],
         }
 
     t = triton_tensors
-    queue = {"default_queue_policy": {"max_queue_size": 0}}  # any number waits
+    queue = {"default_queue_policy": {"max_queue_size": 0}}  # no limit
     tokenizer = {"tokenizer_dir": tokenizer_dir}
     return {
         "preprocessing": model(
@@ -113,12 +110,12 @@ def _ensemble(batch: int) -> dict[str, Any]:
         for tensor in inputs
         if tensor["name"] not in first
     }
-    between = {theirs: f"_{theirs}" for theirs in _BETWEEN.values()}
-    told = {tensor["name"]: tensor["name"] for tensor in outputs if tensor["name"] != "text_output"}
+    between = {name: f"_{name}" for name in _BETWEEN.values()}
+    engine_outputs = {tensor["name"]: tensor["name"] for tensor in outputs if tensor["name"] != "text_output"}
     tokens = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
     steps = (
-        ("preprocessing", _FIRST, {ours: f"_{theirs}" for ours, theirs in _BETWEEN.items()}),
-        (ENGINE_MODEL, between | passed, tokens | told),
+        ("preprocessing", _FIRST, {output: f"_{name}" for output, name in _BETWEEN.items()}),
+        (ENGINE_MODEL, between | passed, tokens | engine_outputs),
         (
             "postprocessing",
             {"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH"},

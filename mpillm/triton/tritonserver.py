@@ -1,4 +1,4 @@
-"""`tritonserver`: one for each model repository, as TensorRT-LLM's launch_triton_server.py starts it."""
+"""Start a `tritonserver` for each model repository, like TensorRT-LLM's launch_triton_server.py."""
 
 from __future__ import annotations
 
@@ -22,63 +22,67 @@ from launch.outside import one_line
 from mpillm.stages.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
-"""Where NVIDIA's containers have it."""
+"""Path in NVIDIA's containers."""
 
-_ASK_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 class Repository(NamedTuple):
     """A server's model repository."""
 
     folder: Path
-    ranks: Mapping[str, int]  # of each model: the GPUs of its engine; 1 without one
-    is_embedded: bool = False  # whether its engines are ours
+    ranks: Mapping[str, int]  # GPUs of each model's engine; 1 for a model without GPUs
+    is_embedded: bool = False  # the models use the embedded engine
 
     @property
     def models(self) -> list[str]:
-        """Their names."""
+        """Names of the models."""
         return [*self.ranks]
 
     @property
     def parallel(self) -> list[str]:
-        """Models whose engines have several ranks."""
+        """Names of the models whose engines have several ranks."""
         return [name for name, ranks in self.ranks.items() if ranks > 1]
 
 
 class Ports(NamedTuple):
-    """Those of one server."""
+    """Ports of one server."""
 
     http: int
     grpc: int
     metrics: int
 
 
-def made_prefix() -> Path:
-    """Return the environment that `make triton` makes: in this Python's one, or beside it (that of MPICH).
+def triton_prefix() -> Path:
+    """Return the environment of `make triton`, which need not exist.
 
-    MPILLM_TRITON_PREFIX names another. It is a folder that need not be there.
+    MPILLM_TRITON_PREFIX sets it. By default, it is a folder of this Python's environment, or of the parent
+    environment (for MPICH's).
     """
-    given = os.environ.get("MPILLM_TRITON_PREFIX")
-    places = [Path(given)] if given else [Path(sys.prefix) / "triton", Path(sys.prefix).parent / "triton"]
+    if prefix := os.environ.get("MPILLM_TRITON_PREFIX"):
+        return Path(prefix)
+    places = [Path(sys.prefix) / "triton", Path(sys.prefix).parent / "triton"]
     return next((place for place in places if (place / "installed").is_file()), places[0])
 
 
-def find_tritonserver(given: str | None) -> str:
-    """Return the program: `given`, in PATH, where NVIDIA's containers have it, or from `make triton`.
+def find_tritonserver(program: str | None) -> str:
+    """Return the program: `program`, from PATH, from NVIDIA's container, or from `make triton`.
 
-    NotHere if it is not there.
+    Raises NotHere if there is none.
     """
-    made = made_prefix() / "bin" / "tritonserver"
-    there = [str(path) for path in (Path(PROGRAM), made) if path.is_file()]
-    program = given or shutil.which("tritonserver") or next(iter(there), "")
+    paths = (Path(PROGRAM), triton_prefix() / "bin" / "tritonserver")
+    installed = next((str(path) for path in paths if path.is_file()), "")
+    program = program or shutil.which("tritonserver") or installed
     if not program or not shutil.which(program):
         raise NotHere(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {PROGRAM}")
     return str(Path(program))
 
 
-def mpirun_words(repo: Repository) -> list[str]:
-    """Return how the line begins that starts a server for each rank of a repository's model; none is needed
-    for one rank. Raises NotHere without an mpirun."""
+def mpirun_argv(repo: Repository) -> list[str]:
+    """Return the mpirun arguments that start a server for each rank of a repository's model; [] for one rank.
+
+    Raises NotHere without an mpirun.
+    """
     if not repo.parallel:
         return []
     if repo.is_embedded:
@@ -88,7 +92,7 @@ def mpirun_words(repo: Repository) -> list[str]:
 
 
 def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
-    """Return how the line of the embedded engine's MPI begins, for `n_ranks` servers on this host."""
+    """Return the mpirun arguments of the embedded engine's MPI, for `n_ranks` servers on this host."""
     mpi = detect()
     crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
     options = ["--oversubscribe"] if crowded else []
@@ -98,10 +102,7 @@ def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
 
 
 def read_repositories(prefix: str) -> list[Repository]:
-    """Read the model repositories ``<prefix>_0``, ``<prefix>_1``, ….
-
-    Raises ConfigError for one without a model.
-    """
+    """Read the model repositories ``<prefix>_0``, ``<prefix>_1``, …. Raises ConfigError."""
     repos: list[Repository] = []
     while (folder := Path(f"{prefix}_{len(repos)}")).is_dir():
         repos.append(read_repository(folder, "--triton_model_repo"))
@@ -109,7 +110,7 @@ def read_repositories(prefix: str) -> list[Repository]:
 
 
 def read_repository(folder: Path, option: str) -> Repository:
-    """Read a model repository, which `option` names. Raises ConfigError for one without a model."""
+    """Read the model repository of `option`. Raises ConfigError if it has no model or an open placeholder."""
     files = sorted(folder.glob("*/config.pbtxt"))
     if not files:
         raise ConfigError(f"{option}: {folder} has no model in it (a folder with a config.pbtxt)")
@@ -123,14 +124,14 @@ def read_repository(folder: Path, option: str) -> Repository:
     return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)
 
 
-# Strings, comments, and placeholders outside them. A string that does not end goes on to its line's end.
+# Strings, comments, and placeholders outside them. An unterminated string extends to the end of its line.
 _PARTS = re.compile(r""""(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|#[^\n]*|(\$\{\w*\}?)""")
 
 
 def _open_placeholder(text: str) -> str:
-    """Return the first ``${name}`` that is not text, behind the number of its line; "" if there is none.
+    """Return the first ``${name}`` outside a string, after its line number; "" if there is none.
 
-    In text TensorRT-LLM's backend reads one as a value that was left out.
+    TensorRT-LLM's backend reads a placeholder in a string as a missing value.
     """
     for part in _PARTS.finditer(text):
         if part[1]:
@@ -139,18 +140,18 @@ def _open_placeholder(text: str) -> str:
 
 
 def _ranks_of(text: str) -> int:
-    """Return the GPUs of a model, which are its engine's ranks; 1 if it does not say."""
+    """Return the number of a model's GPUs, which is its engine's number of ranks; 1 if it lists none."""
     match = re.search(r'"gpu_device_ids"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"', text)
     return len(match[1].split(",")) if match else 1
 
 
 def default_grpc_ports(n: int) -> list[int]:
-    """Return 8001, 8004, …: with its HTTP port below and its metrics port above, each server has three."""
+    """Return 8001, 8004, …; the HTTP port is one lower and the metrics port one higher."""
     return [8001 + 3 * index for index in range(n)]
 
 
-def ports_beside(grpc: Sequence[int]) -> list[Ports]:
-    """Return all ports of each server: neighbours of a default gRPC port, else numbers above the highest."""
+def assign_ports(grpc: Sequence[int]) -> list[Ports]:
+    """Return all ports of each server: next to a default gRPC port, otherwise above the highest gRPC port."""
     others = (port for port in (*range(max(grpc) + 1, 65536), *range(8000, max(grpc))) if port not in grpc)
     return [
         Ports(port - 1, port, port + 1) if port == default else Ports(next(others), port, next(others))
@@ -158,11 +159,11 @@ def ports_beside(grpc: Sequence[int]) -> list[Ports]:
     ]
 
 
-class More(NamedTuple):
-    """What launch_triton_server.py can say besides."""
+class ExtraArgs(NamedTuple):
+    """Additional arguments, as in launch_triton_server.py."""
 
-    every: Sequence[str] = ()  # words for each server
-    first: Sequence[str] = ()  # and for that of rank 0
+    every: Sequence[str] = ()  # for each server
+    first: Sequence[str] = ()  # for the server of rank 0
     spawns: bool = True  # the models of an orchestrator start their ranks
 
 
@@ -172,7 +173,7 @@ def triton_server(
     repo: Repository,
     ports: Ports,
     mpirun: Sequence[str] | None,
-    more: More = More(),  # noqa: B008 - it is frozen
+    extra: ExtraArgs = ExtraArgs(),  # noqa: B008 - it is frozen
 ) -> Server:
     """Return server `index`.
 
@@ -187,30 +188,30 @@ def triton_server(
             f"--http-port={ports.http}",
         ]
         line.append(f"--metrics-port={ports.metrics}")
-        if rank > 0:  # these ranks only compute
+        if rank > 0:  # only computes
             line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in repo.parallel)]
         else:
-            line += more.first
-        line += more.every
+            line += extra.first
+        line += extra.every
         return [
             *line,
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name=prefix{index}_{rank}_",
         ]
 
-    words, env = rank_line(0), {}
+    argv, env = rank_line(0), {}
     if repo.parallel and mpirun is None:
         env = {
             "TRTLLM_ORCHESTRATOR": "1",
-            "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(more.spawns)),
+            "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(extra.spawns)),
         }
     elif mpirun is not None and repo.parallel:
-        words = [*mpirun]
+        argv = [*mpirun]
         for rank in range(max(repo.ranks.values())):
-            words += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
+            argv += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
     return Server(
         f"tritonserver {index}",
-        Command(tuple(words), env),
+        Command(tuple(argv), env),
         {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics},
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
@@ -221,13 +222,13 @@ def triton_server(
 
 
 def model_table(url: str) -> list[str]:
-    """Return the lines of a table of the models in a server's repository index, as tritonserver logs it.
+    """Return the lines of a table of a server's models, in the form of tritonserver's log.
 
-    Without an answer, one line says so.
+    If the request fails, return one line with the error.
     """
     rows = [["Model", "Version", "Status"]]
     try:
-        _, body = page(url, _ASK_S, b"{}")
+        _, body = page(url, _TIMEOUT_S, b"{}")
         for model in json.loads(body):
             why = f": {model['reason']}" if model.get("reason") else ""
             row = (model["name"], model.get("version", ""), model.get("state", "UNAVAILABLE") + why)

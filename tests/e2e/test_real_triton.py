@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpillm.triton.pbtxt import Name, dump
+from mpillm.triton.pbtxt import EnumName, dump
 from tests.helpers.real_triton import MARKS, TRITONSERVER
 from tests.helpers.support import Starter, free_ports, wait_until
 
@@ -51,7 +51,7 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
     model = tmp_path / "repo_0" / "tokens"
     (model / "1").mkdir(parents=True)
     (model / "1" / "model.py").write_text(MODEL)
-    tensor = {"data_type": Name("TYPE_INT32"), "dims": [-1]}
+    tensor = {"data_type": EnumName("TYPE_INT32"), "dims": [-1]}
     config = {
         "name": "tokens",
         "backend": "python",
@@ -59,7 +59,7 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
         "model_transaction_policy": {"decoupled": True},
         "input": [{"name": "input_ids", **tensor}],
         "output": [{"name": "output_ids", **tensor}],
-        "instance_group": [{"count": 1, "kind": Name("KIND_CPU")}],
+        "instance_group": [{"count": 1, "kind": EnumName("KIND_CPU")}],
         "parameters": [{"key": "said", "value": {"string_value": SAID}}],
     }
     (model / "config.pbtxt").write_text(dump(config))

@@ -160,7 +160,10 @@ def test_what_is_refused_before_a_request(one: Starter, tmp_path: Path) -> None:
         (("triton-client", "token"), "no client 'token' (did you mean 'tokens'?)"),
         (("triton-client", "tokens"), "needs --tokenizer_dir or --input_tokens_csv"),
         (("triton-client", "tokens", "--check-output", "--tokenizer_dir", tmp_path), "--output_tokens_csv"),
-        (("triton-client", "text", "-p", "a", "-n", 2, "-b", 2), "--num_return_sequences and --beam_width"),
+        (
+            ("triton-client", "text", "-p", "a", "-n", 2, "-b", 2),
+            "--num_return_sequences: cannot be combined with --beam_width",
+        ),
         (("triton-client", "text", "-p", "a", "--lora-path", "x"), "x/model.lora_weights.npy: "),
         (("e2e-test",), "e2e-test needs --dataset"),
         (("bench", "core-model"), "needs one of dataset, token_norm_dist"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
-from mpillm.triton.tritonserver import made_prefix
+from mpillm.triton.tritonserver import triton_prefix
 from tests.helpers.oracle import Oracle
 from tests.helpers.support import (
     DONE,
@@ -23,7 +23,7 @@ from tests.helpers.support import (
     wait_until,
 )
 
-TRITONSERVER = made_prefix() / "bin" / "tritonserver"
+TRITONSERVER = triton_prefix() / "bin" / "tritonserver"
 
 MARKS = [
     pytest.mark.triton,

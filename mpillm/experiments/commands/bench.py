@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if named is None:
         return ExitCode.DONE
     bench, parser, words = named
-    if hasattr(bench, "words_of"):  # words of a script that stand among the options
-        words = bench.words_of(words)
+    if hasattr(bench, "normalize_args"):  # words of a script that stand among the options
+        words = bench.normalize_args(words)
     return int(bench.main(collect(words, bench.Options, parser)))
 
 

@@ -1,7 +1,7 @@
-"""``bench core-model``: load on the engine's model, without text, as benchmark_core_model.py makes it.
+"""``bench core-model``: load on the engine's model, without text, like benchmark_core_model.py.
 
-The load goes over gRPC or HTTP to a tritonserver; ``-i mpi`` runs the same lengths and rate through MPI, with
-the embedded engine in the ranks and LoadGen as the source.
+The load goes over gRPC or HTTP to a tritonserver. ``-i mpi`` runs the same lengths and rate through MPI, with
+LoadGen and the embedded engine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mpillm.triton.bench.report import statistics_of, table
 from mpillm.triton.client.prompts_file import TOKENS_PER_WORD, read_prompts
 
 if TYPE_CHECKING:
-    from mpillm.triton.bench.load import Request
+    from mpillm.triton.bench.load import LoadRequest
 
 WORKLOADS = ("dataset", "token_norm_dist")
 
 
 class Options(Values, group="benchmark"):
-    """Declares the options of ``bench core-model``."""
+    """Options of ``bench core-model``."""
 
-    workload = option("where prompts come from; the word alone does, too", choices=WORKLOADS)
-    protocol = option("how requests go", default="grpc", choices=("grpc", "http", "mpi"), aliases=("i",))
+    workload = option("source of prompts; the option's name may be omitted", choices=WORKLOADS)
+    protocol = option("protocol of requests", default="grpc", choices=("grpc", "http", "mpi"), aliases=("i",))
     url = option("address of the server [default: localhost:8001, http 8000]", aliases=("u",))
     tensorrt_llm_model_name = option("the engine's model", default="tensorrt_llm")
     streaming = option(
@@ -44,16 +44,18 @@ class Options(Values, group="benchmark"):
         default=False,
         aliases=("decoupled",),
     )
-    request_rate = option("requests per second; -1: all at once", float, default=-1.0)
+    request_rate = option("requests per second; -1: all simultaneously", float, default=-1.0)
     time_delay_dist = option(
         "times between requests", default="exponential_dist", choices=("exponential_dist", "constant")
     )
     num_requests = option("requests", positive, default=5000)
-    concurrency = option("most requests at once [default: no limit; http 128]", positive, aliases=("c",))
+    concurrency = option(
+        "maximum concurrent requests [default: no limit; http 128]", positive, aliases=("c",)
+    )
     max_input_len = option("leave out longer prompts, tokens", positive)
     dataset = option("JSON list of objects with input, instruction and output")
     tokenizer_dir = option("folder of the tokenizer, for a data set")
-    tokenizer_type = option("taken and not needed: the folder says it", default="auto")
+    tokenizer_type = option("accepted and ignored; the folder determines it", default="auto")
     op_tokens_per_word = option(
         "tokens of an answer for each word of the data set's", float, default=TOKENS_PER_WORD
     )
@@ -63,7 +65,7 @@ class Options(Values, group="benchmark"):
     output_stdev = option("their deviation", not_negative, default=0.0)
     vocab_size = option("random tokens are below this", positive, default=256)
     stream_timeout = option(
-        "longest silence of a server that owes answers", seconds, default=300.0, aliases=("t",)
+        "longest silence of a server with outstanding requests", seconds, default=300.0, aliases=("t",)
     )
     model_path = option("the model, with -i mpi")
     run_options = option("more options of run, as one text, with -i mpi", shell_words, default=())
@@ -72,7 +74,7 @@ class Options(Values, group="benchmark"):
     result_filename = option("write the numbers as JSON to this file")
 
 
-DESCRIPTION = "Put load on the engine's model behind Triton, as benchmark_core_model.py does."
+DESCRIPTION = "Put load on the engine's model behind Triton, like benchmark_core_model.py."
 EPILOG = (
     "examples:\n"
     "  python -m mpillm bench core-model -i grpc --request_rate 10 dataset --dataset prompts.json"
@@ -82,16 +84,14 @@ EPILOG = (
 )
 
 
-def words_of(words: Sequence[str]) -> list[str]:
-    """Return the command line with its workload, a word of its own between the options, as `--workload`."""
-    names = {word: word.replace("-", "_") for word in words if word.replace("-", "_") in WORKLOADS}
+def normalize_args(args: Sequence[str]) -> list[str]:
+    """Return the arguments, with ``--workload`` before a workload that stands alone between the options."""
+    names = {arg: arg.replace("-", "_") for arg in args if arg.replace("-", "_") in WORKLOADS}
     return [
         part
-        for i, word in enumerate(words)
+        for i, arg in enumerate(args)
         for part in (
-            ("--workload", names[word])
-            if word in names and (i == 0 or words[i - 1] != "--workload")
-            else (word,)
+            ("--workload", names[arg]) if arg in names and (i == 0 or args[i - 1] != "--workload") else (arg,)
         )
     ]
 
@@ -102,7 +102,7 @@ def main(config: Options) -> int:
         raise ConfigError(f"bench core-model needs one of {', '.join(WORKLOADS)}", about=["workload"])
     if config.protocol == "mpi":
         return _through_mpi(config)
-    with needs_extra("bench core-model", "triton"):  # here, since -i mpi needs none of it
+    with needs_extra("bench core-model", "triton"):  # -i mpi does not need it
         from mpillm.triton.bench.load import Target, arrival_times, over_grpc, over_http
         from mpillm.triton.client.end_to_end import PORTS, WARM_UPS
         from mpillm.triton.core.triton_ready import TritonError
@@ -122,27 +122,27 @@ def main(config: Options) -> int:
     except TritonError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
-    found = statistics_of(records)
+    statistics = statistics_of(records)
     errors = [record.error for record in records if record.error]
-    if found["requests"]:
-        _show(config, found)
+    if statistics["requests"]:
+        _report(config, statistics)
     for text in dict.fromkeys(errors[:10]):
         print(f"mpillm: {text}", file=sys.stderr)
     return ExitCode.TEST_FAILED if errors else ExitCode.DONE
 
 
-def _show(config: Options, found: dict[str, Any]) -> None:
-    print(f"[INFO] Total Latency: {found['total_ms']:.3f} ms")
-    if "sum_ms" in found:
-        print(f"[INFO] Total request latencies: {found['sum_ms']:.3f} ms")
-    print("\n".join(table(found)))
-    json_output.tell(found)
+def _report(config: Options, statistics: dict[str, Any]) -> None:
+    print(f"[INFO] Total Latency: {statistics['total_ms']:.3f} ms")
+    if "sum_ms" in statistics:
+        print(f"[INFO] Total request latencies: {statistics['sum_ms']:.3f} ms")
+    print("\n".join(table(statistics)))
+    json_output.tell(statistics)
     if config.result_filename:
-        write_json(Path(config.result_filename), found)
+        write_json(Path(config.result_filename), statistics)
 
 
-def _requests(config: Options, random: np.random.Generator) -> list[Request]:
-    from mpillm.triton.bench.load import Request, lengths
+def _requests(config: Options, random: np.random.Generator) -> list[LoadRequest]:
+    from mpillm.triton.bench.load import LoadRequest, lengths
 
     longest = config.max_input_len or sys.maxsize
     if config.workload == "token_norm_dist":
@@ -150,7 +150,7 @@ def _requests(config: Options, random: np.random.Generator) -> list[Request]:
         inputs = [n for n in inputs if n <= longest]
         outputs = lengths(config.output_mean, config.output_stdev, len(inputs), random)
         requests = [
-            Request(random.integers(0, config.vocab_size, n).astype(np.int32), output_len)
+            LoadRequest(random.integers(0, config.vocab_size, n).astype(np.int32), output_len)
             for n, output_len in zip(inputs, outputs, strict=True)
         ]
     else:
@@ -160,7 +160,7 @@ def _requests(config: Options, random: np.random.Generator) -> list[Request]:
         prompts = read_prompts(Path(config.dataset), config.op_tokens_per_word)
         encoded = zip(tokenizer.encode_batch([prompt.text for prompt in prompts]), prompts, strict=True)
         requests = [
-            Request(np.array(ids, np.int32), prompt.output_len)
+            LoadRequest(np.array(ids, np.int32), prompt.output_len)
             for ids, prompt in encoded
             if len(ids) <= longest
         ][: config.num_requests]
@@ -172,7 +172,7 @@ def _requests(config: Options, random: np.random.Generator) -> list[Request]:
 def _through_mpi(config: Options) -> int:
     """Run the same lengths and rate without a server. LoadGen's arrivals are exponential."""
     if config.workload != "token_norm_dist":
-        raise ConfigError("-i mpi: its prompts are those of token_norm_dist", about=["workload"])
+        raise ConfigError("-i mpi: only supports the workload token_norm_dist", about=["workload"])
     if config.time_delay_dist == "constant" and config.request_rate > 0:
         raise ConfigError("-i mpi: LoadGen's arrivals are exponential", about=["time_delay_dist"])
     if not config.model_path:
@@ -200,7 +200,7 @@ def _through_mpi(config: Options) -> int:
         *config.run_options,
     )
     latency = result["latency_ms"]
-    found = {
+    statistics = {
         "requests": result["samples"],
         "errors": result["errors"],
         "requests_per_second": result["samples_per_second"],
@@ -209,11 +209,11 @@ def _through_mpi(config: Options) -> int:
         "output_tokens": result["tokens_per_second"] / result["samples_per_second"],
         "total_ms": 1e3 * result["samples"] / result["samples_per_second"],
         "sum_ms": latency["mean"] * result["samples"],
-        # LoadGen measures whole answers, first tokens, and the pace after them.
+        # LoadGen measures latency, time to first token, and time per output token after it.
         "latency": latency,
         "ttft": result["ttft_ms"],
         "itl": result["tpot_ms"],
     }
     print(f"[INFO] Start benchmarking on {n} prompts, through MPI.")
-    _show(config, found)
+    _report(config, statistics)
     return ExitCode.TEST_FAILED if result["errors"] else ExitCode.DONE

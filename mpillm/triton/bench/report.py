@@ -1,4 +1,4 @@
-"""The table of ``bench core-model``, as benchmark_core_model.py prints it, and the latencies behind it."""
+"""Report of ``bench core-model``: the table of benchmark_core_model.py, and its statistics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def statistics_of(records: Sequence[Record]) -> dict[str, Any]:
-    """Return numbers by name, times in ms: `latency`, `ttft` and `itl` each with a mean and percentiles.
+    """Return statistics, times in ms: `latency`, `ttft` and `itl` each with a mean and percentiles.
 
-    A request that failed is counted in `errors`, and nowhere else.
+    Failed requests only count in `errors`.
     """
     good = [record for record in records if not record.error]
     if not good:
@@ -42,24 +42,27 @@ def statistics_of(records: Sequence[Record]) -> dict[str, Any]:
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     values = 1e3 * np.array(seconds)
-    found = {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in PERCENTILES}
-    return {"mean": float(values.mean()), **found}
+    percentiles = {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in PERCENTILES}
+    return {"mean": float(values.mean()), **percentiles}
 
 
-def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that the user sees."""
-    rows = {"Requests/Sec": found["requests_per_second"], "OP tokens/sec": found["tokens_per_second"]}
-    if latency := found.get("latency"):
+def table(statistics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    rows = {
+        "Requests/Sec": statistics["requests_per_second"],
+        "OP tokens/sec": statistics["tokens_per_second"],
+    }
+    if latency := statistics.get("latency"):
         rows |= {
             "Avg. latency (ms)": latency["mean"],
             "P99 latency (ms)": latency["p99"],
             "P90 latency (ms)": latency["p90"],
         }
     rows |= {
-        "Avg. IP tokens per request": found["input_tokens"],
-        "Avg. OP tokens per request": found["output_tokens"],
-        "Total latency (ms)": found["total_ms"],
-        "Total requests": found["requests"],
+        "Avg. IP tokens per request": statistics["input_tokens"],
+        "Avg. OP tokens per request": statistics["output_tokens"],
+        "Total latency (ms)": statistics["total_ms"],
+        "Total requests": statistics["requests"],
     }
     yield from _box({"Stat": "Value", **{name: f"{value:.2f}" for name, value in rows.items()}})
     for name, title in (
@@ -67,11 +70,11 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
         ("ttft", "time to first token"),
         ("itl", "inter-token latency"),
     ):
-        if name in found:
-            spread = "  ".join(f"P{p} {found[name][f'p{p}']:.2f}" for p in PERCENTILES)
-            yield f"{title + ', ms:':<24} mean {found[name]['mean']:.2f}  {spread}"
-    if found["errors"]:
-        yield f"errors: {found['errors']}"
+        if name in statistics:
+            spread = "  ".join(f"P{p} {statistics[name][f'p{p}']:.2f}" for p in PERCENTILES)
+            yield f"{title + ', ms:':<24} mean {statistics[name]['mean']:.2f}  {spread}"
+    if statistics["errors"]:
+        yield f"errors: {statistics['errors']}"
 
 
 def _box(rows: Mapping[str, str]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Clients of the models behind Triton, for `triton-client`, `e2e-test` and `bench core-model`.
 
-`connection` is a gRPC stream for one request at a time, `client_options` says what both clients can ask for;
-`token_client` sends tokens to the engine's model, `text_client` text to the models around it.
+`connection`: sequential requests over gRPC. `kserve_http`: over HTTP. `client_options`: options of both
+clients. `token_client`: sends tokens to the engine's model. `text_client`: sends text to the models around
+it. `end_to_end`: compares and times them.
 """

@@ -1,4 +1,4 @@
-"""The options that both clients of Triton's LLM models have, with the names and tensors of NVIDIA's scripts.
+"""Options of both clients of Triton's LLM models, with the names and tensors of NVIDIA's scripts.
 
 Source: TensorRT-LLM's backend 0.19, inflight_batcher_llm/client.
 """
@@ -21,8 +21,8 @@ from mpillm.options.command_line import Parser
 DEFAULT_TIMEOUT_S = 600.0
 
 
-class Given(NamedTuple):
-    """Describes an option that is a tensor of the same name, shape [1, 1]."""
+class TensorOption(NamedTuple):
+    """An option that is a tensor of the same name, shape [1, 1]."""
 
     name: str
     kind: type[Any]
@@ -31,20 +31,20 @@ class Given(NamedTuple):
     short: str = ""
 
 
-# Those without a default are sent only if they are given.
-GIVEN = (
-    Given("beam_width", np.int32, 1, "beam width", "-b"),
-    Given("num_return_sequences", np.int32, None, "sequences to generate", "-n"),
-    Given("temperature", np.float32, 1.0, "temperature"),
-    Given("repetition_penalty", np.float32, None, "repetition penalty"),
-    Given("presence_penalty", np.float32, None, "presence penalty"),
-    Given("frequency_penalty", np.float32, None, "frequency penalty"),
-    Given("lora_task_id", np.uint64, None, "id of a LoRA adapter"),
-    Given("return_log_probs", np.bool_, None, "return log probabilities"),
-    Given("return_context_logits", np.bool_, None, "return the prompt's logits"),
-    Given("return_generation_logits", np.bool_, None, "return the answer's logits"),
-    Given("return_perf_metrics", np.bool_, None, "return times and KV cache blocks of the request"),
-    Given("exclude_input_in_output", np.bool_, False, "answers without the prompt"),
+# A tensor without a default is sent only if its option is set.
+TENSOR_OPTIONS = (
+    TensorOption("beam_width", np.int32, 1, "beam width", "-b"),
+    TensorOption("num_return_sequences", np.int32, None, "sequences to generate", "-n"),
+    TensorOption("temperature", np.float32, 1.0, "temperature"),
+    TensorOption("repetition_penalty", np.float32, None, "repetition penalty"),
+    TensorOption("presence_penalty", np.float32, None, "presence penalty"),
+    TensorOption("frequency_penalty", np.float32, None, "frequency penalty"),
+    TensorOption("lora_task_id", np.uint64, None, "id of a LoRA adapter"),
+    TensorOption("return_log_probs", np.bool_, None, "return log probabilities"),
+    TensorOption("return_context_logits", np.bool_, None, "return the prompt's logits"),
+    TensorOption("return_generation_logits", np.bool_, None, "return the answer's logits"),
+    TensorOption("return_perf_metrics", np.bool_, None, "return times and KV cache blocks of the request"),
+    TensorOption("exclude_input_in_output", np.bool_, False, "answers without the prompt"),
 )
 LOGITS = ("context_logits", "generation_logits")
 LOG_PROBS = ("cum_log_probs", "output_log_probs")
@@ -63,7 +63,7 @@ PERF_METRICS = (
 
 
 def client_parser(name: str, description: str, epilog: str) -> Parser:
-    """Return a parser with the options that both clients have."""
+    """Return a parser with the options of both clients."""
     parser = Parser(
         prog=f"mpillm triton-client {name}",
         description=description,
@@ -84,7 +84,7 @@ def client_parser(name: str, description: str, epilog: str) -> Parser:
     parser.add_argument(
         "--lora_path", type=Path, help="folder of an adapter's weights, as hf-lora-convert makes it"
     )
-    for option in GIVEN:
+    for option in TENSOR_OPTIONS:
         names = [*([option.short] if option.short else []), f"--{option.name}"]
         if option.kind is np.bool_:
             parser.add_argument(*names, action="store_true", default=option.default, help=option.help)
@@ -94,27 +94,24 @@ def client_parser(name: str, description: str, epilog: str) -> Parser:
     return parser
 
 
-def given_tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
-    """Return the tensors of those options, shape [1, 1], and an adapter's weights.
-
-    Raises ConfigError if there is no such file.
-    """
-    values = {option.name: getattr(words, option.name) for option in GIVEN}
+def option_tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
+    """Return the tensors of `TENSOR_OPTIONS`, and an adapter's weights. Raises ConfigError."""
+    values = {option.name: getattr(options, option.name) for option in TENSOR_OPTIONS}
     tensors = {
         option.name: np.array([[values[option.name]]], option.kind)
-        for option in GIVEN
+        for option in TENSOR_OPTIONS
         if values[option.name] is not None
     }
-    if words.lora_path is not None:
-        tensors["lora_weights"] = load_array(words.lora_path / "model.lora_weights.npy")
-        config = words.lora_path / "model.lora_config.npy"
-        older = words.lora_path / "model.lora_keys.npy"
+    if options.lora_path is not None:
+        tensors["lora_weights"] = load_array(options.lora_path / "model.lora_weights.npy")
+        config = options.lora_path / "model.lora_config.npy"
+        older = options.lora_path / "model.lora_keys.npy"
         tensors["lora_config"] = load_array(config if config.exists() or not older.exists() else older)
     return tensors
 
 
 def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
-    """Return the array of a .npy file. Raises ConfigError if it can't be read."""
+    """Return the array of a .npy file. Raises ConfigError if it cannot be read."""
     try:
         array = load_npy(Path(path), is_mapped=False)
     except (OSError, ValueError, EOFError) as error:
@@ -124,38 +121,35 @@ def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
     return array
 
 
-def n_sequences(words: argparse.Namespace) -> int:
-    """Return the number of answers to each prompt.
-
-    Raises ConfigError for beams together with several sequences: they are two ways to ask for them.
-    """
-    if words.num_return_sequences is not None and words.beam_width > 1:
-        raise ConfigError("--num_return_sequences and --beam_width above 1 exclude each other")
-    return int(words.num_return_sequences or words.beam_width)
+def n_sequences(options: argparse.Namespace) -> int:
+    """Return the number of answers to each prompt. Raises ConfigError."""
+    if options.num_return_sequences is not None and options.beam_width > 1:
+        raise ConfigError("--num_return_sequences: cannot be combined with --beam_width above 1; remove one")
+    return int(options.num_return_sequences or options.beam_width)
 
 
-def wanted_outputs(words: argparse.Namespace) -> list[str]:
-    """Return the names of the outputs, besides the answer itself, that the options ask for."""
-    asked: Sequence[tuple[bool | None, Sequence[str]]] = (
-        (words.return_log_probs, LOG_PROBS),
-        (words.return_context_logits, LOGITS[:1]),
-        (words.return_generation_logits, LOGITS[1:]),
-        (words.return_perf_metrics, PERF_METRICS),
+def extra_outputs(options: argparse.Namespace) -> list[str]:
+    """Return the names of the requested outputs in addition to the answer itself."""
+    requested: Sequence[tuple[bool | None, Sequence[str]]] = (
+        (options.return_log_probs, LOG_PROBS),
+        (options.return_context_logits, LOGITS[:1]),
+        (options.return_generation_logits, LOGITS[1:]),
+        (options.return_perf_metrics, PERF_METRICS),
     )
-    return [name for is_asked, names in asked if is_asked for name in names]
+    return [name for is_requested, names in requested if is_requested for name in names]
 
 
 def print_extra(
-    response: Mapping[str, NDArray[Any]], names: Sequence[str], say: Callable[[str], None] = print
+    response: Mapping[str, NDArray[Any]], names: Sequence[str], write: Callable[[str], None] = print
 ) -> None:
-    """Print outputs besides the answer, in the form of NVIDIA's scripts."""
+    """Print additional outputs in the form of NVIDIA's scripts."""
     for name in names:
         if name not in response:
             continue
         value = response[name]
         if name in PERF_METRICS:
-            say(f"{name}: {value.reshape(-1)[0]}")
+            write(f"{name}: {value.reshape(-1)[0]}")
         else:
             if name != "cum_log_probs":
-                say(f"{name}.shape: {value.shape}")
-            say(f"{name}: {value}")
+                write(f"{name}.shape: {value.shape}")
+            write(f"{name}: {value}")

@@ -1,7 +1,7 @@
-"""The end-to-end test of TensorRT-LLM's backend: the ensemble answers as its steps do, and how long it takes.
+"""The end-to-end test of TensorRT-LLM's backend (end_to_end_test.py).
 
-As in its end_to_end_test.py, each prompt first goes through preprocessing, tensorrt_llm and postprocessing
-one after another, and through the ensemble, whose text must be the same; then all prompts go at once, timed.
+Each prompt goes through preprocessing, tensorrt_llm and postprocessing, and through the ensemble, whose text
+must be equal. Then all prompts are sent concurrently and timed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.triton.client.connection import Connection, as_answer
-from mpillm.triton.client.kserve_http import HttpConnection
+from mpillm.triton.client.connection import GrpcConnection, as_answer
+from mpillm.triton.client.kserve_http import KServeConnection
 from mpillm.triton.client.prompts_file import Prompt
 
-AnyConnection = Connection | HttpConnection
+AnyConnection = GrpcConnection | KServeConnection
 PORTS = {"grpc": 8001, "http": 8000}  # tritonserver's own
 WARM_UPS = 10
 _EMPTY = np.array([[""]], object)
@@ -34,29 +34,26 @@ _TO_ENGINE = {
 }
 
 
-class Server(NamedTuple):
-    """Says where requests go. `protocol`: ``grpc`` or ``http``."""
+class ServerAddress(NamedTuple):
+    """Destination of requests. `protocol`: ``grpc`` or ``http``."""
 
     protocol: str
     url: str
     timeout_s: float
 
     def connect(self) -> AnyConnection:
-        """Return a connection, as a context. Raises AnswerError for a wrong address."""
+        """Return a connection, as a context. Raises InferError for a wrong address."""
         if self.protocol == "grpc":
-            return Connection(self.url, self.timeout_s)
-        return HttpConnection(self.url, self.timeout_s)
+            return GrpcConnection(self.url, self.timeout_s)
+        return KServeConnection(self.url, self.timeout_s)
 
 
 class Differs(Exception):
-    """Two models gave different texts for a prompt; the message shows them."""
+    """Two models gave different texts for a prompt; the message contains them."""
 
 
-def check(server: Server, prompts: Sequence[Prompt], models: Sequence[str]) -> None:
-    """Compare what `models` answer with what the steps answer.
-
-    Raises Differs, or AnswerError if a request fails.
-    """
+def check(server: ServerAddress, prompts: Sequence[Prompt], models: Sequence[str]) -> None:
+    """Compare the answers of `models` with the answers of the steps. Raises Differs or InferError."""
     with server.connect() as connection, as_answer(server.url):
         for prompt in prompts:
             expected = _by_steps(connection, prompt)
@@ -78,26 +75,26 @@ def _by_steps(connection: AnyConnection, prompt: Prompt) -> str:
             "REQUEST_OUTPUT_LEN": np.array([[prompt.output_len]], np.int32),
         },
     )
-    asked = {ours: first[theirs] for theirs, ours in _TO_ENGINE.items()}
-    answer = _one(connection, "tensorrt_llm", asked)
+    engine_inputs = {name: first[output] for output, name in _TO_ENGINE.items()}
+    answer = _one(connection, "tensorrt_llm", engine_inputs)
     tokens = {"TOKENS_BATCH": answer["output_ids"], "SEQUENCE_LENGTH": answer["sequence_length"]}
     return _decoded(_one(connection, "postprocessing", tokens)["OUTPUT"])
 
 
 def _text(connection: AnyConnection, model: str, prompt: Prompt) -> str:
-    asked = {
+    tensors = {
         "text_input": np.array([[prompt.text]], object),
         "max_tokens": np.array([[prompt.output_len]], np.int32),
         "bad_words": _EMPTY,
         "stop_words": _EMPTY,
     }
-    return _decoded(_one(connection, model, asked, ("text_output",))["text_output"])
+    return _decoded(_one(connection, model, tensors, ("text_output",))["text_output"])
 
 
 def _one(
     connection: AnyConnection, model: str, tensors: dict[str, NDArray[Any]], outputs: Sequence[str] = ()
 ) -> dict[str, NDArray[Any]]:
-    (response,) = connection.ask(model, tensors, outputs)
+    (response,) = connection.infer(model, tensors, outputs)
     return response
 
 
@@ -105,10 +102,10 @@ def _decoded(text: NDArray[Any]) -> str:
     return str(text.reshape(-1)[0].decode("utf-8", "replace"))
 
 
-def measure(server: Server, prompts: Sequence[Prompt], model: str, concurrency: int) -> Iterator[str]:
-    """Warm up, send all prompts, `concurrency` at once, and return the lines of the performance test.
+def measure(server: ServerAddress, prompts: Sequence[Prompt], model: str, concurrency: int) -> Iterator[str]:
+    """Warm up, send all prompts, up to `concurrency` simultaneously, and yield the lines of the report.
 
-    Raises AnswerError if a request fails.
+    Raises InferError.
     """
     idle: queue.SimpleQueue[AnyConnection] = queue.SimpleQueue()
     n = min(concurrency, len(prompts))

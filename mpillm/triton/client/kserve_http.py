@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.bounded_http import MOST_ANSWER, Bounded, ReplyError
 from launch.outside import one_line
-from mpillm.triton.client.connection import AnswerError, Response, Tensors, as_answer
+from mpillm.triton.client.connection import InferError, Response, Tensors, as_answer
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
 _TYPES: Mapping[str, Any] = {
@@ -27,22 +27,22 @@ _TYPES: Mapping[str, Any] = {
 }
 
 
-class HttpConnection:
-    """Keeps a connection open, as a context, for one request at a time."""
+class KServeConnection:
+    """Context with a persistent connection, for one request at a time."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Connect when a request is made; an answer may take `timeout_s` as a whole.
+        """Prepare a connection, which the first request opens. Raises InferError for a wrong address.
 
-        Raises AnswerError for a wrong address.
+        `timeout_s`: for a whole answer.
         """
         self.url = url
         self._timeout_s = timeout_s
         try:
             self._server = Bounded(url)
         except ReplyError as error:
-            raise AnswerError(f"{url}: {error}") from None
+            raise InferError(f"{url}: {error}") from None
 
-    def __enter__(self) -> HttpConnection:
+    def __enter__(self) -> KServeConnection:
         return self
 
     def __exit__(
@@ -50,10 +50,10 @@ class HttpConnection:
     ) -> None:
         self._server.__exit__(kind, error, trace)
 
-    def ask(
+    def infer(
         self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
     ) -> Iterator[Response]:
-        """Yield the response to a request. Raises AnswerError if it fails, or the model is decoupled."""
+        """Yield the response to a request. Raises InferError, also for a decoupled model."""
         body: dict[str, Any] = {
             "id": request_id,
             "inputs": [
@@ -76,9 +76,9 @@ class HttpConnection:
             }
 
     def generate(self, model: str, values: Mapping[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
-        """Yield the answer of `generate`, or those of `generate_stream` as they come.
+        """Yield the answer of `generate`, or the parts of `generate_stream` as they arrive.
 
-        Raises AnswerError if the request fails.
+        Raises InferError.
         """
         with self._answer(f"{model}/generate{'_stream' if stream else ''}", values) as response:
             if not stream:
@@ -88,14 +88,14 @@ class HttpConnection:
                 if line.startswith(b"data:"):
                     part = _object(line[5:])
                     if "error" in part:
-                        raise AnswerError(one_line(str(part["error"])) or "an error without a reason")
+                        raise InferError(one_line(str(part["error"])) or "an error without a reason")
                     yield part
 
     @contextlib.contextmanager
     def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
-        """Post; what goes wrong until the answer is read raises AnswerError, and closes the connection.
+        """Post a request; the block reads the answer. Raises InferError and closes the connection on failure.
 
-        The next request opens another.
+        The next request opens a new connection.
         """
         data = json.dumps(body).encode()
         try:
@@ -104,21 +104,21 @@ class HttpConnection:
                 self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response,
             ):
                 if response.status != http.HTTPStatus.OK:
-                    raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
+                    raise InferError(f"{self.url}: HTTP {response.status}: {_error_message(response.read())}")
                 yield response
         except ReplyError as error:
-            raise AnswerError(f"{self.url}: {error}") from None
+            raise InferError(f"{self.url}: {error}") from None
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    made = json.loads(body)
-    if not isinstance(made, dict):
-        raise TypeError("it sent something that is no JSON object")
-    return made
+    value = json.loads(body)
+    if not isinstance(value, dict):
+        raise TypeError("the response is not a JSON object")
+    return value
 
 
-def _said(body: bytes) -> str:
-    """Return the message of an error, or the beginning of it."""
+def _error_message(body: bytes) -> str:
+    """Return the message of an error response, or the beginning of the body."""
     try:
         return one_line(str(json.loads(body)["error"]))
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -9,21 +9,18 @@ from disagg.errors import ConfigError
 from mpillm.files import read_json
 
 TOKENS_PER_WORD = 1.3
-"""What the scripts reckon with."""
+"""Estimate of NVIDIA's scripts."""
 
 
 class Prompt(NamedTuple):
-    """Holds a prompt, and how many tokens its answer may have."""
+    """A prompt, and the maximum tokens of its answer."""
 
     text: str
     output_len: int
 
 
 def read_prompts(path: Path, tokens_per_word: float = TOKENS_PER_WORD) -> list[Prompt]:
-    """Return the prompts of a file; an answer may be as long as the one in the file.
-
-    Raises ConfigError if the file is wrong.
-    """
+    """Read a prompts file; the lengths of its outputs limit the answers. Raises ConfigError."""
     entries = read_json(path)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: expected a JSON list of objects with input, instruction and output")
@@ -31,8 +28,8 @@ def read_prompts(path: Path, tokens_per_word: float = TOKENS_PER_WORD) -> list[P
     for index, entry in enumerate(entries):
         try:
             text = f"{entry['input']} {entry['instruction']}"
-            words = len(str(entry["output"]).split(" "))
+            word_count = len(str(entry["output"]).split(" "))
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{path}: entry {index}: no {error} in it") from None
-        prompts.append(Prompt(text, max(1, int(words * tokens_per_word))))
+        prompts.append(Prompt(text, max(1, int(word_count * tokens_per_word))))
     return prompts

@@ -1,4 +1,4 @@
-"""``triton-client text``: prompts to the models around the engine, as end_to_end_grpc_client.py does."""
+"""``triton-client text``: send prompts to the models around the engine, like end_to_end_grpc_client.py."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
 from mpillm.triton.client.client_options import (
     client_parser,
-    given_tensors,
+    extra_outputs,
     n_sequences,
+    option_tensors,
     print_extra,
-    wanted_outputs,
 )
-from mpillm.triton.client.connection import AnswerError, Connection, as_answer
+from mpillm.triton.client.connection import GrpcConnection, InferError, as_answer
 
 MODELS = ("ensemble", "tensorrt_llm_bls")
 
 
 def parser() -> Parser:
     """Return a parser with the script's options."""
-    made = client_parser(
+    result = client_parser(
         "text",
         "Send prompts to the model ensemble or tensorrt_llm_bls, and print the answers.",
-        '-o 5 -p \'["This is a test","I want you to","The cat is"]\' --batch_inputs',
+        '-o 5 -p \'["This is a test","The cat is"]\' --batch_inputs',
     )
-    add = made.add_argument
+    add = result.add_argument
     add("-p", "--prompt", required=True, help="a prompt, or several as a JSON list")
     add("-o", "--output_len", type=int, default=100, help="tokens of an answer")
     add("--model_name", default="ensemble", choices=MODELS, help="the model")
@@ -49,41 +49,41 @@ def parser() -> Parser:
     add("--expected_outputs", help="the answers that --check_outputs expects, as a JSON list")
     add("--guided_decoding_guide_type", help="kind of guide")
     add("--guided_decoding_guide", help="the guide")
-    return made
+    return result
 
 
 def run(argv: Sequence[str]) -> int:
     """Send the requests; return TEST_FAILED if one fails, or an answer is not the expected one."""
-    words = parser().parse_args(argv)
-    n = n_sequences(words)
-    prompts, expected = _list_of(words.prompt), _expected(words)
-    tensors = {**_tensors(words), **given_tensors(words)}
-    batches = [prompts] if words.batch_inputs else [[prompt] for prompt in prompts]
-    outputs = ["text_output", *wanted_outputs(words)]
-    outputs += ["sequence_index"] if n > 1 and words.beam_width == 1 else []
-    outputs += ["batch_index"] if words.batch_inputs else []
+    options = parser().parse_args(argv)
+    n = n_sequences(options)
+    prompts, expected = _list_of(options.prompt), _expected(options)
+    tensors = {**_tensors(options), **option_tensors(options)}
+    batches = [prompts] if options.batch_inputs else [[prompt] for prompt in prompts]
+    outputs = ["text_output", *extra_outputs(options)]
+    outputs += ["sequence_index"] if n > 1 and options.beam_width == 1 else []
+    outputs += ["batch_index"] if options.batch_inputs else []
     texts: list[list[str]] = []
     failed = False
-    with Connection(words.url, words.stream_timeout) as connection:
+    with GrpcConnection(options.url, options.stream_timeout) as connection:
         for batch in batches:
             request = {name: np.repeat(value, len(batch), 0) for name, value in tensors.items()}
             request["text_input"] = np.array([[prompt] for prompt in batch], object)
             answers = [[""] * n for _ in batch]
             try:
-                for response in connection.ask(words.model_name, request, outputs, words.request_id):
-                    with as_answer(words.url):
-                        _add(response, answers, words, outputs)
-            except AnswerError as error:
+                for response in connection.infer(options.model_name, request, outputs, options.request_id):
+                    with as_answer(options.url):
+                        _add(response, answers, options, outputs)
+            except InferError as error:
                 print(f"Received an error from server:\n{error}")
                 print(f"mpillm: {error}", file=sys.stderr)
                 failed = True
-            if words.streaming:
+            if options.streaming:
                 for answer in answers:
                     print("\n".join(answer))
             texts += answers
     if failed:
         return ExitCode.TEST_FAILED
-    return _check(words, prompts, texts, expected) if expected is not None else ExitCode.DONE
+    return _check(options, prompts, texts, expected) if expected is not None else ExitCode.DONE
 
 
 def _list_of(text: str) -> list[str]:
@@ -95,38 +95,35 @@ def _list_of(text: str) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [text]
 
 
-def _expected(words: argparse.Namespace) -> list[str] | None:
-    if not words.check_outputs:
+def _expected(options: argparse.Namespace) -> list[str] | None:
+    if not options.check_outputs:
         return None
-    if words.expected_outputs is None:
+    if options.expected_outputs is None:
         raise ConfigError("--check_outputs needs --expected_outputs")
-    return _list_of(words.expected_outputs)
+    return _list_of(options.expected_outputs)
 
 
-def _tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
-    """Return what every prompt is sent with and only this client has.
-
-    Raises ConfigError for a wrong option.
-    """
-    if len(words.embedding_bias_words) != len(words.embedding_bias_weights):
+def _tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
+    """Return the tensors of this client's options, for every prompt. Raises ConfigError."""
+    if len(options.embedding_bias_words) != len(options.embedding_bias_weights):
         raise ConfigError(
             "--embedding_bias_words and --embedding_bias_weights need the same number of values"
         )
-    given: dict[str, tuple[Any, Any]] = {
-        "max_tokens": (words.output_len, np.int32),
-        "stream": (words.streaming, np.bool_),
-        "end_id": (words.end_id, np.int32),
-        "pad_id": (words.pad_id, np.int32),
-        "bad_words": (words.bad_words or None, object),
-        "stop_words": (words.stop_words or None, object),
-        "embedding_bias_words": (words.embedding_bias_words or None, object),
-        "embedding_bias_weights": (words.embedding_bias_weights or None, np.float32),
-        "guided_decoding_guide_type": (words.guided_decoding_guide_type, object),
-        "guided_decoding_guide": (words.guided_decoding_guide, object),
+    values: dict[str, tuple[Any, Any]] = {
+        "max_tokens": (options.output_len, np.int32),
+        "stream": (options.streaming, np.bool_),
+        "end_id": (options.end_id, np.int32),
+        "pad_id": (options.pad_id, np.int32),
+        "bad_words": (options.bad_words or None, object),
+        "stop_words": (options.stop_words or None, object),
+        "embedding_bias_words": (options.embedding_bias_words or None, object),
+        "embedding_bias_weights": (options.embedding_bias_weights or None, np.float32),
+        "guided_decoding_guide_type": (options.guided_decoding_guide_type, object),
+        "guided_decoding_guide": (options.guided_decoding_guide, object),
     }
     return {
         name: np.array([value if isinstance(value, list) else [value]], kind)
-        for name, (value, kind) in given.items()
+        for name, (value, kind) in values.items()
         if value is not None
     }
 
@@ -134,7 +131,7 @@ def _tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
 def _add(
     response: dict[str, NDArray[Any]],
     answers: list[list[str]],
-    words: argparse.Namespace,
+    options: argparse.Namespace,
     outputs: Sequence[str],
 ) -> None:
     """Add the text of a response to the answers."""
@@ -145,27 +142,29 @@ def _add(
     batch, first = index("batch_index"), index("sequence_index")
     for beam, raw in enumerate(response["text_output"].reshape(-1)):
         text, sequence = raw.decode("utf-8", "replace"), first + beam
-        if words.streaming and not words.overwrite_output_text:
+        if options.streaming and not options.overwrite_output_text:
             answers[batch][sequence] += text
         else:
             answers[batch][sequence] = text
-        if not words.streaming:
+        if not options.streaming:
             which = f"{batch} [{sequence}]" if len(answers[batch]) > 1 else f"{batch}"
             print(f"{which}: {text}", flush=True)
         elif sequence == 0:
             print(batch, response["text_output"], flush=True)
-    print_extra(response, [name for name in wanted_outputs(words) if name != "cum_log_probs"])
+    print_extra(response, [name for name in extra_outputs(options) if name != "cum_log_probs"])
 
 
-def _check(words: argparse.Namespace, prompts: list[str], texts: list[list[str]], expected: list[str]) -> int:
+def _check(
+    options: argparse.Namespace, prompts: list[str], texts: list[list[str]], expected: list[str]
+) -> int:
     if len(expected) != len(prompts):
         raise ConfigError(f"--expected_outputs: {len(expected)} answers for {len(prompts)} prompts")
-    with_prompt = not words.streaming and not words.exclude_input_in_output
+    with_prompt = not options.streaming and not options.exclude_input_in_output
     code = ExitCode.DONE
     for prompt, answers, text in zip(prompts, texts, expected, strict=True):
-        wanted = prompt + text if with_prompt else text
+        expected_text = prompt + text if with_prompt else text
         for answer in answers:
-            if answer != wanted:
-                print(f"mpillm: {prompt!r}: expected {wanted!r}, not {answer!r}", file=sys.stderr)
+            if answer != expected_text:
+                print(f"mpillm: {prompt!r}: expected {expected_text!r}, not {answer!r}", file=sys.stderr)
                 code = ExitCode.TEST_FAILED
     return code

@@ -1,4 +1,4 @@
-"""``triton-client tokens``: a request to the engine's model, as inflight_batcher_llm_client.py sends it."""
+"""``triton-client tokens``: send a request to the engine's model, like inflight_batcher_llm_client.py."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
 from mpillm.triton.client.client_options import (
     client_parser,
-    given_tensors,
+    extra_outputs,
     load_array,
     n_sequences,
+    option_tensors,
     print_extra,
-    wanted_outputs,
 )
-from mpillm.triton.client.connection import CANCELLED, AnswerError, Connection, Secure, Stop, as_answer
+from mpillm.triton.client.connection import (
+    CANCELLED,
+    GrpcConnection,
+    InferError,
+    Secure,
+    StopRequest,
+    as_answer,
+)
 
-_MOST_PRINTED = 256  # tokens of a sequence
+_MAX_PRINTED = 256  # tokens of a sequence
 _DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def parser() -> Parser:
     """Return a parser with the script's options."""
-    made = client_parser(
+    result = client_parser(
         "tokens",
         "Send a request to the tensorrt_llm model, and print the answer.",
         "--request_output_len 200 --tokenizer_dir MODEL_DIR",
     )
-    add = made.add_argument
+    add = result.add_argument
     add("--text", default="Born in north-east France, Soyer trained as a", help="the prompt")
     add("--tokenizer_dir", type=Path, help="folder of the tokenizer")
-    add("--tokenizer_type", default="auto", help="accepted and ignored: the folder says it")
+    add("--tokenizer_type", default="auto", help="accepted and ignored; the folder determines it")
     add("--input_tokens_csv", type=Path, help="the prompt's tokens, instead of a text")
     add("--draft_tokens_csv", type=Path, help="tokens of a draft")
     add("--output_tokens_csv", type=Path, help="the tokens that --check_output expects")
@@ -60,58 +67,64 @@ def parser() -> Parser:
     add("--vocab_size", type=int, help="size of the vocabulary, for --prompt_table_extra_id")
     add("--dtype", default="float16", choices=[*_DTYPES], help="of the table")
     add("--lookahead_config", type=_numbers, help="[window size, n-gram size, verification set size]")
-    add("--requested_outputs", nargs="+", default=[], help="the outputs to ask for")
+    add("--requested_outputs", nargs="+", default=[], help="names of the outputs to return")
     add("--model_name", default="tensorrt_llm", help="the model")
     add("-s", "--ssl", action="store_true", help="an encrypted connection")
     add("-r", "--root_certificates", help="file of root certificates (PEM)")
     add("-p", "--private_key", help="file of the private key (PEM)")
     add("-x", "--certificate_chain", help="file of the certificate chain (PEM)")
     add("-C", "--grpc_compression_algorithm", metavar="NAME", help="gzip or deflate")
-    return made
+    return result
 
 
 def run(argv: Sequence[str]) -> int:
     """Send the request; return TEST_FAILED if it fails, or its answer is not the expected one."""
-    words = parser().parse_args(argv)
-    n = n_sequences(words)
-    if words.requested_outputs and "output_ids" not in words.requested_outputs:
+    options = parser().parse_args(argv)
+    n = n_sequences(options)
+    if options.requested_outputs and "output_ids" not in options.requested_outputs:
         raise ConfigError("--requested_outputs: output_ids must be one of them")
-    tokenizer = load_tokenizer(words.tokenizer_dir, False) if words.tokenizer_dir else None
-    prompt = _prompt(words, tokenizer)
-    expected = _tokens_of(words.output_tokens_csv) if words.output_tokens_csv else None
-    if words.check_output and expected is None:
+    tokenizer = load_tokenizer(options.tokenizer_dir, False) if options.tokenizer_dir else None
+    prompt = _prompt(options, tokenizer)
+    expected = _tokens_of(options.output_tokens_csv) if options.output_tokens_csv else None
+    if options.check_output and expected is None:
         raise ConfigError("--check_output needs --output_tokens_csv")
-    tensors = {**_tensors(words, prompt), **given_tensors(words)}
-    stop = Stop(words.stop_after_ms / 1e3, words.stop_via_request_cancel) if words.stop_after_ms > 0 else None
-    secure = (
-        Secure(words.root_certificates, words.private_key, words.certificate_chain) if words.ssl else None
+    tensors = {**_tensors(options, prompt), **option_tensors(options)}
+    stop = (
+        StopRequest(options.stop_after_ms / 1e3, options.stop_via_request_cancel)
+        if options.stop_after_ms > 0
+        else None
     )
-    answer = _Answer(n, [] if words.exclude_input_in_output or not words.streaming else prompt)
+    secure = (
+        Secure(options.root_certificates, options.private_key, options.certificate_chain)
+        if options.ssl
+        else None
+    )
+    answer = _TokenResponse(n, [] if options.exclude_input_in_output or not options.streaming else prompt)
     try:
-        with Connection(
-            words.url, words.stream_timeout, secure, words.grpc_compression_algorithm
+        with GrpcConnection(
+            options.url, options.stream_timeout, secure, options.grpc_compression_algorithm
         ) as connection:
-            for response in connection.ask(
-                words.model_name, tensors, words.requested_outputs, words.request_id, stop
+            for response in connection.infer(
+                options.model_name, tensors, options.requested_outputs, options.request_id, stop
             ):
-                with as_answer(words.url):
-                    answer.add(response, words.streaming)
-    except AnswerError as error:
+                with as_answer(options.url):
+                    answer.add(response, options.streaming)
+    except InferError as error:
         if error.status != CANCELLED:
             print(f"Received an error from server:\n{error}")
             print(f"mpillm: {error}", file=sys.stderr)
             return ExitCode.TEST_FAILED
         print("Request is cancelled")
-    answer.print(words, tokenizer, 0 if words.exclude_input_in_output else len(prompt))
+    answer.print(options, tokenizer, 0 if options.exclude_input_in_output else len(prompt))
     if stop and any(
-        len(tokens) - len(answer.begin) >= words.request_output_len for tokens in answer.tokens if tokens
+        len(tokens) - len(answer.begin) >= options.request_output_len for tokens in answer.tokens if tokens
     ):
         print("mpillm: the request had ended before it was stopped", file=sys.stderr)
-    return _check(words, answer.tokens[0], expected) if expected is not None else ExitCode.DONE
+    return _check(options, answer.tokens[0], expected) if expected is not None else ExitCode.DONE
 
 
-class _Answer:
-    """Holds the sequences of an answer, as far as they are known."""
+class _TokenResponse:
+    """Sequences of an answer, with the tokens so far."""
 
     def __init__(self, n: int, begin: list[int]) -> None:
         self.begin = begin
@@ -119,7 +132,7 @@ class _Answer:
         self._extra: dict[str, list[NDArray[Any]]] = {}
 
     def add(self, response: Mapping[str, NDArray[Any]], streaming: bool) -> None:
-        """Add a response of the server; an empty one answers a stop."""
+        """Add a response of the server. It is empty after a stop."""
         if not streaming:
             print("Got completed request", flush=True)
         if "output_ids" not in response:
@@ -135,44 +148,41 @@ class _Answer:
         for name, value in response.items():
             self._extra.setdefault(name, []).append(value)
 
-    def print(self, words: argparse.Namespace, tokenizer: Tokenizer | None, n_prompt: int) -> None:
+    def print(self, options: argparse.Namespace, tokenizer: Tokenizer | None, n_prompt: int) -> None:
         for beam, tokens in enumerate(self.tokens):
             if tokenizer is not None:
-                print(f"Input: {words.text}")
+                print(f"Input: {options.text}")
                 print(f"Output beam {beam}: {tokenizer.decode(tokens[n_prompt:], keep_special=True)}")
             _print_sequence("Output", tokens)
         last = {name: values[-1] for name, values in self._extra.items()}
-        print_extra(last, wanted_outputs(words))
+        print_extra(last, extra_outputs(options))
 
 
-def _print_sequence(what: str, tokens: list[int]) -> None:
-    begins = " starts with" if len(tokens) > _MOST_PRINTED else ""
-    print(f"{what} sequence{begins}: ", tokens[:_MOST_PRINTED])
+def _print_sequence(title: str, tokens: list[int]) -> None:
+    begins = " starts with" if len(tokens) > _MAX_PRINTED else ""
+    print(f"{title} sequence{begins}: ", tokens[:_MAX_PRINTED])
 
 
-def _prompt(words: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the prompt's tokens, and set `end_id` and `pad_id` to the tokenizer's.
-
-    Raises ConfigError for a wrong option.
-    """
-    if words.input_tokens_csv:
-        tokens = _tokens_of(words.input_tokens_csv)
+def _prompt(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the prompt's tokens, and set `end_id` and `pad_id` from the tokenizer. Raises ConfigError."""
+    if options.input_tokens_csv:
+        tokens = _tokens_of(options.input_tokens_csv)
     elif tokenizer is None:
         raise ConfigError("triton-client tokens needs --tokenizer_dir or --input_tokens_csv")
     else:
-        special = special_tokens(words.tokenizer_dir)
+        special = special_tokens(options.tokenizer_dir)
         if end := special.get("eos_token"):
-            (words.end_id, *_) = tokenizer.encode_plain(end)
-            (words.pad_id, *_) = tokenizer.encode_plain(special.get("pad_token") or end)
-        print("Using pad_id: ", words.pad_id)
-        print("Using end_id: ", words.end_id)
-        tokens = tokenizer.encode_text(words.text)
+            (options.end_id, *_) = tokenizer.encode_plain(end)
+            (options.pad_id, *_) = tokenizer.encode_plain(special.get("pad_token") or end)
+        print("Using pad_id: ", options.pad_id)
+        print("Using end_id: ", options.end_id)
+        tokens = tokenizer.encode_text(options.text)
     _print_sequence("Input", tokens)
     return tokens
 
 
 def _tokens_of(path: Path) -> list[int]:
-    """Return the tokens in the first line of a CSV file. Raises ConfigError if the file is wrong."""
+    """Return the tokens in the first line of a CSV file. Raises ConfigError."""
     check_file(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -180,7 +190,7 @@ def _tokens_of(path: Path) -> list[int]:
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: {str(error)[:200]}") from None
     if wrong := [token for token in tokens if not -(1 << 31) <= token < 1 << 31]:
-        raise ConfigError(f"{path}: {str(wrong[0])[:40]} is no token")
+        raise ConfigError(f"{path}: {str(wrong[0])[:40]} is not a token id; expected a 32-bit integer")
     return tokens
 
 
@@ -188,8 +198,8 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.strip("[]").split(",")]
 
 
-def _tensors(words: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[Any]]:
-    """Return the tensors that only this client has. Raises ConfigError for a wrong option."""
+def _tensors(options: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[Any]]:
+    """Return the tensors of this client's options. Raises ConfigError."""
 
     def one(value: Any, kind: type[Any] = np.int32) -> NDArray[Any]:
         return np.array([[value]], kind)
@@ -197,41 +207,41 @@ def _tensors(words: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[
     tensors = {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": one(len(prompt)),
-        "request_output_len": one(words.request_output_len),
-        "streaming": one(words.streaming, np.bool_),
-        "end_id": one(words.end_id),
-        "pad_id": one(words.pad_id),
-        "runtime_top_k": one(words.top_k),
-        "runtime_top_p": one(words.top_p, np.float32),
+        "request_output_len": one(options.request_output_len),
+        "streaming": one(options.streaming, np.bool_),
+        "end_id": one(options.end_id),
+        "pad_id": one(options.pad_id),
+        "runtime_top_k": one(options.top_k),
+        "runtime_top_p": one(options.top_p, np.float32),
     }
-    if words.draft_tokens_csv:
-        tensors["draft_input_ids"] = np.array([_tokens_of(words.draft_tokens_csv)], np.int32)
-    if words.prompt_embedding_table_path:
-        table = load_array(words.prompt_embedding_table_path)[words.prompt_task_id]
-        tensors["prompt_embedding_table"] = table.astype(_DTYPES[words.dtype])[None]
+    if options.draft_tokens_csv:
+        tensors["draft_input_ids"] = np.array([_tokens_of(options.draft_tokens_csv)], np.int32)
+    if options.prompt_embedding_table_path:
+        table = load_array(options.prompt_embedding_table_path)[options.prompt_task_id]
+        tensors["prompt_embedding_table"] = table.astype(_DTYPES[options.dtype])[None]
         tensors["prompt_vocab_size"] = one(len(table))
-    if words.prompt_table_extra_id is not None:
-        if not words.vocab_size:
+    if options.prompt_table_extra_id is not None:
+        if not options.vocab_size:
             raise ConfigError("--prompt_table_extra_id needs --vocab_size")
-        virtual = tensors["input_ids"] >= words.vocab_size
-        tensors["prompt_table_extra_ids"] = np.where(virtual, words.prompt_table_extra_id, 0).astype(
+        virtual = tensors["input_ids"] >= options.vocab_size
+        tensors["prompt_table_extra_ids"] = np.where(virtual, options.prompt_table_extra_id, 0).astype(
             np.uint64
         )
-    if words.lookahead_config:
+    if options.lookahead_config:
         names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-        if len(words.lookahead_config) != len(names):
-            raise ConfigError("--lookahead_config: expected three numbers, as [7,7,7]")
-        tensors |= {name: one(value) for name, value in zip(names, words.lookahead_config, strict=True)}
+        if len(options.lookahead_config) != len(names):
+            raise ConfigError("--lookahead_config: expected three numbers, such as [7,7,7]")
+        tensors |= {name: one(value) for name, value in zip(names, options.lookahead_config, strict=True)}
     return tensors
 
 
-def _check(words: argparse.Namespace, tokens: list[int], expected: list[int]) -> int:
-    """Compare an answer with the expected one; with a threshold below 1, by the part of equal tokens."""
-    if words.correctness_threshold == 1:
+def _check(options: argparse.Namespace, tokens: list[int], expected: list[int]) -> int:
+    """Compare an answer with the expected tokens; below a threshold of 1, by the fraction of equal tokens."""
+    if options.correctness_threshold == 1:
         passed = tokens == expected
     else:
         rate = sum(a == b for a, b in zip(tokens, expected, strict=False)) / max(1, len(expected))
         print(f"Output token matching rate: {rate}")
-        passed = rate > words.correctness_threshold
+        passed = rate > options.correctness_threshold
     print(f"expected_output_ids =  {expected}\n\n=====\n{'PASS!' if passed else 'FAIL!'}\n=====")
     return ExitCode.DONE if passed else ExitCode.TEST_FAILED

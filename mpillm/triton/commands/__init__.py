@@ -1,1 +1,1 @@
-"""NVIDIA's commands, each a file with `main(argv)`, as in `mpillm.commands`."""
+"""NVIDIA's commands, each a file with `main(argv)`, like in `mpillm.commands`."""

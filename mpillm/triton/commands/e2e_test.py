@@ -25,10 +25,10 @@ class _Options(Values, group="e2e-test"):
         aliases=("i",),
     )
     url = option("address of the server [default: localhost:8001, http 8000]", aliases=("u",))
-    concurrency = option("requests at once", positive, default=128, aliases=("c",))
+    concurrency = option("concurrent requests", positive, default=128, aliases=("c",))
     max_input_len = option("leave out prompts with more tokens, at 1.3 words each", positive)
-    test_bls = option("compare tensorrt_llm_bls, too", boolean, default=False)
-    model_name = option("the model whose time is taken", default="ensemble")
+    test_bls = option("also compare tensorrt_llm_bls", boolean, default=False)
+    model_name = option("the model to time", default="ensemble")
     stream_timeout = option(
         "longest time until an answer is complete", seconds, default=600.0, aliases=("t",)
     )
@@ -38,26 +38,26 @@ def main(argv: Sequence[str]) -> int:
     """Check, then measure. Exit code TEST_FAILED: an answer is wrong or missing."""
     parser = Parser(
         prog="mpillm e2e-test",
-        description="Check that the ensemble answers as its steps do, then time it on all prompts at once.",
+        description="Check that the ensemble answers as its steps do, then time it on all prompts.",
         epilog="example:\n  python -m mpillm e2e-test --dataset prompts.json --max_input_len 500",
     )
     options = collect(argv, _Options, parser)
     if not options.dataset:
         raise ConfigError("e2e-test needs --dataset FILE", about=["dataset"])
     with needs_extra("e2e-test", "triton"):
-        from mpillm.triton.client.connection import AnswerError
-        from mpillm.triton.client.end_to_end import PORTS, Differs, Server, check, measure
+        from mpillm.triton.client.connection import InferError
+        from mpillm.triton.client.end_to_end import PORTS, Differs, ServerAddress, check, measure
         from mpillm.triton.client.prompts_file import TOKENS_PER_WORD, read_prompts
-    most = options.max_input_len
+    max_len = options.max_input_len
     prompts = [
         prompt
         for prompt in read_prompts(Path(options.dataset))
-        if most is None or int(len(prompt.text.split(" ")) / TOKENS_PER_WORD) <= most
+        if max_len is None or int(len(prompt.text.split(" ")) / TOKENS_PER_WORD) <= max_len
     ]
     if not prompts:
-        raise ConfigError(f"{options.dataset}: no prompt has at most --max_input_len {most} tokens")
+        raise ConfigError(f"{options.dataset}: no prompt has at most --max_input_len {max_len} tokens")
     url = options.url or f"localhost:{PORTS[options.protocol]}"
-    server = Server(options.protocol, url, options.stream_timeout)
+    server = ServerAddress(options.protocol, url, options.stream_timeout)
     models = ["ensemble", *(["tensorrt_llm_bls"] if options.test_bls else [])]
     try:
         print(f"[INFO] Start testing on {len(prompts)} prompts.", flush=True)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         print("[INFO] Functionality test succeed.", flush=True)
         for line in measure(server, prompts, options.model_name, options.concurrency):
             print(line, flush=True)
-    except (AnswerError, Differs) as error:
+    except (InferError, Differs) as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.TEST_FAILED
     return ExitCode.DONE

@@ -1,7 +1,7 @@
-"""``python -m mpillm fill-template``: values for the placeholders of a `config.pbtxt`.
+"""``python -m mpillm fill-template``: set the placeholders of a `config.pbtxt`.
 
-It takes the words of `tools/fill_template.py` of TensorRT-LLM's backend for Triton. A file that
-`generate-triton-config` wrote has values already: there the words change them.
+It has the arguments of `tools/fill_template.py` of TensorRT-LLM's backend for Triton. In a file of
+`generate-triton-config`, which has no placeholders, it changes the values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from mpillm.errors import ExitCode
 from mpillm.files import as_writable, write_text
 from mpillm.triton.pbtxt import scalar
 
-# Placeholders that get these values where nobody gives another.
+# Defaults of placeholders.
 _DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 _FORM = "name:value,name:value (a backslash before a comma or colon that is part of a value)"
 
 
 def split(text: str, delimiter: str) -> list[str]:
-    """Return the parts of a text between delimiters.
-
-    A backslash makes the next character a plain one; each call takes one level of backslashes.
-    """
+    """Split a text at delimiters. A backslash escapes the next character; each call removes one level."""
     parts, is_plain = [""], False
     for character in text:
         if is_plain or character not in (delimiter, "\\"):
@@ -43,29 +40,29 @@ def split(text: str, delimiter: str) -> list[str]:
 
 
 def placeholders(text: str) -> list[str]:
-    """Return the names of a template's placeholders, ``${name}`` or ``$name``, each once."""
-    found = (match["named"] or match["braced"] for match in Template.pattern.finditer(text))
-    return [*dict.fromkeys(name for name in found if name)]
+    """Return the distinct names of a template's placeholders, ``${name}`` or ``$name``."""
+    names = (match["named"] or match["braced"] for match in Template.pattern.finditer(text))
+    return [*dict.fromkeys(name for name in names if name)]
 
 
 def substitutions(text: str) -> dict[str, str]:
-    """Return values by the names of placeholders. Raises ConfigError if `text` has another form."""
+    """Parse values by placeholder. Raises ConfigError."""
     values = {}
     for part in split(text, ","):
         pair = split(part, ":")
         if len(pair) != 2:
-            raise ConfigError(f"fill-template: '{part}' is no substitution: expected {_FORM}")
+            raise ConfigError(f"fill-template: '{part}' is not a substitution; expected {_FORM}")
         values[pair[0]] = pair[1]
     return values
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return the text with values in the place of placeholders; those without a value stay."""
+    """Replace the placeholders that have a value or a default."""
     return Template(text).safe_substitute(_DEFAULTS | dict(values))
 
 
-# The placeholders of TensorRT-LLM's templates that are Triton's fields in files of `generate-triton-config`:
-# what stands before the value, and the value. Other placeholders are parameters there.
+# Placeholders of TensorRT-LLM's templates that are fields of Triton in files of `generate-triton-config`: the
+# text around the value. Other placeholders are parameters there.
 _COUNT = r"(  count: )\d+()$"
 _FIELDS = {
     "triton_backend": r'(backend: ")[^"]*(")$',
@@ -85,10 +82,7 @@ _RENAMED = {
 
 
 def put(text: str, name: str, value: str) -> str | None:
-    """Return a file of `generate-triton-config` with another value for what `name` is in a template.
-
-    None if it has no such thing.
-    """
+    """Set a placeholder's value in a file of `generate-triton-config`; None if the file has no such value."""
     if (field := _FIELDS.get(name)) is None:
         key = re.escape(_RENAMED.get(name, name))
         field = rf'(  key: "{key}"\n  value {{\n    string_value: )"(?:[^"\\\n]|\\.)*"()$'
@@ -98,10 +92,10 @@ def put(text: str, name: str, value: str) -> str | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the filled file, or write it in its place. Raises ConfigError if a name is not in the file."""
+    """Print the filled file, or overwrite the file. Raises ConfigError if a name is not in the file."""
     parser = argparse.ArgumentParser(
         prog="python -m mpillm fill-template",
-        description="Fill the placeholders of a config.pbtxt, as fill_template.py of TensorRT-LLM's backend.",
+        description="Fill the placeholders of a config.pbtxt, like TensorRT-LLM's fill_template.py.",
         epilog="example:\n  python -m mpillm fill-template -i tensorrt_llm/config.pbtxt"
         " triton_max_batch_size:4,decoupled_mode:false",
         formatter_class=HelpFormatter,
@@ -110,9 +104,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file_path", type=Path, help="the file")
     parser.add_argument("substitutions", help=_FORM)
     parser.add_argument("-i", "--in_place", "--in-place", action="store_true", help="write the file")
-    words = parser.parse_args(argv)
-    text = read_text(str(words.file_path)).replace("\r\n", "\n")
-    values = substitutions(words.substitutions)
+    args = parser.parse_args(argv)
+    text = read_text(str(args.file_path)).replace("\r\n", "\n")
+    values = substitutions(args.substitutions)
     known = placeholders(text)
     for name, value in values.items():
         if name in known:
@@ -122,14 +116,14 @@ def main(argv: Sequence[str]) -> int:
         elif name not in text:
             listed = f"; it has: {', '.join(known)}" if known else "; it has none"
             raise ConfigError(
-                f"fill-template: {words.file_path} has no placeholder '{name}'{nearest(name, known)}{listed}"
+                f"fill-template: {args.file_path} has no placeholder '{name}'{nearest(name, known)}{listed}"
             )
-        else:  # as for the script, it is enough that the file has the word
-            print(f"fill-template: {words.file_path}: '{name}' is no placeholder in it", file=sys.stderr)
+        else:  # like the script, accept any text of the file
+            print(f"fill-template: {args.file_path}: '{name}' is not a placeholder in it", file=sys.stderr)
     filled = fill(text, values)
-    if words.in_place:
-        with as_writable(words.file_path):
-            write_text(words.file_path, filled)
+    if args.in_place:
+        with as_writable(args.file_path):
+            write_text(args.file_path, filled)
     else:
         print(filled)
     return ExitCode.DONE

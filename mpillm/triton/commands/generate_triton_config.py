@@ -26,7 +26,7 @@ _ALSO = (
     "end_ids",
     "num_threads",
 )
-_SHOWN = command_fields("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
+_FIELDS = command_fields("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
         " --engine_dir=build/engines/llama2",
     )
     config = parse_stage(
-        argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
+        argv, parser, _FIELDS, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
     )
     stages = triton_stages(config)
-    notes = [stage.in_vain() for stage in stages]
+    notes = [stage.unused_parameters() for stage in stages]
     notes += [numpy_note() for stage in stages if stage.embedded is not None]
     for line in dict.fromkeys(filter(None, notes)):
         print(f"mpillm: note: {line}", file=sys.stderr)

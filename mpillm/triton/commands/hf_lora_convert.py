@@ -1,4 +1,4 @@
-"""``python -m mpillm hf-lora-convert``"""
+"""``python -m mpillm hf-lora-convert``: convert a LoRA adapter for requests to Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpillm.errors import ExitCode
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the tensors of an adapter, with the names and the layout of TensorRT-LLM's hf_lora_convert.py."""
+    """Write the tensors of an adapter, with the names and layout of TensorRT-LLM's hf_lora_convert.py."""
     parser = argparse.ArgumentParser(
         prog="python -m mpillm hf-lora-convert",
         description="Convert a LoRA adapter of PEFT to the tensors that requests to Triton carry.",

@@ -1,7 +1,7 @@
 """``python -m mpillm launch-triton-server``: TensorRT-LLM's launch_triton_server.py, with its options.
 
-Unlike the script, it waits until the server is ready, prints the table of its models, and stays until the
-server ends, which it ends with itself.
+Unlike the script, it waits until the server is ready, prints a table of its models, and keeps running until
+the server ends. When it is stopped, it stops the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpillm.options.parsers import boolean, natural, positive, seconds
 from mpillm.options.values import Values, collect
 from mpillm.stages.commands.run_llm_server import run_servers
 from mpillm.triton.tritonserver import (
-    More,
+    ExtraArgs,
     Ports,
     Repository,
     embedded_mpirun,
@@ -42,7 +42,7 @@ _GROUP = "launch-triton-server"
 
 
 class _Options(Values, group=_GROUP):
-    """Options of ``launch-triton-server``: the script's, then ours."""
+    """Options of ``launch-triton-server``: the script's, then additional ones."""
 
     world_size = TopologyFields.world_size.but(
         "ranks of the engine, each with a tritonserver", default=1, group=_GROUP
@@ -76,7 +76,7 @@ class _Options(Values, group=_GROUP):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the server. Exit code NOT_READY or INSTANCE_LOST: it ended before or after it was ready."""
+    """Run the server. Return NOT_READY or INSTANCE_LOST if it ends before or after it is ready."""
     parser = Parser(
         prog="mpillm launch-triton-server",
         description="Start a tritonserver of one model repository, and wait until it ends. Ctrl-C ends it.",
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     repo = _repository(options)
     ports = Ports(options.http_port, options.grpc_port, options.metrics_port)
-    more = _more(options)
-    server = triton_server(0, program, repo, ports, _mpirun(options, repo), more)
+    extra = _extra_args(options)
+    server = triton_server(0, program, repo, ports, _mpirun(options, repo), extra)
     if options.dry_run:
         print(server.command)
         return ExitCode.DONE
@@ -103,33 +103,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _repository(options: _Options) -> Repository:
-    """Return the repository, with the ranks that the options give its models. Raises ConfigError."""
+    """Return the repository, with its models' ranks by the options. Raises ConfigError."""
     assert options.model_repo is not None
-    found = read_repository(Path(options.model_repo), "--model_repo")
-    needed = max(found.ranks.values())
+    repo = read_repository(Path(options.model_repo), "--model_repo")
+    needed = max(repo.ranks.values())
     if options.multi_model and options.world_size > 1 and not options.disable_spawn_processes:
         raise ConfigError(
             f"--world_size {options.world_size}: with --multi_model the models start their ranks"
         )
     if options.no_mpi and options.world_size > 1:
         raise ConfigError(f"--world_size {options.world_size}: without MPI there is one rank")
-    if found.is_embedded and not options.multi_model and needed != options.world_size:
+    if repo.is_embedded and not options.multi_model and needed != options.world_size:
         raise ConfigError(
             f"--world_size {options.world_size}: the engine in {options.model_repo} has {needed} ranks"
         )
     names = (options.tensorrt_llm_model_name or "").split(",") if options.tensorrt_llm_model_name else []
-    if unknown := [name for name in names if name not in found.ranks]:
+    if unknown := [name for name in names if name not in repo.ranks]:
         raise ConfigError(
             f"--tensorrt_llm_model_name {','.join(unknown)}: {options.model_repo} has no such model"
         )
-    names = names or found.parallel or ["tensorrt_llm"]
+    names = names or repo.parallel or ["tensorrt_llm"]
     several = options.world_size if not options.multi_model else max(2, needed)
-    ranks = {name: several if name in names else 1 for name in found.ranks}
-    return found._replace(ranks=ranks)
+    ranks = {name: several if name in names else 1 for name in repo.ranks}
+    return repo._replace(ranks=ranks)
 
 
 def _mpirun(options: _Options, repo: Repository) -> list[str] | None:
-    """Return how the line begins; None: there is none, for the models start their ranks."""
+    """Return the mpirun arguments; None if the models start their ranks."""
     if options.multi_model:
         return None
     if options.no_mpi or not repo.parallel:
@@ -143,7 +143,7 @@ def _mpirun(options: _Options, repo: Repository) -> list[str] | None:
     return [mpirun, *root, *(["--oversubscribe"] if options.oversubscribe else [])]
 
 
-def _more(options: _Options) -> More:
+def _extra_args(options: _Options) -> ExtraArgs:
     first: list[str] = []
     every: list[str] = []
     if options.log:
@@ -151,14 +151,14 @@ def _more(options: _Options) -> More:
     if options.multimodal_gpu0_cuda_mem_pool_bytes:
         first.append(f"--cuda-memory-pool-byte-size=0:{options.multimodal_gpu0_cuda_mem_pool_bytes}")
     if options.multi_model and not options.disable_spawn_processes and (gpus := visible_gpus()):
-        # what the script says for servers after 24.06
+        # the script's arguments for servers after 24.06
         every += ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"]
         every += [f"--cuda-memory-pool-byte-size={i}:0" for i in range(len(gpus))]
-    return More(every, first, not options.disable_spawn_processes)
+    return ExtraArgs(every, first, not options.disable_spawn_processes)
 
 
 def _check_alone() -> None:
-    """Raise ConfigError if another tritonserver of this host runs, as the script does."""
+    """Raise ConfigError if this host runs another tritonserver, like the script."""
     running = [
         process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "tritonserver"
     ]

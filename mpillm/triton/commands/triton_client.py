@@ -1,4 +1,4 @@
-"""``python -m mpillm triton-client``: requests to a Triton server, as NVIDIA's client scripts send them."""
+"""``python -m mpillm triton-client``: send requests to a Triton server, like NVIDIA's client scripts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NAMES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the client that is named, with the options after its name."""
+    """Run the named client with the remaining arguments."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m mpillm triton-client tokens|text [options]\n")
         for name, description in NAMES.items():
             print(f"  {name:<6}  {description}")
         return ExitCode.DONE
-    name, *words = argv
+    name, *args = argv
     if name not in NAMES:
         raise ConfigError(f"no client '{name}'{nearest(name, NAMES)}; there are: {', '.join(NAMES)}")
     with needs_extra("triton-client", "triton"):
         client = importlib.import_module(f"mpillm.triton.client.{name.removesuffix('s')}_client")
-    return int(client.run(words))
+    return int(client.run(args))

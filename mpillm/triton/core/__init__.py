@@ -1,5 +1,5 @@
 """The core `triton_grpc`: a client of tritonserver over gRPC.
 
-`core` is what a rank sees, `stream` one client with its stream, `tensors` what goes over it, `triton_ready`
-what is asked of a server before a test.
+`core`: the core's class. `stream`: clients and their gRPC streams. `tensors`: requests and responses.
+`triton_ready`: queries to a server before a test. `triton_counts`: a server's metrics.
 """

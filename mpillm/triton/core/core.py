@@ -1,4 +1,4 @@
-"""Executor ranks as frontends of tritonservers: each has clients (streams), and a channel of its own."""
+"""Executor ranks as clients of tritonservers: each rank has its own gRPC streams and channels."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.options.mitten import configured
-from mpillm.triton.core.stream import Stream, Streams, open_channel
-from mpillm.triton.core.tensors import NO_END, Wanted, is_last, request_of, stop_of, tokens_of
+from mpillm.triton.core.stream import InferStream, StreamPool, open_channel
+from mpillm.triton.core.tensors import NO_END, InferParams, is_last, request_of, stop_of, tokens_of
 from mpillm.triton.core.triton_counts import metrics_url, read
 from mpillm.triton.core.triton_ready import Model, TritonError, find_models, framework_of, until_ready
 
@@ -44,38 +44,38 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _WATCH_S = 1.0
-# Where nobody measures single answers (Offline), they go to rank 0 many in a message, which is work for both
-# ranks: those of so long, or sooner, when a part of all requests that may be open waits for its successors.
+# Without streaming (Offline), responses go to rank 0 in batches, which saves work on both ranks. A batch is
+# sent after this time, or earlier when it has this fraction (1/n) of all requests that may be outstanding.
 _GATHER_S = 0.02
 _GATHER_PART = 16
-_MOST_LISTED = 5  # requests in a message
-# Plain numbers: operations on flags take longer than the rest of a row.
+_MAX_LISTED = 5  # requests in a message
+# Plain numbers: operations on flags take longer than all other work on a row.
 _IGNORE_STOP, _IGNORE_END = int(RequestFlag.IGNORE_STOP), int(RequestFlag.IGNORE_END)
 _STREAM = int(RequestFlag.STREAM)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _PARTIAL, _REFUSED = int(ResponseFlag.PARTIAL), int(ResponseFlag.REFUSED)
-_MOST_SAID = 300  # characters of an error
-# HTTP's, by gRPC's, which errors of single calls begin with.
+_MAX_ERROR_CHARS = 300
+# HTTP status by gRPC status; errors of ModelInfer calls begin with the latter.
 _STATUSES = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503}
 
 
-class _Call:
-    """A request in progress."""
+class _PendingRequest:
+    """A request without its final response."""
 
-    def __init__(self, id_: int, model: Model, stream: Stream, live: bool, most: int) -> None:
-        """`live`: its tokens are wanted as they come; `most`: how many there may be."""
+    def __init__(self, id_: int, model: Model, stream: InferStream, live: bool, max_tokens: int) -> None:
+        """`live`: forward tokens as they arrive; `max_tokens`: limit of tokens in all responses."""
         self.id = id_
         self.model = model
         self.stream = stream
         self.live = live
-        self.most = most
-        self.asked_at = time.monotonic()
+        self.max_tokens = max_tokens
+        self.sent_at = time.monotonic()
         self.tokens: list[int] = []
-        self.n_told = 0  # of the tokens
+        self.n_forwarded = 0  # tokens sent to rank 0
 
 
 class TritonGrpcCore(LLMCore):
-    """Engines behind `tritonserver`: TensorRT-LLM's, or the embedded one."""
+    """Client of engines behind `tritonserver`: TensorRT-LLM's, or the embedded engine."""
 
     is_client = True
     engine_stages = "mpillm.trtllm.engines:engine_stages"
@@ -91,18 +91,18 @@ class TritonGrpcCore(LLMCore):
             if config.server is None
             else share_of([""], at_once, config.client, config.n_clients)
         )
-        # One client of each asks what it counts.
+        # One client of each server reads the server's metrics.
         self._reads = config.client == 0 and (
             config.server is not None or config.instance < len(self._harness.server_urls or (TRITON_URL,))
         )
         self._reader: ServerReader | None = None
         self._metrics_port = ""  # of an owned server
-        self._clients = Streams()
+        self._clients = StreamPool()
         self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
-        self._calls: dict[int, _Call] = {}  # open, by their number on the wire
-        self._numbers: dict[int, int] = {}  # the same, by id
+        self._pending: dict[int, _PendingRequest] = {}  # by their number in Triton's protocol
+        self._numbers: dict[int, int] = {}  # these numbers by request id
         self._number = itertools.count(1)
-        self._frameworks: set[str] = set()  # of the servers' models
+        self._frameworks: set[str] = set()
         self._answers = Answers()
         self._gathers = not self.streams
         at_once = self._at_once * len(self._urls) if self._gathers else 1
@@ -130,14 +130,14 @@ class TritonGrpcCore(LLMCore):
             for word in config.engine.stop_words:
                 if isinstance(word, str):
                     raise ConfigError(
-                        f"--stop_words {word}: this core sends tokens; write the word's, as in [[12, 13]]"
+                        f"--stop_words {word}: this core sends tokens; write the word's, such as [[12, 13]]"
                     )
         return StatedLimits()
 
     # --- life ---
 
     def load(self) -> None:
-        """Connect, if the servers are not the run's own."""
+        """Connect, unless the run starts the servers."""
         if self.config.server is None:
             self._connect()
 
@@ -148,11 +148,11 @@ class TritonGrpcCore(LLMCore):
             self._connect()
 
     def _connect(self) -> None:
-        """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
+        """Wait for the servers, and open streams on as few channels as carry them."""
         deadline = longest_wait_s(self.config, self._harness.load_deadline)
         began = time.monotonic()
 
-        def tell(waiting: str) -> None:
+        def report_wait(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(deadline)}"
             self.meanwhile()
 
@@ -160,10 +160,11 @@ class TritonGrpcCore(LLMCore):
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
-                until_ready(url, channel, deadline, tell, began, self.meanwhile)
-                wanted = self.config.options.get("model")
-                name = None if wanted is None else str(wanted)
-                models = find_models(url, channel, name, deadline, self.meanwhile)
+                until_ready(url, channel, deadline, report_wait, began, self.meanwhile)
+                name = self.config.options.get("model")
+                models = find_models(
+                    url, channel, None if name is None else str(name), deadline, self.meanwhile
+                )
             except TritonError as error:
                 raise self._failure(str(error)) from None
             finally:
@@ -171,7 +172,7 @@ class TritonGrpcCore(LLMCore):
             self._models[url] = itertools.cycle(models)
             self._frameworks |= {framework_of(model) for model in models}
             n_calls = 0 if all(model.decoupled for model in models) else self._at_once
-            self._clients.connect(url, n, self._heard, n_calls)
+            self._clients.connect(url, n, self._receive, n_calls)
             names = ", ".join(model.name for model in models)
             _log.info("%s has %s; %d clients", url, names, n)
         self.awaits = ""
@@ -184,7 +185,7 @@ class TritonGrpcCore(LLMCore):
         limit = longest_first_token_s(self.config, EARLIER * self._harness.health_deadline / len(self._urls))
         for url in self._urls:
             stream = next(one for one in self._clients.open if one.url == url)
-            self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
+            self._submit(0, np.full(8, 3, np.int32), InferParams(1, end_id=NO_END, streaming=False), stream)
             end = time.monotonic() + limit
             while not self._answers:
                 self._watch()
@@ -200,7 +201,7 @@ class TritonGrpcCore(LLMCore):
                 raise self._failure(f"tritonserver {url} gave no token: {self._last_error}")
 
     def warm_up_requests(self) -> Batch:
-        """Return a request for each client, with an answer that may end at once."""
+        """Return a request for each stream, whose output may end immediately."""
         return short_requests(len(self._clients.open))
 
     def start_test(self) -> None:
@@ -209,9 +210,9 @@ class TritonGrpcCore(LLMCore):
         self._began()
 
     def statistics(self) -> dict[str, float]:
-        """Return the numbers of clients, of channels under them, and of requests answered with an error.
+        """Return the numbers of streams, channels and failed requests.
 
-        `server_…`, from the first client of each server: what that counted in the test; see `Reading`.
+        The first client of each server adds the server's counts in the test as `server_…`; see `Reading`.
         """
         run = partial(self._clients.thread.run, meanwhile=self.meanwhile)
         return {
@@ -229,11 +230,12 @@ class TritonGrpcCore(LLMCore):
         return sorted(self._frameworks)
 
     def metrics(self) -> Metrics:
-        mine = Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
+        own = Metrics(self._prompt_tokens, self._generated_tokens, len(self._pending), 0)
         if self._reader is None:
-            return mine
-        asks_alone = self.config.server is not None and self.config.n_clients == 1
-        return self._reader.metrics(mine, asks_alone=asks_alone)
+            return own
+        return self._reader.metrics(
+            own, asks_alone=self.config.server is not None and self.config.n_clients == 1
+        )
 
     def notify_stop(self) -> None:
         if self._reader is not None:
@@ -247,43 +249,45 @@ class TritonGrpcCore(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets().tolist()
-        # Plain values: to read them one by one from NumPy's rows takes as long as the rest of this.
+        # Plain values: reading them one by one from NumPy's rows doubles the time of this loop.
         for row, (begin, end) in zip(requests.rows.tolist(), itertools.pairwise(offsets), strict=True):
             id_, _, max_output, min_output, temperature, top_k, top_p, seed, flags, *_ = row
-            ends, words = self._ends_and_words(flags)
+            end_id, stop_words = self._end_id_and_stop_words(flags)
             live = bool(flags & _STREAM)
             streaming = self._harness.streaming or live
-            wanted = Wanted(max_output, min_output, temperature, top_k, top_p, ends, words, streaming)
+            params = InferParams(
+                max_output, min_output, temperature, top_k, top_p, end_id, stop_words, streaming
+            )
             stream = min(self._clients.open, key=lambda one: len(one.open))
-            self._submit(id_, requests.tokens[begin:end], wanted, stream, seed, live)
+            self._submit(id_, requests.tokens[begin:end], params, stream, seed, live)
 
-    def _ends_and_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
-        """Return the end token and the stop words of a request, other end tokens among them."""
-        ends, words = self.config.engine.end_ids or (), self.config.engine.stop_words
+    def _end_id_and_stop_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
+        """Return the first end token of a request, and its stop words, which include the other end tokens."""
+        end_ids, stop_words = self.config.engine.end_ids or (), self.config.engine.stop_words
         if flags & _IGNORE_STOP:
-            words = ()
+            stop_words = ()
         if flags & _IGNORE_END:
-            ends = (NO_END,)
-        listed = (*(word for word in words if not isinstance(word, str)), *((end,) for end in ends[1:]))
-        return ends[0] if ends else None, listed
+            end_ids = (NO_END,)
+        tokens = (word for word in stop_words if not isinstance(word, str))
+        return end_ids[0] if end_ids else None, (*tokens, *((end,) for end in end_ids[1:]))
 
     def _submit(
         self,
         id_: int,
         prompt: NDArray[np.int32],
-        wanted: Wanted,
-        stream: Stream,
+        params: InferParams,
+        stream: InferStream,
         seed: int = 0,
         live: bool = False,
     ) -> None:
         model, number = next(self._models[stream.url]), next(self._number)
         if not model.decoupled:
-            wanted = wanted._replace(streaming=False)
-        # Some servers send the prompt, too.
-        call = _Call(id_, model, stream, live, len(prompt) + wanted.max_output)
-        self._calls[number], self._numbers[id_] = call, number
+            params = params._replace(streaming=False)
+        # The limit includes the prompt, which some servers return.
+        pending = _PendingRequest(id_, model, stream, live, len(prompt) + params.max_output)
+        self._pending[number], self._numbers[id_] = pending, number
         self._prompt_tokens += len(prompt)
-        stream.ask(number, request_of(model.name, str(number), prompt, wanted, seed), model.decoupled)
+        stream.submit(number, request_of(model.name, str(number), prompt, params, seed), model.decoupled)
 
     def has_work(self) -> bool:
         return time.monotonic() >= self._due()
@@ -292,8 +296,8 @@ class TritonGrpcCore(LLMCore):
         return self._due() - time.monotonic()
 
     def _due(self) -> float:
-        """Return when there is something to do, if nothing comes before."""
-        rows, watch = len(self._answers), self._next_watch if self._calls else math.inf
+        """Return when there is work even if no response arrives."""
+        rows, watch = len(self._answers), self._next_watch if self._pending else math.inf
         if rows >= self._gather:
             return 0.0
         return min(self._next_rows, watch) if rows else watch
@@ -308,17 +312,17 @@ class TritonGrpcCore(LLMCore):
         for id_ in ids:
             if (number := self._numbers.pop(id_, None)) is None:
                 continue
-            if (call := self._calls.pop(number, None)) is not None:
-                call.stream.open.discard(number)
-                self._stop(number, call)
+            if (pending := self._pending.pop(number, None)) is not None:
+                pending.stream.open.discard(number)
+                self._stop(number, pending)
                 self._add(id_, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), [])
 
-    def _stop(self, number: int, call: _Call) -> None:
-        """Have the server end a request."""
-        call.stream.send(number, stop_of(call.model.name, str(number)), call.model.decoupled)
+    def _stop(self, number: int, pending: _PendingRequest) -> None:
+        """Request the server to end a request."""
+        pending.stream.send(number, stop_of(pending.model.name, str(number)), pending.model.decoupled)
 
     def _watch(self) -> None:
-        """Look for a stream that has ended, or owes answers and is silent."""
+        """Fail if a stream has ended, or is silent with outstanding requests."""
         now = time.monotonic()
         if now < self._next_watch:
             return
@@ -327,88 +331,88 @@ class TritonGrpcCore(LLMCore):
         silence_s = EARLIER * self._harness.stall_timeout
         for stream in self._clients.open:
             if stream.ended:
-                raise self._failure(f"tritonserver {stream.url} owes {self._owed(stream)}: {stream.ended}")
-            if stream.open and now - stream.heard_at > silence_s:
+                raise self._failure(f"tritonserver {stream.url}: {stream.ended}; {self._outstanding(stream)}")
+            if stream.open and now - stream.silent_since > silence_s:
                 raise self._failure(
-                    f"tritonserver {stream.url} has said nothing for {silence_s:g} s, and owes"
-                    f" {self._owed(stream)}"
+                    f"tritonserver {stream.url}: no response for {silence_s:g} s; {self._outstanding(stream)}"
                 )
 
     def _give_up(self, now: float) -> None:
-        """End requests that have waited for their whole answer for too long."""
+        """Fail requests that exceed --triton_request_timeout."""
         limit = self._harness.request_timeout
         if limit is None:
             return
-        for number, call in [*self._calls.items()]:
-            if now - call.asked_at > limit:
-                self._stop(number, call)
-                what = f"no whole answer within --triton_request_timeout {limit:g} s"
-                self._fail(number, call, what)
+        for number, pending in [*self._pending.items()]:
+            if now - pending.sent_at > limit:
+                self._stop(number, pending)
+                error = f"no whole answer within --triton_request_timeout {limit:g} s"
+                self._fail(number, pending, error)
 
-    def _owed(self, stream: Stream) -> str:
-        ids = sorted(self._calls[number].id for number in [*stream.open] if number in self._calls)
-        listed = ", ".join(map(str, ids[:_MOST_LISTED])) + (", …" if len(ids) > _MOST_LISTED else "")
-        return f"{len(ids)} answers" + (f" (requests {listed})" if ids else "")
+    def _outstanding(self, stream: InferStream) -> str:
+        ids = sorted(self._pending[number].id for number in [*stream.open] if number in self._pending)
+        listed = ", ".join(map(str, ids[:_MAX_LISTED])) + (", …" if len(ids) > _MAX_LISTED else "")
+        return f"outstanding requests: {len(ids)}" + (f" (ids {listed})" if ids else "")
 
     def _failure(self, message: str) -> RunError:
-        """Return why the run ends. Raises what the server's owner says, if that is the cause."""
+        """Return the error that ends the run. Raises the failure that the server's owner reports, if any."""
         return RunError(Failure(hear_owner(self, message), self.config.rank))
 
     # --- on the streams' thread ---
 
     _last_error = ""
 
-    def _heard(self, stream: Stream, response: Any, error: str) -> None:
+    def _receive(self, stream: InferStream, response: Any, error: str) -> None:
         number = int(response.id or 0)
-        call = self._calls.get(number)
-        if call is None:
+        pending = self._pending.get(number)
+        if pending is None:
             if error and not number:
                 raise ValueError(error)
             return
         if error:
-            self._fail(number, call, error)
+            self._fail(number, pending, error)
             return
         tokens = tokens_of(response)
-        if len(call.tokens) + len(tokens) > call.most:
+        if len(pending.tokens) + len(tokens) > pending.max_tokens:
             if not is_last(response):
-                self._stop(number, call)
-            self._fail(number, call, f"more tokens than the prompt and the answer may have: {call.most}")
+                self._stop(number, pending)
+            limit = pending.max_tokens
+            self._fail(number, pending, f"more tokens than the prompt and the answer may have: {limit}")
             return
-        call.tokens += tokens
+        pending.tokens += tokens
         self._generated_tokens += len(tokens)
         if is_last(response):
-            flags = _FINAL if call.n_told else _FIRST | _FINAL
-            if not call.tokens:
-                self._fail(number, call, "an answer without a token")
+            flags = _FINAL if pending.n_forwarded else _FIRST | _FINAL
+            if not pending.tokens:
+                self._fail(number, pending, "an answer without a token")
                 return
-            self._done(number, call, flags, call.tokens)
-        elif call.tokens and not call.n_told:
-            call.n_told = 1
-            self._add(call.id, _FIRST, call.tokens[:1])
-        elif call.live and len(call.tokens) > call.n_told:
-            new, call.n_told = call.tokens[call.n_told :], len(call.tokens)
-            self._add(call.id, _PARTIAL, new)
+            self._done(number, pending, flags, pending.tokens)
+        elif pending.tokens and not pending.n_forwarded:
+            pending.n_forwarded = 1
+            self._add(pending.id, _FIRST, pending.tokens[:1])
+        elif pending.live and len(pending.tokens) > pending.n_forwarded:
+            new, pending.n_forwarded = pending.tokens[pending.n_forwarded :], len(pending.tokens)
+            self._add(pending.id, _PARTIAL, new)
 
-    def _fail(self, number: int, call: _Call, error: str) -> None:
-        if self.config.serves and number in self._calls:
+    def _fail(self, number: int, pending: _PendingRequest, error: str) -> None:
+        if self.config.serves and number in self._pending:
             status = _STATUSES.get(error.partition(":")[0], 500)
-            numbers = Refusal(status, one_line(error, _MOST_SAID)).numbers()
-            self._add(call.id, _REFUSED, numbers)
-        if self._done(number, call, _FINAL | _ERROR, []):
+            numbers = Refusal(status, one_line(error, _MAX_ERROR_CHARS)).numbers()
+            self._add(pending.id, _REFUSED, numbers)
+        if self._done(number, pending, _FINAL | _ERROR, []):
             self._last_error = error
             self._errors += 1
-            _log.error("request %d: tritonserver %s: %s", call.id, call.stream.url, error)
+            _log.error("request %d: tritonserver %s: %s", pending.id, pending.stream.url, error)
 
-    def _done(self, number: int, call: _Call, flags: int, tokens: list[int]) -> bool:
-        """Return whether it was still open."""
-        if self._calls.pop(number, None) is None:
-            return False  # cancelled or given up meanwhile
-        self._numbers.pop(call.id, None)
-        call.stream.open.discard(number)
-        self._add(call.id, flags, tokens)
+    def _done(self, number: int, pending: _PendingRequest, flags: int, tokens: list[int]) -> bool:
+        """End a request; return whether it was still pending."""
+        if self._pending.pop(number, None) is None:
+            return False  # cancelled or timed out
+        self._numbers.pop(pending.id, None)
+        pending.stream.open.discard(number)
+        self._add(pending.id, flags, tokens)
         return True
 
     def _add(self, id_: int, flags: int, tokens: list[int]) -> None:
-        # Those behind the first of a message are known to the main thread, or soon will be.
+        # Only the first response, and a full batch, must wake the main thread.
         if self._answers.add(id_, flags, tokens) in (1, self._gather):
             self.wake()

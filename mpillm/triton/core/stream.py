@@ -1,12 +1,12 @@
-"""One client: a ModelStreamInfer stream to a server, which carries many requests at once.
+"""One client: a ModelStreamInfer stream to a server, with many concurrent requests.
 
-A stream is one of about a hundred that an HTTP/2 connection carries, whatever the number of its requests.
-All streams of a process share one thread with an event loop: with two threads for each, as gRPC's blocking
-calls have, a thousand streams spend all of a core on waking up to find nothing.
+An HTTP/2 connection carries about a hundred streams, whatever the number of their requests. All streams of a
+process share one thread with an event loop. gRPC's blocking calls would need two threads per stream, and with
+a thousand streams their wake-ups alone use a whole CPU core.
 
-A model that is not decoupled is asked by ModelInfer calls of their own instead, each of which is one of that
-hundred: when a stream has its answer, tritonserver writes to a request's state that its other thread may have
-freed by then (`StreamInferResponseComplete` in its stream_infer_handler.cc, 2.51 to 2.73), and crashes.
+A model that is not decoupled gets each request by a ModelInfer call, which also counts as a stream of the
+connection. Over a stream, tritonserver can crash: when it responds, it writes to a request's state that its
+other thread may have freed (`StreamInferResponseComplete` in stream_infer_handler.cc, 2.51 to 2.73).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpillm.cores.openai_client.client_thread import ClientThread
 _log = logging.getLogger(__name__)
 
 STREAMS_PER_CHANNEL = 100
-"""Streams at once that a server grants to a connection, if nobody has said otherwise (gRPC's default)."""
+"""Concurrent streams of a connection that a server allows by default (gRPC)."""
 
 _OPEN_S = 30.0
 _END_S = 5.0
@@ -41,23 +41,23 @@ _SERVICE = "/inference.GRPCInferenceService/"
 
 
 def open_channel(url: str) -> grpc.Channel:
-    """Return a connection for single questions, which wait for their answers."""
+    """Return a connection for blocking calls."""
     return grpc.insecure_channel(url, OF_GRPC)
 
 
-class Streams:
-    """The streams of a process, and the channels under them, on a thread of their own."""
+class StreamPool:
+    """Streams of a process and their channels, on a separate thread."""
 
     def __init__(self) -> None:
         self.thread = ClientThread("mpillm-triton")
-        self.open: list[Stream] = []
+        self.open: list[InferStream] = []
         self._channels: list[grpc.aio.Channel] = []
 
-    def connect(self, url: str, n: int, heard: Heard, n_calls: int = 0) -> None:
+    def connect(self, url: str, n: int, on_response: OnResponse, n_calls: int = 0) -> None:
         """Open `n` streams of a server, on as few channels as carry them and `n_calls` ModelInfer calls."""
-        self.thread.run(self._connect(url, n, heard, n_calls), _OPEN_S)
+        self.thread.run(self._connect(url, n, on_response, n_calls), _OPEN_S)
 
-    async def _connect(self, url: str, n: int, heard: Heard, n_calls: int) -> None:
+    async def _connect(self, url: str, n: int, on_response: OnResponse, n_calls: int) -> None:
         channels = [self._channel(url) for _ in range(math.ceil((n + n_calls) / STREAMS_PER_CHANNEL))]
         calls = itertools.cycle(
             [
@@ -75,7 +75,7 @@ class Streams:
                 request_serializer=bytes,
                 response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
             )
-            self.open.append(Stream(url, infer(), calls, heard, self.thread))
+            self.open.append(InferStream(url, infer(), calls, on_response, self.thread))
 
     def _channel(self, url: str) -> grpc.aio.Channel:
         # channels with equal arguments would share a connection
@@ -85,7 +85,7 @@ class Streams:
 
     @property
     def n_channels(self) -> int:
-        """How many channels are open."""
+        """Number of open channels."""
         return len(self._channels)
 
     def close(self) -> None:
@@ -97,56 +97,59 @@ class Streams:
             _log.warning("%d streams have not ended within %g s", len(streams), _END_S)
         self.thread.stop()
 
-    async def _close(self, streams: list[Stream]) -> None:
+    async def _close(self, streams: list[InferStream]) -> None:
         await asyncio.gather(*(stream.end() for stream in streams))
         for channel in self._channels:
             await channel.close()
         self._channels.clear()
 
 
-class Stream:
-    """Sends requests, and calls `heard(stream, response, error)` on the streams' thread for each response.
+class InferStream:
+    """Sends requests; calls `on_response(stream, response, error)` on the streams' thread for each response.
 
-    `ended`: why nothing more will come; empty while it is open.
+    `ended`: why the stream has ended; empty while it is open. `silent_since`: time of the last response, or
+    of the request since when responses are outstanding.
     """
 
-    def __init__(self, url: str, call: Any, calls: Iterator[Any], heard: Heard, thread: ClientThread) -> None:
-        """`calls`: the next one is what a request to a model that is not decoupled goes through."""
+    def __init__(
+        self, url: str, call: Any, calls: Iterator[Any], on_response: OnResponse, thread: ClientThread
+    ) -> None:
+        """`calls`: yields ModelInfer calls, for models that are not decoupled."""
         self.url = url
         self.ended = ""
-        self.heard_at = time.monotonic()
-        self.open: set[int] = set()  # ids of requests without their last response; the owner's
-        self._call, self._calls, self._heard, self._thread = call, calls, heard, thread
+        self.silent_since = time.monotonic()
+        self.open: set[int] = set()  # ids of requests without their final response; the owner removes them
+        self._call, self._calls, self._on_response, self._thread = call, calls, on_response, thread
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
         self._tasks = {self._reader, asyncio.create_task(self._write())}
 
     def send(self, number: int, request: bytes, decoupled: bool) -> None:
-        """Send a serialised ModelInferRequest soon; called from any thread.
+        """Queue a serialized ModelInferRequest; called from any thread.
 
-        `number`: its id. `decoupled`: whether its model is.
+        `number`: its id. `decoupled`: whether its model is decoupled.
         """
         if not decoupled:
             self._thread.post(self._infer, number, request)
             return
         self._waiting.append(request)
-        if len(self._waiting) <= 1:  # else the writer is at work, and will find it
+        if len(self._waiting) <= 1:  # otherwise the writer is active and will send it
             self._thread.post(self._wake.set)
 
-    def ask(self, number: int, request: bytes, decoupled: bool) -> None:
-        """Send a request whose answer somebody waits for, as `send`."""
+    def submit(self, number: int, request: bytes, decoupled: bool) -> None:
+        """Send a request and count it as outstanding. Args: see `send`."""
         if not self.open:
-            self.heard_at = time.monotonic()  # its silence counts from now on
+            self.silent_since = time.monotonic()
         self.open.add(number)
         self.send(number, request, decoupled)
 
     # --- on the streams' thread ---
 
     async def end(self) -> None:
-        """End it with nothing left to do, as the server expects.
+        """Close the stream; cancel it only if requests are outstanding.
 
-        Only one with open requests is cancelled: tritonserver 2.51 can crash when it cancels what has ended.
+        tritonserver 2.51 can crash when it cancels requests that have ended.
         """
         if not self.open and not self.ended:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
@@ -170,12 +173,12 @@ class Stream:
             if failure.code() is grpc.StatusCode.UNAVAILABLE:
                 await asyncio.wait([self._reader], timeout=_NOTICE_S)
                 if self.ended:
-                    return  # the server is gone, and owes this answer
+                    return  # `ended` reports the loss of the server
             response, error = service_pb2.ModelInferResponse(id=str(number)), error_text(failure)
-        self.heard_at = time.monotonic()
+        self.silent_since = time.monotonic()
         response.parameters["triton_final_response"].bool_param = True
         try:
-            self._heard(self, response, error)
+            self._on_response(self, response, error)
         except Exception as failure:  # noqa: BLE001 - the rank's main thread reports it
             self.ended = f"{type(failure).__name__}: {failure}"
 
@@ -186,15 +189,15 @@ class Stream:
                 self._wake.clear()
                 while self._waiting:
                     await self._call.write(self._waiting[0])
-                    self._waiting.popleft()  # only now: an empty queue says that nobody is here
+                    self._waiting.popleft()  # last: `send` wakes the writer only if the queue is empty
         except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reader says why the stream has ended
+            return  # the reader records why the stream has ended
 
     async def _read(self) -> None:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                self.heard_at = time.monotonic()
-                self._heard(self, response.infer_response, response.error_message)
+                self.silent_since = time.monotonic()
+                self._on_response(self, response.infer_response, response.error_message)
             status, details = await self._call.code(), await self._call.details()
             is_closed = status is grpc.StatusCode.OK
             self.ended = "the server has closed the stream" if is_closed else _text(status, details)
@@ -204,11 +207,11 @@ class Stream:
             self.ended = f"{type(error).__name__}: {error}"
 
 
-Heard = Callable[[Stream, Any, str], None]
+OnResponse = Callable[[InferStream, Any, str], None]
 
 
 def error_text(error: grpc.RpcError) -> str:
-    """Return a call's failure in a line."""
+    """Format a call's failure."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return str(error)
     return _text(error.code(), error.details())

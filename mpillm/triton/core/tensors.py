@@ -1,4 +1,4 @@
-"""Make requests to the `tensorrt_llm` model and read its responses, in Triton's gRPC protocol (KServe v2)."""
+"""Requests to the `tensorrt_llm` model and its responses, in Triton's gRPC protocol (KServe v2)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL"}
-NO_END = -1  # as an `end_id`: no token ends the answer
+NO_END = -1  # `end_id` if no token ends the output
 
 
-class Wanted(NamedTuple):
-    """What requests ask for, besides their prompts and seeds."""
+class InferParams(NamedTuple):
+    """Parameters that many requests share: all except prompt and seed."""
 
     max_output: int
     min_output: int = 0
@@ -27,23 +27,23 @@ class Wanted(NamedTuple):
     streaming: bool = True
 
 
-def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted, seed: int = 0) -> bytes:
-    """Return a ModelInferRequest, serialised. The last response will say that it is the last.
+def request_of(model: str, id_: str, prompt: NDArray[np.int32], params: InferParams, seed: int = 0) -> bytes:
+    """Return a serialized ModelInferRequest whose final response is marked (`is_last`).
 
-    What requests have in common is serialised once: protobuf takes the parts of a message in any order, and
-    those of a repeated field in theirs.
+    The parts that requests share are serialized once. Protobuf accepts the fields of a message in any order,
+    and the items of a repeated field in sequence.
     """
     contents = [prompt.astype(np.int32, copy=False).tobytes(), len(prompt).to_bytes(4, "little")]
-    seeded = wanted.temperature > 0
+    seeded = params.temperature > 0
     if seeded:
         contents.append(seed.to_bytes(8, "little"))
     own = service_pb2.ModelInferRequest(id=id_, raw_input_contents=contents)
-    return bytes(own.SerializeToString()) + _own_inputs(len(prompt), seeded) + _common(model, wanted)
+    return bytes(own.SerializeToString()) + _own_inputs(len(prompt), seeded) + _common(model, params)
 
 
 @lru_cache(maxsize=4096)
 def _own_inputs(prompt_len: int, seeded: bool) -> bytes:
-    """Return the descriptions of the inputs that each request has for itself."""
+    """Return the serialized descriptions of the inputs that differ between requests."""
     message = service_pb2.ModelInferRequest()
     message.inputs.add(name="input_ids", datatype="INT32", shape=(1, prompt_len))
     message.inputs.add(name="input_lengths", datatype="INT32", shape=(1, 1))
@@ -53,29 +53,29 @@ def _own_inputs(prompt_len: int, seeded: bool) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _common(model: str, wanted: Wanted) -> bytes:
-    """Return what follows the inputs that each request has for itself."""
-    greedy = wanted.temperature == 0
+def _common(model: str, params: InferParams) -> bytes:
+    """Return the serialized parts that requests share. They follow the request's own inputs."""
+    greedy = params.temperature == 0
     values: dict[str, NDArray[Any]] = {
-        "request_output_len": np.array([wanted.max_output], np.int32),
-        "streaming": np.array([wanted.streaming]),
+        "request_output_len": np.array([params.max_output], np.int32),
+        "streaming": np.array([params.streaming]),
         "exclude_input_in_output": np.array([True]),
-        "runtime_top_k": np.array([1 if greedy else wanted.top_k], np.int32),
+        "runtime_top_k": np.array([1 if greedy else params.top_k], np.int32),
     }
     if not greedy:
-        values["temperature"] = np.array([wanted.temperature], np.float32)
-        values["runtime_top_p"] = np.array([wanted.top_p], np.float32)
-    if wanted.min_output > 1:
-        values["min_tokens"] = np.array([wanted.min_output], np.int32)
-    if wanted.end_id is not None:
-        values["end_id"] = np.array([wanted.end_id], np.int32)
-    if wanted.stop_words:
-        values["stop_words_list"] = word_list(wanted.stop_words)
+        values["temperature"] = np.array([params.temperature], np.float32)
+        values["runtime_top_p"] = np.array([params.top_p], np.float32)
+    if params.min_output > 1:
+        values["min_tokens"] = np.array([params.min_output], np.int32)
+    if params.end_id is not None:
+        values["end_id"] = np.array([params.end_id], np.int32)
+    if params.stop_words:
+        values["stop_words_list"] = word_list(params.stop_words)
     return _message(model, "", values)
 
 
 def stop_of(model: str, id_: str) -> bytes:
-    """Return a request that ends the one of this id, and is itself answered by an empty last response."""
+    """Return a request that ends the request with this id. Its own response is final and empty."""
     one = np.ones(1, np.int32)
     return _message(
         model,
@@ -96,15 +96,15 @@ def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> bytes:
     return bytes(request.SerializeToString())
 
 
-def word_list(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Return words in TensorRT-LLM's form, int32 [2, n].
+def word_list(stop_words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Return stop words in TensorRT-LLM's form, int32 [2, n].
 
-    The first row has their tokens back to back, the second where each ends, then -1.
+    The first row is the concatenated tokens; the second row is the end of each word, padded with -1.
     """
-    tokens = [token for word in words for token in word]
+    tokens = [token for word in stop_words for token in word]
     listed = np.full((2, len(tokens)), -1, np.int32)
     listed[0] = tokens
-    listed[1, : len(words)] = np.cumsum([len(word) for word in words])
+    listed[1, : len(stop_words)] = np.cumsum([len(word) for word in stop_words])
     return listed
 
 

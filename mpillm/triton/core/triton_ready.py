@@ -1,4 +1,4 @@
-"""Before a test: wait until a tritonserver and its models are ready, and find the models that take tokens."""
+"""Wait until a tritonserver and its models are ready, and find the models whose inputs are tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mpillm.triton.core.stream import error_text
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
-_ASK_S = 10.0
+_CALL_TIMEOUT_S = 10.0
 _HTTP_S = 2.0
-_MOST_LISTED = 1000  # characters of models' names
-_LOOK_S = 0.1  # while it does not answer
+_MAX_LISTED = 1000  # characters of models' names
+_LOOK_S = 0.1  # between calls of `on_wait`
 _HTTP_PORT = " (this is an HTTP port; gRPC has one of its own, 8001 by default)"
 _REFUSALS = (
     grpc.StatusCode.UNIMPLEMENTED,
@@ -34,7 +34,7 @@ _INPUTS = {"input_ids", "request_output_len"}
 
 
 class TritonError(Exception):
-    """What is wrong with a server, which the message names."""
+    """Error of a server; the message contains its address."""
 
 
 class Model(NamedTuple):
@@ -42,11 +42,11 @@ class Model(NamedTuple):
 
     name: str
     decoupled: bool
-    backend: str = ""  # Triton's name of what runs it; empty for an ensemble
+    backend: str = ""  # Triton's backend; empty for an ensemble
 
 
 def framework_of(model: Model) -> str:
-    """Return what computes a model, as far as its server says: a Python backend's model may be anything."""
+    """Return the framework of a model, as its server reports it. A Python backend's model may be anything."""
     if model.backend == "tensorrtllm":
         return "TensorRT-LLM behind tritonserver"
     return f"tritonserver, {'backend ' + model.backend if model.backend else 'an ensemble'}"
@@ -56,51 +56,55 @@ def until_ready(
     url: str,
     channel: grpc.Channel,
     deadline_s: float,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     began: float | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until the server and all its models are ready; `tell` what it waits for, again and again.
+    """Wait until the server and all its models are ready.
 
-    `meanwhile`: called while it does not answer. Raises TritonError after `deadline_s`, from `began` on
-    (time.monotonic); None: from now on.
+    Args:
+        report: Called repeatedly with the reason for waiting.
+        began: Start of `deadline_s` (time.monotonic); None: now.
+        on_wait: Called while the server does not answer.
+
+    Raises TritonError after `deadline_s`.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     start = time.monotonic() if began is None else began
     logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
-    last = "it was not asked"
-    # Whether it speaks HTTP is asked within the same deadline: this rank's phase also has one.
+    last = "no request was sent"
+    # The check for HTTP must fit into the deadline, because this rank's phase has a deadline as well.
     http_s = min(_HTTP_S, deadline_s / 4)
-    ask_http_at = start + http_s
+    check_http_at = start + http_s
     while (left := start + deadline_s - http_s - time.monotonic()) > 0:
         try:
             request = service_pb2.ServerReadyRequest()
-            if _asked(stub.ServerReady, request, min(left, _ASK_S), meanwhile).ready:
+            if _call(stub.ServerReady, request, min(left, _CALL_TIMEOUT_S), on_wait).ready:
                 return
             last = "it is up, but its models are not loaded"
         except grpc.RpcError as error:
             last = error_text(error)
             if error.code() in _REFUSALS:
                 raise TritonError(f"tritonserver {url}: {last}") from None
-            if time.monotonic() >= ask_http_at:
+            if time.monotonic() >= check_http_at:
                 if _speaks_http(url, http_s):
                     raise TritonError(f"tritonserver {url}: {last}{_HTTP_PORT}") from None
-                ask_http_at = math.inf
+                check_http_at = math.inf
         waiting = f"{WAITING}tritonserver {url}: {last}"
-        tell(waiting)
+        report(waiting)
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
             _log.warning("%s", waiting)
         time.sleep(min(_PAUSE_S, max(0.0, left)))
-    if ask_http_at < math.inf and _speaks_http(url, http_s):  # a second question would exceed the deadline
+    if check_http_at < math.inf and _speaks_http(url, http_s):  # another check would exceed the deadline
         last += _HTTP_PORT
     raise TritonError(f"tritonserver {url} was not ready within {deadline_s:g} s: {last}")
 
 
 def _speaks_http(url: str, timeout_s: float) -> bool:
-    """Return whether HTTP is spoken there.
+    """Return whether the port speaks HTTP.
 
-    gRPC's own error does not tell: it is that of the address of the host that it tried last.
+    gRPC's error does not show this: it only describes the last address of the host.
     """
     try:
         return bool(page(f"http://{url}/v2", timeout_s)[0])
@@ -108,15 +112,15 @@ def _speaks_http(url: str, timeout_s: float) -> bool:
         return False
 
 
-def _asked(method: Any, request: Any, timeout_s: float, meanwhile: Callable[[], None]) -> Any:
-    """Return what a server answers. Raises grpc.RpcError, and what `meanwhile` does."""
+def _call(method: Any, request: Any, timeout_s: float, on_wait: Callable[[], None]) -> Any:
+    """Return a server's response. Raises grpc.RpcError, and the exceptions of `on_wait`."""
     call = method.future(request, timeout=timeout_s)
     try:
         while True:
             try:
                 return call.result(timeout=_LOOK_S)
             except grpc.FutureTimeoutError:
-                meanwhile()
+                on_wait()
     finally:
         call.cancel()
 
@@ -124,36 +128,34 @@ def _asked(method: Any, request: Any, timeout_s: float, meanwhile: Callable[[], 
 def find_models(
     url: str,
     channel: grpc.Channel,
-    wanted: str | None,
+    name: str | None,
     timeout_s: float,
-    meanwhile: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> list[Model]:
-    """Return the models that requests go to: `wanted`, or all that take tokens.
+    """Return the model `name`, or all models whose inputs are tokens.
 
-    `meanwhile`: called while it does not answer. Raises TritonError if there is none.
+    `on_wait`: called while the server does not answer. Raises TritonError if there is no such model.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
-    def ask(method: Any, request: Any) -> Any:
+    def call(method: Any, request: Any) -> Any:
         try:
-            return _asked(method, request, timeout_s, meanwhile)
+            return _call(method, request, timeout_s, on_wait)
         except grpc.RpcError as error:
             raise TritonError(f"tritonserver {url}: {error_text(error)}") from None
 
-    index = ask(stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(ready=True))
+    index = call(stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(ready=True))
     names = sorted(model.name for model in index.models)
-    if wanted is not None and wanted not in names:
-        listed = one_line(", ".join(names), _MOST_LISTED) or "none"
-        raise TritonError(
-            f"tritonserver {url} has no model {wanted}{nearest(wanted, names)}; it has {listed}"
-        )
+    if name is not None and name not in names:
+        listed = one_line(", ".join(names), _MAX_LISTED) or "none"
+        raise TritonError(f"tritonserver {url} has no model {name}{nearest(name, names)}; it has {listed}")
     models = []
-    for name in [wanted] if wanted is not None else names:
-        config = ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=name)).config
+    for each in [name] if name is not None else names:
+        config = call(stub.ModelConfig, service_pb2.ModelConfigRequest(name=each)).config
         if {tensor.name for tensor in config.input} >= _INPUTS:
-            models.append(Model(name, config.model_transaction_policy.decoupled, config.backend))
+            models.append(Model(each, config.model_transaction_policy.decoupled, config.backend))
     if not models:
-        listed = one_line(", ".join(names), _MOST_LISTED) or "none"
+        listed = one_line(", ".join(names), _MAX_LISTED) or "none"
         raise TritonError(
             f"tritonserver {url} has no model with the inputs input_ids and request_output_len: {listed}"
         )

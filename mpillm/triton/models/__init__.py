@@ -1,1 +1,1 @@
-"""Models that tritonserver's Python backend runs: the embedded engine, and text before and after it."""
+"""Models for tritonserver's Python backend: the embedded engine, and text processing around it."""

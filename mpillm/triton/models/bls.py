@@ -1,7 +1,7 @@
-"""The `tensorrt_llm_bls` model: text to text through three others, for Triton's Python backend.
+"""The `tensorrt_llm_bls` model: text to text through three other models, for Triton's Python backend.
 
-As the ensemble, but it can put the pieces of a stream together (`accumulate_tokens`). Requests wait for the
-other models in threads of their own, so that many are under way in one instance.
+Works like the ensemble, and can also join the pieces of a stream (`accumulate_tokens`). Each request has a
+thread that waits for the other models, so one instance processes many requests concurrently.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mpillm.triton.models.embedded import as_bool
 from mpillm.triton.models.preprocessing import inputs
 from mpillm.triton.parameters import text_parameter
 
-_MOST_AT_ONCE = 256  # requests of an instance
+_MAX_CONCURRENT = 256  # requests of an instance
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Our inputs, and what the other models call them.
+# Inputs of this model, and their names in the other models.
 _TO_PREPROCESSING = {
     "text_input": "QUERY",
     "decoder_text_input": "DECODER_QUERY",
@@ -64,10 +64,10 @@ class TritonPythonModel:
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._accumulate = as_bool(text_parameter(parameters, "accumulate_tokens") or "false")
         self._engine = text_parameter(parameters, "tensorrt_llm_model_name") or "tensorrt_llm"
-        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "mpillm-bls")
+        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT, "mpillm-bls")
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hand each to a thread of its own."""
+        """Start a thread for each request."""
         for request in requests:
             self._threads.submit(
                 self._run, request.request_id(), request.get_response_sender(), inputs(request)
@@ -76,66 +76,65 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, request_id: str, sender: Any, given: Tensors) -> None:
+    def _run(self, request_id: str, sender: Any, tensors: Tensors) -> None:
         try:
             last = None
-            for outputs in self._answer(request_id, given):
+            for outputs in self._answer(request_id, tensors):
                 if last is not None:
                     sender.send(last)
                 last = pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
             sender.send(last, flags=_FINAL)
-        except Exception as error:  # noqa: BLE001 - it must reach whoever asks, not end in this thread
+        except Exception as error:  # noqa: BLE001 - the client must receive it
             sender.send(
                 pb_utils.InferenceResponse(error=pb_utils.TritonError(f"tensorrt_llm_bls: {error}")),
                 flags=_FINAL,
             )
 
-    def _answer(self, request_id: str, given: Tensors) -> Iterator[Tensors]:
-        if any(np.any(given[name]) for name in _SPECULATIVE if name in given):
+    def _answer(self, request_id: str, tensors: Tensors) -> Iterator[Tensors]:
+        if any(np.any(tensors[name]) for name in _SPECULATIVE if name in tensors):
             raise ValueError("num_draft_tokens: there is no draft model; leave it out")
-        if "stream" in given and np.any(given["stream"]) and not self._is_decoupled:
+        if "stream" in tensors and np.any(tensors["stream"]) and not self._is_decoupled:
             raise ValueError("stream: the model is not decoupled")
-        names = {ours: theirs for ours, theirs in _TO_PREPROCESSING.items() if ours in given}
-        (tokens,) = self._ask(
-            "preprocessing", request_id, {t: given[o] for o, t in names.items()}, [*_FROM_PREPROCESSING]
-        )
-        asked = {ours: tokens[theirs] for theirs, ours in _FROM_PREPROCESSING.items()}
-        asked |= {
+        text_inputs = {
+            _TO_PREPROCESSING[name]: tensors[name] for name in _TO_PREPROCESSING if name in tensors
+        }
+        (tokens,) = self._infer("preprocessing", request_id, text_inputs, [*_FROM_PREPROCESSING])
+        engine_inputs = {name: tokens[output] for output, name in _FROM_PREPROCESSING.items()}
+        engine_inputs |= {
             _TO_ENGINE.get(name, name): value
-            for name, value in given.items()
+            for name, value in tensors.items()
             if name not in _TO_PREPROCESSING and name not in _SPECULATIVE
         }
-        for name, value in asked.items():
-            if value.ndim == 1:  # a scalar of the engine's model, which has lost its second dimension here
-                asked[name] = value.reshape(-1, 1)
+        for name, value in engine_inputs.items():
+            if value.ndim == 1:  # a scalar of the engine's model, without its second dimension here
+                engine_inputs[name] = value.reshape(-1, 1)
         so_far: dict[int, list[int]] = {}
-        for part in self._ask(
-            self._engine, request_id, asked, ["output_ids", "sequence_length", *_PASSED_ON]
+        for part in self._infer(
+            self._engine, request_id, engine_inputs, ["output_ids", "sequence_length", *_PASSED_ON]
         ):
             ids, lengths = part["output_ids"], part["sequence_length"]
-            if self._accumulate and np.any(given.get("stream", False)):
-                whole = so_far.setdefault(int(part["batch_index"].reshape(-1)[0]), [])
-                whole += ids[0, 0].tolist()
-                ids = np.array([[whole]], np.int32).reshape(1, 1, len(whole))
-                lengths = np.array([[len(whole)]], np.int32)
-            (text,) = self._ask(
+            if self._accumulate and np.any(tensors.get("stream", False)):
+                output = so_far.setdefault(int(part["batch_index"].reshape(-1)[0]), [])
+                output += ids[0, 0].tolist()
+                ids = np.array([[output]], np.int32).reshape(1, 1, len(output))
+                lengths = np.array([[len(output)]], np.int32)
+            (text,) = self._infer(
                 "postprocessing", request_id, {"TOKENS_BATCH": ids, "SEQUENCE_LENGTH": lengths}, ["OUTPUT"]
             )
             yield {"text_output": text["OUTPUT"], **{name: part[name] for name in _PASSED_ON if name in part}}
 
-    def _ask(self, model: str, request_id: str, given: Tensors, wanted: list[str]) -> Iterator[Tensors]:
-        """Yield the responses of another model. An error of it is raised."""
+    def _infer(self, model: str, request_id: str, tensors: Tensors, outputs: list[str]) -> Iterator[Tensors]:
+        """Yield the responses of another model. Raises TritonModelException if it fails."""
         request = pb_utils.InferenceRequest(
             model_name=model,
             request_id=request_id,
-            inputs=[pb_utils.Tensor(name, value) for name, value in given.items()],
-            requested_output_names=wanted,
+            inputs=[pb_utils.Tensor(name, value) for name, value in tensors.items()],
+            requested_output_names=outputs,
         )
         is_engine = model == self._engine
         answers = request.exec(decoupled=True) if is_engine and self._is_decoupled else [request.exec()]
         for answer in answers:
             if answer.has_error():
                 raise pb_utils.TritonModelException(answer.error().message())
-            tensors = answer.output_tensors()
-            if tensors:  # the last response of a stream may have none
+            if tensors := answer.output_tensors():  # the last response of a stream may have none
                 yield {tensor.name(): tensor.as_numpy() for tensor in tensors}

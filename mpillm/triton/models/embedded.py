@@ -1,7 +1,7 @@
 """The `tensorrt_llm` model with the embedded engine, for Triton's Python backend.
 
-Each instance of the model has one engine. `execute` only reads requests and hands them over: it returns at
-once, and responses are sent from the engine's thread, in decoupled mode one for each step that streams.
+Each instance of the model has one engine. `execute` only parses requests and submits them to the engine's
+thread, which sends the responses. In decoupled mode, a streaming request gets one response per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-# Only inside tritonserver: its Python backend brings it.
+# Only available inside tritonserver's Python backend.
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
@@ -32,53 +32,51 @@ from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.files import excerpt
 from mpillm.triton.models.engine_metrics import EngineMetrics
 from mpillm.triton.models.engine_ranks import join, make_core
-from mpillm.triton.models.engine_thread import Answer, EngineThread, TakesSpecial
-from mpillm.triton.models.requests import Asked, Refused, Tensors, read
-from mpillm.triton.parameters import in_vain, text_parameter
+from mpillm.triton.models.engine_thread import EngineResponse, EngineThread, TakesSpecial
+from mpillm.triton.models.requests import PromptRequest, RequestError, Tensors, read
+from mpillm.triton.parameters import text_parameter, unused_parameters
 
 _log = logging.getLogger(__name__)
-_LORA_BYTES = 1 << 30  # of adapters that are kept, unless `lora_cache_host_memory_bytes` says otherwise
-_CHECK_S = 0.1  # for requests that were cancelled, unless `cancellation_check_period_ms` says otherwise
+_LORA_BYTES = 1 << 30  # of cached adapters; default of `lora_cache_host_memory_bytes`
+_CHECK_S = 0.1  # between checks for cancellations; default of `cancellation_check_period_ms`
 _POLICIES = {"max_utilization": "max_util", "guaranteed_no_evict": "no_evict"}
 
 
 def engine_config(model_config: Mapping[str, Any]) -> EngineConfig:
-    """What the engine is built from: the parameter `core_config` (JSON), under those of TensorRT-LLM's model.
+    """Return the engine's configuration from the parameter `core_config` (JSON).
 
-    ConfigError: a parameter is wrong.
+    Parameters of TensorRT-LLM's model take precedence. Raises ConfigError if a parameter is wrong.
     """
-    given = partial(_given, model_config["parameters"])
-    values: dict[str, Any] = given("core_config", _core_values) or {}
-    stated = {
-        "kv_cache_tokens": given("max_tokens_in_paged_kv_cache", int),
-        "kv_cache_free_gpu_mem_fraction": given("kv_cache_free_gpu_mem_fraction", float),
-        "enable_kv_cache_reuse": given("enable_kv_cache_reuse", as_bool),
-        "enable_chunked_context": given("enable_chunked_context", as_bool),
-        "batch_scheduler_policy": given("batch_scheduler_policy", _POLICIES.__getitem__),
+    parameter = partial(_parameter, model_config["parameters"])
+    values: dict[str, Any] = parameter("core_config", _core_values) or {}
+    overrides = {
+        "kv_cache_tokens": parameter("max_tokens_in_paged_kv_cache", int),
+        "kv_cache_free_gpu_mem_fraction": parameter("kv_cache_free_gpu_mem_fraction", float),
+        "enable_kv_cache_reuse": parameter("enable_kv_cache_reuse", as_bool),
+        "enable_chunked_context": parameter("enable_chunked_context", as_bool),
+        "batch_scheduler_policy": parameter("batch_scheduler_policy", _POLICIES.__getitem__),
     }
-    if given("gpt_model_type", str) == "V1":
-        stated["batch_scheduler_policy"] = "static"
-    values |= {name: value for name, value in stated.items() if value is not None}
+    if parameter("gpt_model_type", str) == "V1":
+        overrides["batch_scheduler_policy"] = "static"
+    values |= {name: value for name, value in overrides.items() if value is not None}
     return EngineConfig.of({"n_threads": len(os.sched_getaffinity(0)), **values})
 
 
-def _given(
-    parameters: Mapping[str, Mapping[str, str]], name: str, convert: Callable[[str], Any], most: int = 1 << 62
-) -> Any:
-    """Return a parameter's value; None if it has none. Raises ConfigError."""
+def _parameter(parameters: Mapping[str, Mapping[str, str]], name: str, convert: Callable[[str], Any]) -> Any:
+    """Return a parameter's value; None if it is not set. Raises ConfigError."""
     value = text_parameter(parameters, name)
     try:
-        made = None if value is None else convert(value)
-        if isinstance(made, int) and abs(made) > most:
+        converted = None if value is None else convert(value)
+        if isinstance(converted, int) and abs(converted) > 1 << 62:
             raise ValueError
     except (ValueError, KeyError, RecursionError) as error:
         why = f" ({error})" if convert is _core_values else ""
         raise ConfigError(f"parameter {name}: {excerpt(value)} is not possible here{why}") from None
-    return made
+    return converted
 
 
 def _core_values(text: str) -> dict[str, Any]:
-    """Read the parameter `core_config`. Raises ValueError."""
+    """Parse the parameter `core_config`. Raises ValueError."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("not an object")
@@ -93,7 +91,7 @@ _IN_JSON = {tuple: list, Mapping: dict}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of JSON is of a field's type; whole numbers are, of a list of them."""
+    """Return whether a JSON value is of a field's type, also within a list of integers."""
     for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
         plain = get_origin(kind) or kind
         if type(value) is _IN_JSON.get(plain, plain) or (plain is float and type(value) is int):
@@ -102,31 +100,33 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def as_bool(value: str) -> bool:
-    """As TensorRT-LLM's model reads it."""
+    """Parse a boolean parameter like TensorRT-LLM's model."""
     return value.lower() in ("1", "true")
 
 
 class TritonPythonModel:
-    """What Triton's Python backend makes of each instance."""
+    """Instance of the model; Triton's Python backend creates it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the engine; an exception is shown in the server's log, and the model is not ready."""
-        faulthandler.enable()  # a crash of the process shows where in Python its threads were
+        """Load the engine. Triton logs an exception, and the model is then not ready."""
+        faulthandler.enable()  # prints the Python stacks of all threads if the process crashes
         log_to(sys.stderr, f"{args['model_name']}: %(levelname)s %(message)s")
         config = json.loads(args["model_config"])
         parameters = config["parameters"]
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._exclude_input = as_bool(text_parameter(parameters, "exclude_input_in_output") or "false")
-        given = partial(_given, parameters)
-        self._requests: dict[int, _Request] = {}  # that are open
+        parameter = partial(_parameter, parameters)
+        self._requests: dict[int, _OpenRequest] = {}
         self._lock = threading.Lock()
         try:
-            period_ms = given("cancellation_check_period_ms", int)
-            cache_bytes = given("lora_cache_host_memory_bytes", int)
+            period_ms = parameter("cancellation_check_period_ms", int)
+            cache_bytes = parameter("lora_cache_host_memory_bytes", int)
             self._adapters = Adapters(cache_bytes or _LORA_BYTES)
-            self._max_beam_width = given("max_beam_width", int) or 1
+            self._max_beam_width = parameter("max_beam_width", int) or 1
             engine = engine_config(config)
-            if line := in_vain({name: value.get("string_value", "") for name, value in parameters.items()}):
+            if line := unused_parameters(
+                {name: value.get("string_value", "") for name, value in parameters.items()}
+            ):
                 _log.warning("%s", line)
             worker_path = text_parameter(parameters, "executor_worker_path")
             self._ranks = join(engine, worker_path or sys.executable)
@@ -153,7 +153,7 @@ class TritonPythonModel:
             self._ranks.watch(self._engine.fail)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hand them to the engine. Each gets its responses from its sender."""
+        """Submit the requests to the engine, which responds through each request's sender."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -162,18 +162,18 @@ class TritonPythonModel:
                     self._stop(request.request_id())
                     sender.send(pb_utils.InferenceResponse([]), flags=_FINAL)
                     continue
-                asked = [self._read(row) for row in _rows(tensors)]
+                prompts = [self._read(row) for row in _rows(tensors)]
                 if not self._is_decoupled:
-                    _check_single(asked)
-            except Refused as error:
+                    _check_single(prompts)
+            except RequestError as error:
                 _fail(sender, str(error))
                 continue
-            opened = _Request(request.request_id(), sender, asked, self._forget)
+            opened = _OpenRequest(request.request_id(), sender, prompts, self._forget)
             with self._lock:
                 self._requests[id(opened)] = opened
-            self._engine.submit(opened.answers)
+            self._engine.submit(opened.responses)
 
-    def _read(self, tensors: Tensors) -> Asked:
+    def _read(self, tensors: Tensors) -> PromptRequest:
         can = self._core if isinstance(self._core, TakesSpecial) else None
         return read(
             tensors,
@@ -192,10 +192,10 @@ class TritonPythonModel:
         try:
             return self._adapters.get(task_id, None if weights is None or config is None else make)
         except (LookupError, ValueError) as error:
-            raise Refused(str(error.args[0])) from error
+            raise RequestError(str(error.args[0])) from error
 
     def finalize(self) -> None:
-        """End the engine; open requests get an error."""
+        """Stop the engine; open requests get an error."""
         self._engine.stop()
         self._metrics.close()
         if self._ranks is not None:
@@ -203,19 +203,22 @@ class TritonPythonModel:
 
     def _stop(self, request_id: str) -> None:
         if not request_id:
-            raise Refused("stop: the request has no id, so nothing can be stopped by it")
+            raise RequestError("stop: the request has no id, so nothing can be stopped by it")
         with self._lock:
-            named = [one for one in self._requests.values() if one.request_id == request_id]
-        self._engine.cancel([answer for one in named for answer in one.answers])
+            requests = [one for one in self._requests.values() if one.request_id == request_id]
+        self._cancel(requests)
+
+    def _cancel(self, requests: Sequence[_OpenRequest]) -> None:
+        self._engine.cancel([response for request in requests for response in request.responses])
 
     def _look(self) -> None:
-        """Look for requests that were cancelled, and tell what the engine does. On the engine's thread."""
+        """Update metrics, and cancel requests that Triton reports as cancelled. On the engine's thread."""
         self._metrics.update()
         with self._lock:
-            gone = [one for one in self._requests.values() if one.sender.is_cancelled()]
-        self._engine.cancel([answer for one in gone for answer in one.answers])
+            requests = [one for one in self._requests.values() if one.sender.is_cancelled()]
+        self._cancel(requests)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: _OpenRequest) -> None:
         with self._lock:
             del self._requests[id(request)]
 
@@ -224,19 +227,19 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def _rows(tensors: Tensors) -> list[Tensors]:
-    """Return the inputs of each prompt of a request. Refused: they are not of one batch."""
+    """Return the inputs of each prompt of a request. Raises RequestError if batch sizes differ."""
     sizes = {len(value) for value in tensors.values()}
     if len(sizes) != 1:
-        raise Refused(f"the inputs are of batches of {' and '.join(map(str, sorted(sizes)))}")
+        raise RequestError(f"the inputs are of batches of {' and '.join(map(str, sorted(sizes)))}")
     return [{name: value[i] for name, value in tensors.items()} for i in range(sizes.pop())]
 
 
-def _check_single(asked: list[Asked]) -> None:
-    if any(one.streaming for one in asked):
-        raise Refused("streaming: the model is not decoupled")
-    if len(asked) > 1:
-        raise Refused(
-            f"a batch of {len(asked)}: the model is not decoupled, so it can answer one prompt only"
+def _check_single(prompts: list[PromptRequest]) -> None:
+    if any(prompt.streaming for prompt in prompts):
+        raise RequestError("streaming: the model is not decoupled")
+    if len(prompts) > 1:
+        raise RequestError(
+            f"a batch of {len(prompts)}: the model is not decoupled, so it can answer one prompt only"
         )
 
 
@@ -244,23 +247,27 @@ def _fail(sender: Any, message: str) -> None:
     sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message)), flags=_FINAL)
 
 
-class _Request:
-    """A request that is open: an answer for each of its prompts. The last response carries the final flag."""
+class _OpenRequest:
+    """An open request with one or more prompts. The last response of all prompts carries the final flag."""
 
     def __init__(
-        self, request_id: str, sender: Any, asked: list[Asked], ended: Callable[[_Request], None]
+        self,
+        request_id: str,
+        sender: Any,
+        prompts: list[PromptRequest],
+        on_end: Callable[[_OpenRequest], None],
     ) -> None:
         self.request_id = request_id
         self.sender = sender
-        self.answers = [Answer(one, self._told) for one in asked]
-        self._n_open = len(asked)
-        self._ended = ended
+        self.responses = [EngineResponse(prompt, self._send) for prompt in prompts]
+        self._n_open = len(prompts)
+        self._on_end = on_end
 
-    def _told(self, answer: Answer, tokens: Sequence[int], is_final: bool, error: str) -> None:
+    def _send(self, answer: EngineResponse, tokens: Sequence[int], is_final: bool, error: str) -> None:
         self._n_open -= is_final
         flags = _FINAL if self._n_open == 0 else 0
         if self._n_open == 0:
-            self._ended(self)
+            self._on_end(self)
         if error:
             response = pb_utils.InferenceResponse(error=pb_utils.TritonError(error))
         else:
@@ -269,40 +276,41 @@ class _Request:
             )
         self.sender.send(response, flags=flags)
         if self._n_open == 0:
-            # Their circle would keep the sender, and Triton waits for every sender before it unloads a model.
-            self.answers.clear()
+            # Breaks a reference cycle with the sender. Triton waits for every sender before it unloads a
+            # model.
+            self.responses.clear()
 
-    def _outputs(self, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
-        asked = answer.asked
-        before = [] if asked.streaming or asked.exclude_input else asked.prompt
-        new = slice(answer.n_told - len(tokens), answer.n_told)
+    def _outputs(self, answer: EngineResponse, tokens: Sequence[int]) -> dict[str, Any]:
+        request = answer.request
+        before = [] if request.streaming or request.exclude_input else request.prompt
+        new = slice(answer.n_sent - len(tokens), answer.n_sent)
         beams = answer.beams() or [([*tokens], answer.logprobs[new], sum(answer.logprobs[: new.stop]))]
         n = max(len(ids) for ids, _, _ in beams)
         ids = np.zeros((1, len(beams), len(before) + n), np.int32)
         log_probs, sums = np.zeros((1, len(beams), n), np.float32), np.zeros((1, len(beams)), np.float32)
-        for i, (new_ids, each, together) in enumerate(beams):
+        for i, (new_ids, each, total) in enumerate(beams):
             ids[0, i, : len(before) + len(new_ids)] = [*before, *new_ids]
-            if asked.log_probs:  # zeros where nobody asks, as TensorRT-LLM's model answers
-                log_probs[0, i, : len(each)], sums[0, i] = each, together
+            if request.log_probs:  # otherwise zeros, like TensorRT-LLM's model
+                log_probs[0, i, : len(each)], sums[0, i] = each, total
         outputs = {
             "output_ids": ids,
             "sequence_length": np.array([[len(before) + len(new_ids) for new_ids, _, _ in beams]], np.int32),
-            "batch_index": np.array([[self.answers.index(answer)]], np.int32),
+            "batch_index": np.array([[self.responses.index(answer)]], np.int32),
             "sequence_index": np.zeros((1, 1), np.int32),
             "cum_log_probs": sums,
             "output_log_probs": log_probs,
         }
-        if asked.special is not None:
-            outputs |= _logits(asked.special, new)
-        if asked.num_input_tokens:
-            outputs["num_input_tokens"] = np.array([[len(asked.prompt)]], np.int32)
-        if asked.num_output_tokens:
+        if request.special is not None:
+            outputs |= _logits(request.special, new)
+        if request.num_input_tokens:
+            outputs["num_input_tokens"] = np.array([[len(request.prompt)]], np.int32)
+        if request.num_output_tokens:
             outputs["num_output_tokens"] = np.array([[len(answer.tokens)]], np.int32)
         return outputs
 
 
 def _logits(special: RequestExtras, new: slice) -> dict[str, Any]:
-    """Those that a request wants: of its prompt (in each response, as TensorRT-LLM), and of `new` tokens."""
+    """Return requested logits: of the prompt (in each response, like TensorRT-LLM), and of `new` tokens."""
     logits = {}
     if special.keeps_context_logits and special.context_logits:
         logits["context_logits"] = np.concatenate(special.context_logits)[None]

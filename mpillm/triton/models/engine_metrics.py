@@ -1,7 +1,7 @@
-"""What the engine does, at Triton's metrics endpoint: the `nv_trt_llm_*` families of TensorRT-LLM's backend.
+"""Engine metrics at Triton's metrics endpoint: the `nv_trt_llm_*` families of TensorRT-LLM's backend.
 
-Each has the labels `model`, `version`, and one that names the value. Numbers of a step are those of the last
-one. Source: the README of triton-inference-server/tensorrtllm_backend, Triton Metrics.
+Each has the labels `model`, `version`, and one that names the value. Values per step refer to the last step.
+Source: the README of triton-inference-server/tensorrtllm_backend, Triton Metrics.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton_python_backend_utils as pb_utils
 from mpillm.engine.engine import Engine
 
 
-class _Family(NamedTuple):
+class _MetricFamily(NamedTuple):
     name: str
     description: str
-    label: str  # that names the value
+    label: str  # name of the label that names the value
     values: Callable[[Engine], Mapping[str, float]]
 
 
@@ -69,64 +69,65 @@ def _general(engine: Engine) -> Mapping[str, float]:
 
 
 def _disaggregated(_engine: Engine) -> Mapping[str, float]:
-    """Behind Triton no KV cache comes from elsewhere."""
+    """Return zeros: behind Triton, no KV cache is transferred."""
     return {"kv_cache_transfer_ms": 0, "request_count": 0}
 
 
 _FAMILIES = (
-    _Family("request", "TRT LLM request metrics", "request_type", _requests),
-    _Family("runtime_memory", "TRT LLM runtime memory metrics", "memory_type", _memory),
-    _Family("kv_cache_block", "TRT LLM KV cache block metrics", "kv_cache_block_type", _blocks),
-    _Family("general", "General TRT LLM metrics", "general_type", _general),
+    _MetricFamily("request", "TRT LLM request metrics", "request_type", _requests),
+    _MetricFamily("runtime_memory", "TRT LLM runtime memory metrics", "memory_type", _memory),
+    _MetricFamily("kv_cache_block", "TRT LLM KV cache block metrics", "kv_cache_block_type", _blocks),
+    _MetricFamily("general", "General TRT LLM metrics", "general_type", _general),
 )
-_DISAGGREGATED = _Family(
+_DISAGGREGATED = _MetricFamily(
     "disaggregated_serving",
     "TRT LLM disaggregated serving metrics",
     "disaggregated_serving_type",
     _disaggregated,
 )
-_INFLIGHT = _Family(
+_INFLIGHT = _MetricFamily(
     "inflight_batcher",
     "TRT LLM inflight_batcher-specific metrics",
     "inflight_batcher_specific_metric",
     _inflight,
 )
-_V1 = _Family("v1", "TRT LLM v1-specific metrics", "v1_specific_metric", _static)
+_V1 = _MetricFamily("v1", "TRT LLM v1-specific metrics", "v1_specific_metric", _static)
 
 
 class EngineMetrics:
-    """Those of one model. `update` is called from time to time, on the engine's thread."""
+    """Metrics of one model. The engine's thread calls `update` periodically."""
 
     def __init__(self, engine: Engine, model: str, version: str) -> None:
         self._engine = engine
         is_static = engine.config.batch_scheduler_policy == "static"
-        self._families: list[Any] = []  # Triton's: they must live as long as their metrics
-        self._gauges: list[tuple[_Family, dict[str, Any]]] = []
-        self._told: dict[tuple[str, str], float] = {}
+        self._families: list[Any] = []  # Triton's objects, which must outlive their metrics
+        self._gauges: list[tuple[_MetricFamily, dict[str, Any]]] = []
+        self._last_values: dict[tuple[str, str], float] = {}
         for family in (*_FAMILIES, _V1 if is_static else _INFLIGHT, _DISAGGREGATED):
             kind = "COUNTER" if family is _DISAGGREGATED else "GAUGE"
-            made = pb_utils.MetricFamily(
+            metric_family = pb_utils.MetricFamily(
                 name=f"nv_trt_llm_{family.name}_metrics",
                 description=family.description,
                 kind=getattr(pb_utils.MetricFamily, kind),
             )
-            self._families.append(made)
+            self._families.append(metric_family)
             labels = {"model": model, "version": version}
             gauges = {
-                name: made.Metric(labels={**labels, family.label: name}) for name in family.values(engine)
+                name: metric_family.Metric(labels={**labels, family.label: name})
+                for name in family.values(engine)
             }
             self._gauges.append((family, gauges))
         self.update()
 
     def update(self) -> None:
-        """Tell Triton what has changed: each value is a message to another process."""
+        """Set the metrics that have changed. Each costs a message to another process."""
         for family, gauges in self._gauges:
             for name, value in family.values(self._engine).items():
-                if self._told.get((family.name, name), 0) != value:
-                    self._told[family.name, name] = value
+                if self._last_values.get((family.name, name), 0) != value:
+                    self._last_values[family.name, name] = value
                     gauges[name].set(value)
 
     def close(self) -> None:
-        """Metrics go before their families."""
+        """Drop the metrics, then their families."""
         self._gauges.clear()
         self._families.clear()

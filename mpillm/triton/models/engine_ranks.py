@@ -1,12 +1,13 @@
 """The ranks of one engine behind Triton.
 
-Leader mode: mpirun starts a tritonserver for each rank, and all load the model. Rank 0 of MPI's world leads
-and serves; the others follow it and never return from the model's initialisation, as with TensorRT-LLM's
-backend. Orchestrator mode (`ORCHESTRATOR` is 1 in the server's environment): there is one server, and its
-model starts the processes that follow it by MPI_Comm_spawn.
+Leader mode: mpirun starts a tritonserver for each rank, and all load the model. Rank 0 of MPI's world serves.
+The other ranks run its steps and never return from the model's initialization, like TensorRT-LLM's backend.
 
-When a process ends, its kernel closes its lifeline. So the leader knows whose end it was, even while its
-engine waits for that rank in MPI; and who follows does not outlive its leader.
+Orchestrator mode (`ORCHESTRATOR` is 1 in the server's environment): there is one server, whose model starts
+the other ranks by MPI_Comm_spawn.
+
+When a process exits, its kernel closes its liveness connection. So rank 0 detects which rank exited even
+while its engine waits for that rank in MPI, and the other ranks do not outlive rank 0.
 """
 
 from __future__ import annotations
@@ -41,27 +42,28 @@ if TYPE_CHECKING:
 
 ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"
 WORKER = "mpillm.triton.models.spawned_rank"
-"""What MPI_Comm_spawn starts, as a module of the Python that `executor_worker_path` names."""
+"""Module that MPI_Comm_spawn starts with the Python of `executor_worker_path`."""
 
 _log = logging.getLogger(__name__)
 _START_S = 60.0
 _LOOK_S = 0.1
-_EXPLAIN_S = 2.0  # for a lifeline to end, after MPI has failed
+_EXPLAIN_S = 2.0  # for a liveness connection to close, after MPI has failed
 _END_S = 5.0
 _FIRST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 1200e-6
+_MAX_SLEEP_S = 1200e-6
 _STOP = 1
 
 
 def join(config: EngineConfig, python: str) -> Ranks | None:
-    """Find or start the other ranks of an engine; None for one of a single rank.
+    """Find or start the other ranks of an engine; None for an engine with a single rank.
 
-    `python`: whose MPI library it is, and what runs the spawned ranks. ConfigError: they are not there.
+    `python`: runs the spawned ranks; its environment has the MPI library. Raises ConfigError if ranks are
+    missing.
     """
     if config.tp_size == 1:
         return None
     prefix = Path(python).absolute().parent.parent
-    # mpi4py looks beside the Python that runs it, which here is the server's.
+    # By default mpi4py searches the environment of the running Python, here the server's.
     os.environ.setdefault("MPI4PY_LIBMPI", f"{prefix / 'lib'}:")
     try:
         if os.environ.get(ORCHESTRATOR) == "1":
@@ -80,12 +82,12 @@ def join(config: EngineConfig, python: str) -> Ranks | None:
 
 
 def _spawn(config: EngineConfig, python: str) -> Ranks:
-    """Start the other ranks on this host, and send them what they are built from."""
+    """Start the other ranks on this host, and send them the configuration."""
     folder = str(Path(python).parent)
     clean = clean_environment(os.environ)
     for name in set(os.environ) - set(clean):
         del os.environ[name]
-    # MPI starts a program of its own, which it looks for there; the server's libraries are not for it.
+    # MPI starts one of its programs from PATH, which must not load the server's libraries.
     os.environ["PATH"] = f"{folder}:{clean.get('PATH', os.defpath)}"
     os.environ.pop("LD_LIBRARY_PATH", None)
     if os.geteuid() == 0:
@@ -103,7 +105,7 @@ def _spawn(config: EngineConfig, python: str) -> Ranks:
 
 
 def spawned() -> tuple[Ranks, EngineConfig]:
-    """Join who has spawned this process; the configuration of its engine."""
+    """Join the process that spawned this one; return the ranks and the engine's configuration."""
     start_mpi([WORKER], _START_S, spawns=True)
     from mpi4py import MPI
 
@@ -113,7 +115,7 @@ def spawned() -> tuple[Ranks, EngineConfig]:
 
 
 def make_core(config: EngineConfig, ranks: Ranks | None) -> LLMCore:
-    """Make this rank's core, without weights. ConfigError."""
+    """Create this rank's core, without weights. Raises ConfigError."""
     kind = BackendRegistry.get(DEFAULT)
     if ranks is None:
         core = CoreConfig(DEFAULT, config)
@@ -124,7 +126,7 @@ def make_core(config: EngineConfig, ranks: Ranks | None) -> LLMCore:
 
 
 class Ranks:
-    """All ranks of an engine; rank 0 leads. Made by all of them at the same time."""
+    """All ranks of an engine; rank 0 leads. The constructor is collective."""
 
     def __init__(self, world: MPI.Intracomm) -> None:
         from mpi4py import MPI
@@ -135,9 +137,9 @@ class Ranks:
         self.comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
         self._node_ranks = world.Split_type(MPI.COMM_TYPE_SHARED).size
         self._processes: list[tuple[str, int]] = world.allgather((node_name(), os.getpid()))
-        self._lifelines = Lifelines(("127.0.0.1", *own_addresses())) if self.rank == 0 else None
-        address = world.bcast(self._lifelines.address if self._lifelines else None, 0)
-        self._lifeline = Lifeline(address, self.rank) if self.rank else None
+        self._connections = Lifelines(("127.0.0.1", *own_addresses())) if self.rank == 0 else None
+        address = world.bcast(self._connections.address if self._connections else None, 0)
+        self._rank0_connection = Lifeline(address, self.rank) if self.rank else None
 
     def own(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration of this rank's engine.
@@ -154,20 +156,20 @@ class Ranks:
     # --- the leader ---
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` once, on a thread, with the names of ranks that have ended."""
+        """Call `lost` once, on a thread, with a sentence that names the ranks that have ended."""
 
-        def look() -> None:
+        def watch_ranks() -> None:
             while not (text := self.lost()):
                 time.sleep(_LOOK_S)
             lost(text)
 
-        threading.Thread(target=look, name="mpillm-ranks", daemon=True).start()
+        threading.Thread(target=watch_ranks, name="mpillm-ranks", daemon=True).start()
 
     def lost(self, wait_s: float = 0.0) -> str:
-        """Return which ranks have ended, in a sentence; empty if none has within `wait_s`."""
-        assert self._lifelines is not None
+        """Return a sentence that names the ranks that have ended; empty if none ends within `wait_s`."""
+        assert self._connections is not None
         end = time.monotonic() + wait_s
-        while not (ended := self._lifelines.ended) and time.monotonic() < end:
+        while not (ended := self._connections.ended) and time.monotonic() < end:
             time.sleep(_LOOK_S)
         if not ended:
             return ""
@@ -175,24 +177,24 @@ class Ranks:
         return f"{sentence(exits)}: start the server again"
 
     def why_failed(self) -> str:
-        """As `lost`, right after MPI has failed."""
+        """Return `lost` after a failure of MPI, which may precede the close of a connection."""
         return self.lost(_EXPLAIN_S)
 
-    # --- those who follow ---
+    # --- the other ranks ---
 
     def follow(self, core: LLMCore) -> None:
-        """Run the leader's steps until it says that it ends. This process does not outlive it."""
-        lifeline = self._lifeline
-        assert lifeline is not None
+        """Run the leader's steps until it stops or its process exits."""
+        connection = self._rank0_connection
+        assert connection is not None
 
-        def look() -> None:
-            while not lifeline.ended():
+        def watch_ranks() -> None:
+            while not connection.ended():
                 time.sleep(_LOOK_S)
             _log.error("rank 0 of the engine has ended")
-            time.sleep(_LOOK_S)  # it may have said so
+            time.sleep(_LOOK_S)  # a stop message may have arrived
             os._exit(1)
 
-        threading.Thread(target=look, name="mpillm-ranks", daemon=True).start()
+        threading.Thread(target=watch_ranks, name="mpillm-ranks", daemon=True).start()
         pause = _FIRST_SLEEP_S
         while not self._control.Iprobe(0, _STOP):
             if core.has_work():
@@ -200,16 +202,16 @@ class Ranks:
                 pause = _FIRST_SLEEP_S
             else:
                 time.sleep(pause)
-                pause = min(1.5 * pause, _LONGEST_SLEEP_S)
+                pause = min(1.5 * pause, _MAX_SLEEP_S)
         self._control.recv(source=0, tag=_STOP)
         _leave_mpi()
 
     def stop(self) -> None:
-        """Tell all who follow that this is the end, and leave MPI with them."""
+        """Stop the other ranks, and finalize MPI with them."""
         from mpi4py import MPI
 
         if self.lost():
-            os._exit(0)  # MPI would wait for the lost
+            os._exit(0)  # MPI would wait for the lost ranks
         with contextlib.suppress(MPI.Exception):
             for rank in range(1, self.size):
                 self._control.send(None, rank, _STOP)
@@ -217,7 +219,7 @@ class Ranks:
 
 
 def _leave_mpi() -> None:
-    """Finalize MPI, which waits for every rank and holds the GIL: a signal ends this process otherwise."""
+    """Finalize MPI. A signal ends a process that blocks there, since MPI waits for all ranks with the GIL."""
     from mpi4py import MPI
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

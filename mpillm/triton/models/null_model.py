@@ -1,6 +1,6 @@
-"""A model of zero cost with the tensors of `tensorrt_llm`: what remains is the cost of Triton and clients.
+"""A model without computation, with the tensors of `tensorrt_llm`: measures the cost of Triton and clients.
 
-It answers at once, in one response, with as many tokens as are asked for.
+It answers immediately, in one response, with the requested number of tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Look whether responses may come apart from their requests."""
+        """Read whether the model is decoupled."""
         self._decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer each."""
+        """Answer each request."""
         answers = [answer(_tokens(request)) for request in requests]
         if not self._decoupled:
             return answers
@@ -31,7 +31,7 @@ class TritonPythonModel:
 
 
 def _tokens(request: Any) -> Any:
-    """Return as many tokens as a request wants."""
+    """Return the requested number of tokens."""
     n = pb_utils.get_input_tensor_by_name(request, "request_output_len").as_numpy().item()
     return np.arange(3, 3 + n, dtype=np.int32)
 

@@ -25,12 +25,12 @@ class TritonPythonModel:
         self._keep_special = not as_bool(text_parameter(parameters, "skip_special_tokens") or "true")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return a text for each beam of each answer."""
+        """Return a text for each beam of each sequence."""
         responses = []
         for request in requests:
-            given = inputs(request)
-            tokens, lengths = given["TOKENS_BATCH"], given["SEQUENCE_LENGTH"]
-            # One dimension, as TensorRT-LLM's: the beams of the first answer, of the second, …
+            tensors = inputs(request)
+            tokens, lengths = tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"]
+            # One dimension, like TensorRT-LLM: the beams of the first sequence, of the second, …
             texts = [
                 self._tokenizer.decode(beam[:n].tolist(), keep_special=self._keep_special).encode()
                 for beams, counts in zip(tokens, lengths, strict=True)

@@ -17,12 +17,12 @@ from mpillm.triton.models.requests import OWN_END
 from mpillm.triton.parameters import text_parameter
 
 
-def words_tensor(words: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
-    """Lists of words as TensorRT-LLM has them, shape [batch, 2, n]: tokens back to back; ends, then -1."""
-    n = max([0, *(sum(map(len, row)) for row in words)])
-    tensor = np.zeros((len(words), 2, n), np.int32)
+def word_lists_tensor(lists: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
+    """Return word lists in TensorRT-LLM's form, [batch, 2, n]: concatenated tokens; ends, padded with -1."""
+    n = max([0, *(sum(map(len, row)) for row in lists)])
+    tensor = np.zeros((len(lists), 2, n), np.int32)
     tensor[:, 1] = -1
-    for both, row in zip(tensor, words, strict=True):
+    for both, row in zip(tensor, lists, strict=True):
         tokens = [token for word in row for token in word]
         both[0, : len(tokens)] = tokens
         both[1, : len(row)] = np.cumsum([len(word) for word in row])
@@ -34,7 +34,7 @@ def as_text(value: Any) -> str:
 
 
 def inputs(request: Any) -> dict[str, NDArray[Any]]:
-    """Return those of a request, by name, with the dimension of the batch."""
+    """Return a request's inputs by name, with the batch dimension."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
@@ -50,7 +50,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return the responses, one for each request; an error for one leaves the others alone."""
+        """Return one response per request. An error only affects its own request."""
         responses = []
         for request in requests:
             try:
@@ -59,10 +59,10 @@ class TritonPythonModel:
                 responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
         return responses
 
-    def _response(self, given: Mapping[str, NDArray[Any]]) -> Any:
-        prompts = [self._encode(as_text(row.reshape(-1)[0])) for row in given["QUERY"]]
+    def _response(self, tensors: Mapping[str, NDArray[Any]]) -> Any:
+        prompts = [self._encode(as_text(row.reshape(-1)[0])) for row in tensors["QUERY"]]
         n, batch = max(map(len, prompts)), len(prompts)
-        pad, end = given.get("PAD_ID"), given.get("END_ID")
+        pad, end = tensors.get("PAD_ID"), tensors.get("END_ID")
         ids = np.full((batch, n), 0 if pad is None else pad.reshape(-1)[0], np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -71,30 +71,30 @@ class TritonPythonModel:
             "REQUEST_INPUT_LEN": np.array([[len(prompt)] for prompt in prompts], np.int32),
             "DECODER_INPUT_ID": np.zeros((batch, 1), np.int32),
             "REQUEST_DECODER_INPUT_LEN": np.ones((batch, 1), np.int32),
-            "BAD_WORDS_IDS": self._words(given.get("BAD_WORDS_DICT"), batch),
-            "STOP_WORDS_IDS": self._words(given.get("STOP_WORDS_DICT"), batch),
-            "EMBEDDING_BIAS": self._bias(given, batch),
-            "REQUEST_OUTPUT_LEN": given["REQUEST_OUTPUT_LEN"].astype(np.int32),
+            "BAD_WORDS_IDS": self._word_lists(tensors.get("BAD_WORDS_DICT"), batch),
+            "STOP_WORDS_IDS": self._word_lists(tensors.get("STOP_WORDS_DICT"), batch),
+            "EMBEDDING_BIAS": self._bias(tensors, batch),
+            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"].astype(np.int32),
             "OUT_END_ID": _column(end, batch, OWN_END),
             "OUT_PAD_ID": _column(pad, batch, 0),
         }
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in outputs.items()])
 
-    def _words(self, given: NDArray[Any] | None, batch: int) -> NDArray[np.int32]:
-        rows = [[]] * batch if given is None else [row.reshape(-1) for row in given]
-        return words_tensor(
+    def _word_lists(self, texts: NDArray[Any] | None, batch: int) -> NDArray[np.int32]:
+        rows = [[]] * batch if texts is None else [row.reshape(-1) for row in texts]
+        return word_lists_tensor(
             [[ids for word in row if (ids := self._tokenizer.encode_plain(as_text(word)))] for row in rows]
         )
 
-    def _bias(self, given: Mapping[str, NDArray[Any]], batch: int) -> NDArray[np.float32]:
-        words = given.get("EMBEDDING_BIAS_WORDS")
-        if words is not None and any(as_text(word) for word in words.reshape(-1)):
+    def _bias(self, tensors: Mapping[str, NDArray[Any]], batch: int) -> NDArray[np.float32]:
+        biased = tensors.get("EMBEDDING_BIAS_WORDS")
+        if biased is not None and any(as_text(word) for word in biased.reshape(-1)):
             raise ValueError("embedding_bias_words: the embedded engine has no such thing; leave it out")
         return np.zeros((batch, 0), np.float32)
 
 
 def _column(value: NDArray[Any] | None, batch: int, default: int) -> NDArray[np.int32]:
-    """Return a number for each prompt."""
+    """Return a column with one number per prompt."""
     return (
         np.full((batch, 1), default, np.int32) if value is None else value.reshape(batch, 1).astype(np.int32)
     )

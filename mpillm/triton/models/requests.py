@@ -1,7 +1,7 @@
-"""What a request to the `tensorrt_llm` model asks for, and what it asks for that the engine has not.
+"""Parse requests to the `tensorrt_llm` model, and reject inputs that the embedded engine does not support.
 
-Tensors have the names, types and shapes of TensorRT-LLM's model. A value that asks for nothing (a penalty of
-1, a beam width of 1) is taken; one that would change the answer and can't be done is refused by name.
+Tensors have the names, types and shapes of TensorRT-LLM's model. A value without effect (a penalty of 1, a
+beam width of 1) is accepted. A value that would change the output, but is not supported, is an error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mpillm.engine.extras.lora import Adapter
 from mpillm.engine.extras.request_extras import RequestExtras
 
 Tensors = Mapping[str, NDArray[Any]]
-"""The inputs of one request of a batch, by name, without the dimension of the batch."""
+"""The inputs of one request of a batch, by name, without the batch dimension."""
 
-# Values that ask for nothing. Other inputs of the model's table that are not read below must be empty.
+# Values without effect. Other inputs that are not listed below must be empty.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     "num_return_sequences": (0, 1),
     "runtime_top_p_min": (0,),
@@ -30,8 +30,8 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "prompt_vocab_size": (0,),
     "decoder_input_lengths": (0, 1),
 }
-# Answers do not depend on these: ids for padding, what to keep in a cache.
-_PASSED_OVER = frozenset(
+# The output does not depend on these: padding ids, cache retention.
+_IGNORED = frozenset(
     {
         "pad_id",
         "decoder_input_ids",
@@ -70,7 +70,7 @@ _READ = frozenset(
         "streaming",
     }
 )
-# What `RequestExtras` is made from, with the value that asks for nothing.
+# Inputs of `RequestExtras`, with the value that has no effect.
 _SPECIAL: dict[str, float] = {
     "repetition_penalty": 1,
     "presence_penalty": 0,
@@ -79,24 +79,24 @@ _SPECIAL: dict[str, float] = {
     "return_generation_logits": 0,
     "beam_width": 1,
 }
-NO_END = -1  # as an `end_id`: no token ends the answer
-OWN_END = -2  # the model's own end tokens do, as without an `end_id`: for an ensemble, which must give one
+NO_END = -1  # `end_id` if no token ends the output
+OWN_END = -2  # `end_id` for the model's own end tokens, which are also the default; an ensemble must send one
 
 
-# A tritonserver made for NumPy 1 does not fail with NumPy 2: its tensors have wrong contents.
+# With NumPy 2, a tritonserver built for NumPy 1 does not fail: its tensors have wrong contents.
 _OTHER_NUMPY = (
     ""
     if np.lib.NumpyVersion(np.__version__) < "2.0.0"
-    else f" (if the request says otherwise: NumPy {np.__version__} does not fit this server, one below 2 may)"
+    else f" (if the request has it: this server does not support NumPy {np.__version__}; install numpy<2)"
 )
 
 
-class Refused(Exception):
-    """A request that can't be answered, with the input that it is about."""
+class RequestError(Exception):
+    """Error of a request; the message names the input."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """One prompt of a request."""
 
     prompt: list[int]
@@ -110,14 +110,14 @@ class Asked:
     seed: int = 0
     streaming: bool = False
     exclude_input: bool = False
-    num_input_tokens: bool = False  # to be answered, too
+    num_input_tokens: bool = False  # include it in the response
     num_output_tokens: bool = False
     log_probs: bool = False
     special: RequestExtras | None = None
 
 
 FindAdapter = Callable[[int, NDArray[Any] | None, NDArray[Any] | None], Adapter]
-"""From a task id, weights and config of LoRA to the adapter; id 0: of this request alone. Raises Refused."""
+"""Returns the adapter of a LoRA task id, weights and config. Id 0: for this request. Raises RequestError."""
 
 
 def read(
@@ -127,12 +127,15 @@ def read(
     takes_special: bool = True,
     max_beam_width: int = 4,
     find_adapter: FindAdapter | None = None,
-) -> Asked:
-    """Return what one prompt asks for. `exclude_input`: unless the request says it. Raises Refused.
+) -> PromptRequest:
+    """Parse the inputs of one prompt. Raises RequestError.
 
-    `takes_special`: whether the engine does (see `TakesSpecial`); `find_adapter`: None if no adapters.
+    Args:
+        exclude_input: Default of the input `exclude_input_in_output`.
+        takes_special: Whether the engine accepts extras (see `TakesSpecial`).
+        find_adapter: None if the engine does not accept adapters.
     """
-    _refuse(tensors)
+    _check_supported(tensors)
 
     def number(name: str, convert: Callable[[Any], Any], default: Any) -> Any:
         value = tensors.get(name)
@@ -140,31 +143,31 @@ def read(
 
     ids = tensors.get("input_ids")
     if ids is None or not ids.size:
-        raise Refused(f"input_ids: it is missing or empty{_OTHER_NUMPY}")
+        raise RequestError(f"input_ids: it is missing or empty{_OTHER_NUMPY}")
     length = number("input_lengths", int, ids.size)
     if length > ids.size:
-        raise Refused(f"input_lengths {length}: there are {ids.size} input_ids{_OTHER_NUMPY}")
+        raise RequestError(f"input_lengths {length}: there are {ids.size} input_ids{_OTHER_NUMPY}")
     prompt = ids.reshape(-1)[:length].tolist()
     max_output = number("request_output_len", int, 0)
     if not prompt:
-        raise Refused(f"input_lengths: must be at least 1{_OTHER_NUMPY}")
+        raise RequestError(f"input_lengths: must be at least 1{_OTHER_NUMPY}")
     if max_output < 1:
-        raise Refused(f"request_output_len {max_output}: must be at least 1{_OTHER_NUMPY}")
+        raise RequestError(f"request_output_len {max_output}: must be at least 1{_OTHER_NUMPY}")
     top_k, top_p = number("runtime_top_k", int, None), number("runtime_top_p", float, 1.0)
     temperature = number("temperature", float, 1.0)
     if top_k is None and not 0 < top_p < 1:
-        top_k = 1  # TensorRT-LLM is greedy where a request says neither
+        top_k = 1  # without either, TensorRT-LLM is greedy
     greedy = top_k == 1 or temperature == 0
     end_id = number("end_id", int, OWN_END)
     n_before_end = number("min_tokens", int, 0)
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
-        raise Refused(f"{because}: the embedded engine has it only without pipeline parallelism")
+        raise RequestError(f"{because}: the embedded engine has it only without pipeline parallelism")
     task_id = number("lora_task_id", int, 0)
-    if task_id or _is_there(tensors, "lora_weights"):
+    if task_id or _has_value(tensors, "lora_weights"):
         if find_adapter is None:
             name = "lora_task_id" if task_id else "lora_weights"
-            raise Refused(f"{name}: the embedded engine has it only on CPUs, so far")
+            raise RequestError(f"{name}: the embedded engine has it only on CPUs, so far")
         special = special or RequestExtras()
         special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
     if n_before_end and end_id >= 0 and takes_special:
@@ -172,12 +175,14 @@ def read(
         special.not_yet = (end_id,)
     if special is not None and special.beam_width > 1:
         if special.beam_width > max_beam_width:
-            raise Refused(f"beam_width {special.beam_width}: the model's max_beam_width is {max_beam_width}")
+            raise RequestError(
+                f"beam_width {special.beam_width}: the model's max_beam_width is {max_beam_width}"
+            )
         _check_beams(tensors, temperature, greedy=greedy)
         special.length_penalty = number("len_penalty", float, special.length_penalty)
         special.early_stopping = number("early_stopping", bool, special.early_stopping)
         special.ends = None if end_id == OWN_END else (end_id,) if end_id >= 0 else ()
-    return Asked(
+    return PromptRequest(
         prompt,
         max_output,
         n_before_end,
@@ -197,79 +202,77 @@ def read(
 
 
 def _special(tensors: Tensors, temperature: float) -> tuple[RequestExtras | None, str]:
-    """What a prompt asks for that few do, and an input that asks for it. Refused."""
-    said = {name: float(tensors[name].reshape(-1)[0]) for name in _SPECIAL if _is_there(tensors, name)}
-    words = word_list(tensors.get("bad_words_list"))
+    """Return a prompt's extras, and the name of an input that needs them. Raises RequestError."""
+    values = {name: float(tensors[name].reshape(-1)[0]) for name in _SPECIAL if _has_value(tensors, name)}
+    bad_words = word_list(tensors.get("bad_words_list"))
     bias = tensors.get("embedding_bias")
-    names = [name for name, value in said.items() if value != _SPECIAL[name]]
-    names += ["bad_words_list"] * bool(words)
+    names = [name for name, value in values.items() if value != _SPECIAL[name]]
+    names += ["bad_words_list"] * bool(bad_words)
     names += ["embedding_bias"] * (bias is not None and bool(np.any(bias)))
     if not names:
         return None, ""
-    if (penalty := said.get("repetition_penalty", 1.0)) <= 0:
-        raise Refused(f"repetition_penalty {penalty:g}: must be above 0")
-    # Presence and frequency count after the division by the temperature.
+    if (penalty := values.get("repetition_penalty", 1.0)) <= 0:
+        raise RequestError(f"repetition_penalty {penalty:g}: must be above 0")
+    # The engine applies these penalties before it divides by the temperature, TensorRT-LLM after it.
     return RequestExtras(
         bias.reshape(-1).astype(np.float32) if bias is not None and "embedding_bias" in names else None,
         penalty,
-        said.get("presence_penalty", 0.0) * temperature,
-        said.get("frequency_penalty", 0.0) * temperature,
-        words,
-        keeps_context_logits=bool(said.get("return_context_logits")),
-        keeps_generation_logits=bool(said.get("return_generation_logits")),
-        beam_width=max(1, int(said.get("beam_width", 1))),
+        values.get("presence_penalty", 0.0) * temperature,
+        values.get("frequency_penalty", 0.0) * temperature,
+        bad_words,
+        keeps_context_logits=bool(values.get("return_context_logits")),
+        keeps_generation_logits=bool(values.get("return_generation_logits")),
+        beam_width=max(1, int(values.get("beam_width", 1))),
     ), names[0]
 
 
 def _check_beams(tensors: Tensors, temperature: float, *, greedy: bool) -> None:
-    """Refused: what beams can't have here."""
+    """Raise RequestError for inputs that beam search does not support."""
     for name in ("streaming", "return_generation_logits"):
-        if _is_there(tensors, name) and tensors[name].reshape(-1)[0]:
-            raise Refused(f"{name}: not with a beam_width above 1")
+        if _has_value(tensors, name) and tensors[name].reshape(-1)[0]:
+            raise RequestError(f"{name}: not with a beam_width above 1")
     if word_list(tensors.get("stop_words_list")):
-        raise Refused("stop_words_list: not with a beam_width above 1")
+        raise RequestError("stop_words_list: not with a beam_width above 1")
     if not greedy or temperature not in (0, 1):
         name = (
             "temperature"
             if greedy
             else "runtime_top_k"
-            if _is_there(tensors, "runtime_top_k")
+            if _has_value(tensors, "runtime_top_k")
             else "runtime_top_p"
         )
-        raise Refused(f"{name}: not with a beam_width above 1, which takes the likeliest")
+        raise RequestError(f"{name}: not with a beam_width above 1, which takes the likeliest")
 
 
-def _is_there(tensors: Tensors, name: str) -> bool:
+def _has_value(tensors: Tensors, name: str) -> bool:
     return name in tensors and tensors[name].size > 0
 
 
-def _refuse(tensors: Tensors) -> None:
+def _check_supported(tensors: Tensors) -> None:
     for name, value in tensors.items():
-        if name in _READ or name in _SPECIAL or name in _PASSED_OVER or not value.size:
+        if name in _READ or name in _SPECIAL or name in _IGNORED or not value.size:
             continue
         if name in _NEUTRAL and float(value.reshape(-1)[0]) in _NEUTRAL[name]:
             continue
-        raise Refused(f"{name}: the embedded engine has no such thing; leave it out")
+        raise RequestError(f"{name}: the embedded engine has no such thing; leave it out")
 
 
 def word_list(value: NDArray[Any] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the words of a list in TensorRT-LLM's form, shape [2, n]: tokens back to back; ends, then -1.
+    """Parse a word list in TensorRT-LLM's form, shape [2, n]: concatenated tokens; ends, padded with -1.
 
-    Raises Refused.
-
-    [[7, 8, 9, 0], [1, 3, -1, -1]] are the words (7,) and (8, 9).
+    [[7, 8, 9, 0], [1, 3, -1, -1]] are the words (7,) and (8, 9). Raises RequestError.
     """
     if value is None or not value.size:
         return ()
     if value.ndim != 2 or len(value) != 2:
-        raise Refused(f"a list of words has the shape {list(value.shape)}: expected [2, n]")
+        raise RequestError(f"a list of words has the shape {list(value.shape)}: expected [2, n]")
     tokens, ends = value.tolist()
-    words, start = [], 0
+    sequences, start = [], 0
     for end in ends:
         if end == -1 or end == start:
             continue
         if not start < end <= len(tokens):
-            raise Refused(f"a list of words ends one at {end}, of {len(tokens)} tokens, after {start}")
-        words.append(tuple(tokens[start:end]))
+            raise RequestError(f"a list of words ends one at {end}, of {len(tokens)} tokens, after {start}")
+        sequences.append(tuple(tokens[start:end]))
         start = end
-    return tuple(words)
+    return tuple(sequences)

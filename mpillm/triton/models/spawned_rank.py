@@ -1,6 +1,6 @@
-"""A rank of an engine that follows one behind Triton, in orchestrator mode: a process of its own.
+"""Process of a rank above 0 of an engine behind Triton, in orchestrator mode.
 
-MPI_Comm_spawn starts it (`engine_ranks.join`).
+`engine_ranks.join` starts it by MPI_Comm_spawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mpillm.triton.models.engine_ranks import make_core, spawned
 
 
 def main() -> None:
-    """Load this rank's part, and follow the leader to its end."""
+    """Load this rank's part of the model, and run the leader's steps until it ends."""
     ranks, config = spawned()
     log_to(sys.stderr, f"rank {ranks.rank} of the engine: %(levelname)s %(message)s")
     core = make_core(config, ranks)

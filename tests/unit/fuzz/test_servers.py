@@ -38,7 +38,7 @@ from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.report import tested_servers as report
 from mpillm.triton.client import text_client, token_client
-from mpillm.triton.client.connection import Connection
+from mpillm.triton.client.connection import GrpcConnection
 from mpillm.triton.core import core as triton_core
 from mpillm.triton.core.triton_ready import Model
 from mpillm.triton.tritonserver import model_table
@@ -249,14 +249,14 @@ def core() -> Any:
 def test_responses_over_grpc(_: Path, sent: list[bytes], error: str, live: bool) -> None:
     """What a stream can't read ends it, with these words (`Stream._read`)."""
     stream: Any = SimpleNamespace(url="a:1", open={1}, send=lambda *_: None)
-    core()._calls = {1: triton_core._Call(7, Model("m", True), stream, live, 8)}
+    core()._pending = {1: triton_core._PendingRequest(7, Model("m", True), stream, live, 8)}
     for one in sent:
-        core()._heard(stream, service_pb2.ModelInferResponse.FromString(one), error)
+        core()._receive(stream, service_pb2.ModelInferResponse.FromString(one), error)
     while (answer := core()._answers.take()) is not None:
         assert answer.rows["n_tokens"].max() <= 8  # those of an earlier example may be in it, too
 
 
-class Answered(Connection):
+class Answered(GrpcConnection):
     """A connection to a server that sends these responses to each request."""
 
     sent: ClassVar[list[bytes]] = []
@@ -264,7 +264,7 @@ class Answered(Connection):
     def __init__(self, url: str, *_: object) -> None:
         """There is no channel: thousands, one after another, would leave too little room for threads."""
         self.url, self._timeout_s = url, 0.001
-        self._responses, self._n_owed = queue.SimpleQueue(), 0
+        self._responses, self._n_outstanding = queue.SimpleQueue(), 0
 
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
@@ -294,7 +294,7 @@ def test_responses_to_triton_client(folder: Path, sent: list[bytes], which: str)
         client = text_client if which == "text" else token_client
         said = ["--stream_timeout", "0.001", *words]
         with (
-            mock.patch.object(client, "Connection", Answered),
+            mock.patch.object(client, "GrpcConnection", Answered),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):

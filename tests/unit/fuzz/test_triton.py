@@ -33,7 +33,7 @@ from mpillm.triton.commands import fill_template
 from mpillm.triton.core import triton_ready
 from mpillm.triton.core.triton_counts import reading_of
 from mpillm.triton.core.triton_ready import TritonError
-from mpillm.triton.tritonserver import ports_beside, read_repository, triton_server
+from mpillm.triton.tritonserver import assign_ports, read_repository, triton_server
 from tests.helpers.fuzzing import (
     NPY_WORDS,
     ODD_NUMBER,
@@ -82,7 +82,7 @@ def test_config_pbtxt(folder: Path, text: bytes, filled: str) -> None:
     (model := folder / "repo" / "tensorrt_llm").mkdir(parents=True, exist_ok=True)
     (file := model / "config.pbtxt").write_bytes(text)
     repository = read_repository(folder / "repo", "--model_repo")
-    triton_server(0, "tritonserver", repository, ports_beside([8001])[0], ["mpirun"])
+    triton_server(0, "tritonserver", repository, assign_ports([8001])[0], ["mpirun"])
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         fill_template.main([str(file), "--", filled])
 
@@ -230,7 +230,7 @@ def test_what_a_tritonserver_says_before_a_test(
         triton_ready.until_ready("a:1", channel, 0.005)
 
 
-REQUESTS = [load.Request(np.array([5, 6], np.int32), 4) for _ in range(3)]
+REQUESTS = [load.LoadRequest(np.array([5, 6], np.int32), 4) for _ in range(3)]
 
 
 @fuzz(
@@ -245,7 +245,7 @@ def test_answers_to_core_model_over_grpc(_: Path, sent: list[bytes], errors: lis
     asked = load._GrpcLoad(target, REQUESTS, 3, True)
     stream: Any = SimpleNamespace(url="a:1", open={1, 2, 3}, ended="")
     for one, error in zip(sent, errors, strict=False):
-        asked.heard(stream, service_pb2.ModelInferResponse.FromString(one), error)
+        asked.receive(stream, service_pb2.ModelInferResponse.FromString(one), error)
     assert asked._ended.is_set() == (not stream.open), "all have ended, or some are owed"
     _told(asked.records)
 

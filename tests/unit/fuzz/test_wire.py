@@ -39,9 +39,9 @@ from mpillm.endpoint.leader.ask import Ask
 from mpillm.endpoint.leader.workers import Pool, Worker
 from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
 from mpillm.roles.pool import InstancePool
-from mpillm.triton.client.connection import AnswerError as TritonAnswerError
-from mpillm.triton.client.kserve_http import HttpConnection as KServeConnection
-from mpillm.triton.models.requests import Refused
+from mpillm.triton.client.connection import InferError
+from mpillm.triton.client.kserve_http import KServeConnection
+from mpillm.triton.models.requests import RequestError
 from mpillm.triton.models.requests import read as read_tensors
 from tests.helpers.fuzzing import ODD_VALUE, changed, damaged, fuzz, json_bytes
 from tests.helpers.raw_server import (
@@ -339,7 +339,7 @@ def tensors(draw: st.DrawFn) -> dict[str, Any]:
     return made
 
 
-@fuzz(tensors(), st.booleans(), refused_by=Refused, examples=200)
+@fuzz(tensors(), st.booleans(), refused_by=RequestError, examples=200)
 def test_tensors_of_triton(_: Path, given: dict[str, Any], special: bool) -> None:
     asked = read_tensors(given, False, takes_special=special)
     assert asked.prompt and asked.max_output >= 1
@@ -430,7 +430,7 @@ KSERVE = [
     | changed([GENERATED, {"error": "e"}]).map(lambda answer: whole(b"data: %b\n\n" % json_bytes(answer)))
     | damaged([*KSERVE, ERROR], HTTP_WORDS),
     st.sampled_from(["infer", "generate", "generate_stream"]),
-    refused_by=TritonAnswerError,
+    refused_by=InferError,
     found=[(whole(b'data: {"error": ""}\n\n'), "generate_stream")],
 )
 def test_answers_of_triton_over_http(_: Path, data: bytes, route: str) -> None:
@@ -438,7 +438,7 @@ def test_answers_of_triton_over_http(_: Path, data: bytes, route: str) -> None:
     server.says = data
     with KServeConnection(server.address, 20.0) as connection:
         if route == "infer":
-            for response in connection.ask("m", {"input_ids": np.array([[5]], np.int32)}):
+            for response in connection.infer("m", {"input_ids": np.array([[5]], np.int32)}):
                 assert all(isinstance(value, np.ndarray) for value in response.values())
         else:
             for part in connection.generate("m", {"text_input": "a"}, route == "generate_stream"):

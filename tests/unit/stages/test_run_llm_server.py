@@ -30,7 +30,7 @@ DRY = {
         [
             "# can't run here: --triton_model_repo build/triton_model_repo: there is no"
             " build/triton_model_repo_0; generate-triton-config makes it",
-            "# assumed: build/engines/llama-full_prec-tp1-pp1, an engine of tp1-pp1, as the options say",
+            "# assumed: build/engines/llama-full_prec-tp1-pp1, an engine of tp1-pp1 (from the options)",
             "# assumed: build/triton_model_repo_0, as generate-triton-config writes them",
             "# can't run here: --tritonserver (not given): no such program, in PATH or as"
             " /opt/tritonserver/bin/tritonserver",

@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.cli import main
 from mpillm.nvidia.configs import model_name
 from mpillm.triton import repository as triton
-from mpillm.triton.pbtxt import Name, dump
+from mpillm.triton.pbtxt import EnumName, dump
 from mpillm.triton.repository import model_parameters, triton_layout
 from mpillm.trtllm import installed
 
@@ -351,7 +351,7 @@ def test_a_dry_run_needs_neither_engine_nor_gpus(
     )
     assert generate(*options) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "# assumed: later, an engine of tp2-pp1, as the options say",
+        "# assumed: later, an engine of tp2-pp1 (from the options)",
         "# triton-config: build/triton_model_repo_0 (not there)",
         f"# can't run here: --engine_dir {place / 'later'}: no such folder; generate-engines makes it",
         "# writes build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt",
@@ -419,7 +419,13 @@ def test_any_text_survives(text: str) -> None:
     except UnicodeEncodeError:  # half of a pair is no text
         return
     config = read(
-        dump({"name": text, "max_batch_size": 1, "instance_group": [{"kind": Name("KIND_CPU"), "count": 2}]})
+        dump(
+            {
+                "name": text,
+                "max_batch_size": 1,
+                "instance_group": [{"kind": EnumName("KIND_CPU"), "count": 2}],
+            }
+        )
     )
     assert config.name == text and config.instance_group[0].count == 2
 

@@ -12,8 +12,8 @@ import pytest
 
 from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
-from mpillm.triton.models.engine_thread import Answer, EngineThread
-from mpillm.triton.models.requests import NO_END, Asked
+from mpillm.triton.models.engine_thread import EngineResponse, EngineThread
+from mpillm.triton.models.requests import NO_END, PromptRequest
 
 WAIT_S = 30.0
 
@@ -81,7 +81,7 @@ class Client:
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[list[int], bool, str]] = queue.Queue()
 
-    def __call__(self, answer: Answer, tokens: Sequence[int], is_final: bool, error: str) -> None:
+    def __call__(self, answer: EngineResponse, tokens: Sequence[int], is_final: bool, error: str) -> None:
         self.told.put(([*tokens], is_final, error))
 
     def parts(self) -> list[list[Any]]:
@@ -99,9 +99,9 @@ def core() -> Counting:
     return Counting()
 
 
-def ask(thread: EngineThread, **asked: object) -> tuple[Client, Answer]:
+def ask(thread: EngineThread, **asked: object) -> tuple[Client, EngineResponse]:
     client = Client()
-    answer = Answer(Asked([5], **{"max_output": 4, **asked}), client)  # type: ignore[arg-type]
+    answer = EngineResponse(PromptRequest([5], **{"max_output": 4, **asked}), client)  # type: ignore[arg-type]
     thread.submit([answer])
     return client, answer
 
@@ -138,7 +138,7 @@ def test_many_are_under_way_at_once_and_ids_are_used_again(core: Counting) -> No
     thread = EngineThread(core)
     for _ in range(3):
         clients = [Client() for _ in range(16)]
-        thread.submit([Answer(Asked([5], 50), client) for client in clients])
+        thread.submit([EngineResponse(PromptRequest([5], 50), client) for client in clients])
         assert all(client.parts() == [[*range(1, 51)]] for client in clients)
     thread.stop()
     assert core.most == 16
@@ -158,9 +158,9 @@ def test_cancelled(core: Counting) -> None:
 def test_one_error_and_a_broken_engine(core: Counting) -> None:
     thread = EngineThread(core)
     client = Client()
-    thread.submit([Answer(Asked([13], 4), client)])
+    thread.submit([EngineResponse(PromptRequest([13], 4), client)])
     ((error,),) = client.parts()
-    assert "the engine can't answer it" in str(error)
+    assert "the engine cannot compute the request" in str(error)
     core.broken = True
     ((error,),) = ask(thread)[0].parts()
     assert error == "the engine has failed: RuntimeError: out of memory"

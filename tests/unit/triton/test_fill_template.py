@@ -67,8 +67,8 @@ def test_in_place(words: tuple[str, ...], file: Path, capsys: pytest.CaptureFixt
             "has no placeholder 'decoupled_mod3' (did you mean 'decoupled_mode'?);"
             " it has: triton_max_batch_size, decoupled_mode, engine_dir, max_queue_size",
         ),
-        ("decoupled_mode", "'decoupled_mode' is no substitution: expected name:value"),
-        ("engine_dir:C:/x", "'engine_dir:C:/x' is no substitution: expected name:value"),
+        ("decoupled_mode", "'decoupled_mode' is not a substitution; expected name:value"),
+        ("engine_dir:C:/x", "'engine_dir:C:/x' is not a substitution; expected name:value"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_named(
 def test_a_word_of_the_file_that_is_no_placeholder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script takes it, for example where the file is filled already."""
     assert main(["fill-template", "-i", str(file), "max_batch_size:4"]) == 0
-    assert capsys.readouterr().err == f"fill-template: {file}: 'max_batch_size' is no placeholder in it\n"
+    assert capsys.readouterr().err == f"fill-template: {file}: 'max_batch_size' is not a placeholder in it\n"
     assert file.read_text() == TEMPLATE.replace("$$", "$").replace("${max_queue_size}", "0")
 
 

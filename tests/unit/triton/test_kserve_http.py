@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mpillm.triton.bench.load import Request, Target, over_http
+from mpillm.triton.bench.load import LoadRequest, Target, over_http
 from mpillm.triton.client import kserve_http
-from mpillm.triton.client.connection import AnswerError
-from mpillm.triton.client.kserve_http import HttpConnection
+from mpillm.triton.client.connection import InferError
+from mpillm.triton.client.kserve_http import KServeConnection
 from tests.helpers.endless_server import ENDLESS, OK, endless_server
 
 TIMEOUT_S = 60.0
@@ -56,22 +56,22 @@ def server(*replies: bytes) -> Iterator[str]:
 def test_an_answer_that_cannot_be_read(answer: bytes) -> None:
     with (
         server(answer) as url,
-        HttpConnection(url, TIMEOUT_S) as connection,
-        pytest.raises(AnswerError, match=url),
+        KServeConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(InferError, match=url),
     ):
         list(connection.generate("tensorrt_llm", {}, False))
 
 
 def test_after_a_failed_stream_the_connection_serves_again() -> None:
-    with server(FAILS, GOOD) as url, HttpConnection(url, TIMEOUT_S) as connection:
-        with pytest.raises(AnswerError, match="no"):
+    with server(FAILS, GOOD) as url, KServeConnection(url, TIMEOUT_S) as connection:
+        with pytest.raises(InferError, match="no"):
             list(connection.generate("tensorrt_llm", {}, True))
         assert list(connection.generate("tensorrt_llm", {}, False)) == [{"sequence_length": 3}]
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_lost_answer_is_an_error_of_the_benchmark(name: str) -> None:
-    request = Request(np.array([1], np.int32), 3)
+    request = LoadRequest(np.array([1], np.int32), 3)
     with server(BAD[name], GOOD) as url:
         records = over_http(Target(url, "tensorrt_llm", TIMEOUT_S, False), [request] * 2, np.zeros(2), 1)
     assert [bool(record.error) for record in records] == [True, False]
@@ -92,10 +92,10 @@ def test_a_lost_answer_is_an_error_of_the_benchmark(name: str) -> None:
 def test_an_answer_that_makes_no_sense(body: bytes) -> None:
     with (
         server(reply(body)) as url,
-        HttpConnection(url, TIMEOUT_S) as connection,
-        pytest.raises(AnswerError, match=url) as error,
+        KServeConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(InferError, match=url) as error,
     ):
-        list(connection.ask("tensorrt_llm", {"a": np.array([1], np.int32)}))
+        list(connection.infer("tensorrt_llm", {"a": np.array([1], np.int32)}))
     assert len(str(error.value)) < 400
 
 
@@ -105,9 +105,9 @@ def test_an_answer_without_end(way: str, stream: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(kserve_http, "MOST_ANSWER", 1 << 22)
     with (
         endless_server(*ENDLESS[way]) as url,
-        HttpConnection(url, TIMEOUT_S) as connection,
+        KServeConnection(url, TIMEOUT_S) as connection,
         pytest.raises(
-            AnswerError, match=f"{url}: .*(longer than 4194304 bytes|LineTooLong|more than 100 headers)"
+            InferError, match=f"{url}: .*(longer than 4194304 bytes|LineTooLong|more than 100 headers)"
         ),
     ):
         list(connection.generate("tensorrt_llm", {}, stream))
@@ -116,8 +116,8 @@ def test_an_answer_without_end(way: str, stream: bool, monkeypatch: pytest.Monke
 def test_a_stream_takes_no_longer_than_an_answer_may() -> None:
     with (
         endless_server(OK + b"\r\n", b"data: {}\n\n", 0.05) as url,
-        HttpConnection(url, 1.0) as connection,
-        pytest.raises(AnswerError, match=f"{url}: it has not answered within 1 s"),
+        KServeConnection(url, 1.0) as connection,
+        pytest.raises(InferError, match=f"{url}: it has not answered within 1 s"),
     ):
         list(connection.generate("tensorrt_llm", {}, True))
 
@@ -126,8 +126,8 @@ def test_what_a_server_says_is_cut_to_a_printable_line() -> None:
     said = b"HTTP/1.1 400 Bad\r\nConnection: close\r\n\r\n" + b"\x1b[31m\n" * 10000
     with (
         server(said) as url,
-        HttpConnection(url, TIMEOUT_S) as connection,
-        pytest.raises(AnswerError, match="HTTP 400") as error,
+        KServeConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(InferError, match="HTTP 400") as error,
     ):
         list(connection.generate("tensorrt_llm", {}, False))
     assert str(error.value).isprintable() and len(str(error.value)) < 400

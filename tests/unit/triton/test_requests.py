@@ -10,17 +10,17 @@ import pytest
 
 from mpillm.engine.extras.lora import Adapter
 from mpillm.triton.core.tensors import word_list as list_of_words
-from mpillm.triton.models.requests import Asked, Refused, read, word_list
+from mpillm.triton.models.requests import PromptRequest, RequestError, read, word_list
 
 BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
 
 
-def asked(**tensors: Any) -> Asked:
+def asked(**tensors: Any) -> PromptRequest:
     return read({name: np.array(value) for name, value in {**BASE, **tensors}.items()}, exclude_input=False)
 
 
 def test_what_is_not_said() -> None:
-    assert asked() == Asked([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
+    assert asked() == PromptRequest([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
 
 
 def test_what_is_said() -> None:
@@ -35,7 +35,7 @@ def test_what_is_said() -> None:
         streaming=[True],
         exclude_input_in_output=[True],
     )
-    expected = Asked([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
+    expected = PromptRequest([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
     assert replace(said, special=None) == expected
 
 
@@ -91,7 +91,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     ],
 )
 def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=f"^{message}|{message}"):
+    with pytest.raises(RequestError, match=f"^{message}|{message}"):
         asked(**tensors)
 
 
@@ -142,7 +142,9 @@ def test_what_few_ask_for() -> None:
 def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
     """An engine of several stages refuses them by the tensor's name."""
     values = {name: np.array(value) for name, value in {**BASE, **tensors}.items()}
-    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only without"):
+    with pytest.raises(
+        RequestError, match=f"^{next(iter(tensors))}: the embedded engine has it only without"
+    ):
         read(values, exclude_input=False, takes_special=False)
 
 

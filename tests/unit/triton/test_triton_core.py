@@ -29,7 +29,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("ask", [until_ready, partial(find_models, wanted=None)])
+@pytest.mark.parametrize("ask", [until_ready, partial(find_models, name=None)])
 def test_who_owns_a_server_looks_after_it_while_that_does_not_answer(ask: Callable[..., object]) -> None:
     """One that was stopped right when it was asked for its models was named 10 s later (seed 207)."""
     looks = itertools.count(1)
@@ -43,7 +43,7 @@ def test_who_owns_a_server_looks_after_it_while_that_does_not_answer(ask: Callab
         began = time.monotonic()
         with grpc.insecure_channel(url) as channel, pytest.raises(Stopped):
             more = {"deadline_s": 60.0} if ask is until_ready else {"timeout_s": 60.0}
-            ask(url, channel, meanwhile=look, **more)
+            ask(url, channel, on_wait=look, **more)
     assert time.monotonic() - began < 5
 
 
@@ -120,11 +120,11 @@ def test_tokens_behind_the_first_are_told_to_those_who_want_them(live: bool) -> 
     config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True, settings=config))
     stream: Any = SimpleNamespace(open={1})
-    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, live, 4)
+    core._pending[1] = module._PendingRequest(7, Model("llm", decoupled=True), stream, live, 4)
     told = []
     try:
         for response in (part(1), part(1, 5, 6), part(1, 8), part(1, is_last=True)):
-            core._heard(stream, response, "")
+            core._receive(stream, response, "")
             if core.has_work() and (batch := core.poll_responses()) is not None:
                 told.append((int(batch.rows["flags"][0]), batch.tokens.tolist()))
     finally:
@@ -139,14 +139,14 @@ def test_a_server_that_sends_more_than_was_asked_for() -> None:
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
     sent: list[int] = []
     stream: Any = SimpleNamespace(open={1}, url="h:1", send=lambda number, *_: sent.append(number))
-    core._calls[1] = module._Call(7, Model("llm", decoupled=True), stream, False, 4)
+    core._pending[1] = module._PendingRequest(7, Model("llm", decoupled=True), stream, False, 4)
     try:
         for _ in range(3):
-            core._heard(stream, part(1, 5, 6), "")
+            core._receive(stream, part(1, 5, 6), "")
         batch = core.poll_responses()
     finally:
         core.notify_stop()
-    assert batch is not None and sent == [1] and not core._calls
+    assert batch is not None and sent == [1] and not core._pending
     assert batch.rows["flags"][-1] & ResponseFlag.ERROR and len(batch.tokens) == 1
 
 
@@ -157,8 +157,10 @@ def test_who_asks_an_endpoint_is_told_why_the_server_refuses(serves: bool) -> No
     stream: Any = SimpleNamespace(open={1, 2}, url="h:1")
     try:
         for number, error in ((1, "UNAVAILABLE: Exceeds maximum queue size"), (2, "too\nlong")):
-            core._calls[number] = module._Call(number, Model("llm", decoupled=True), stream, True, 4)
-            core._heard(stream, part(number), error)
+            core._pending[number] = module._PendingRequest(
+                number, Model("llm", decoupled=True), stream, True, 4
+            )
+            core._receive(stream, part(number), error)
         batch = core.poll_responses()
         assert batch is not None
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 import mpillm
 from disagg.errors import ConfigError
-from mpillm.triton.parameters import _READ, in_vain
+from mpillm.triton.parameters import _READ, unused_parameters
 from mpillm.triton.repository import model_parameters
 
 # As `generate-triton-config` takes them all, with values that ask for something.
@@ -42,7 +42,7 @@ FLAGS = {
 
 
 def test_what_is_set_in_vain_is_named() -> None:
-    said = in_vain(model_parameters(FLAGS))
+    said = unused_parameters(model_parameters(FLAGS))
     named = set(re.findall(r"(\w+): ", said.partition(": ")[2]))
     assert named == set(FLAGS) - _READ
     assert "enable_trt_overlap: true" in said and "kv_cache_host_memory_bytes: 1" in said
@@ -55,7 +55,7 @@ def test_what_asks_for_nothing_is_not() -> None:
         "kv_cache_host_memory_bytes": 0,
         "gpu_weights_percent": 1,
     }
-    assert in_vain(model_parameters({**flags, "decoding_mode": "top_k_top_p"})) == ""
+    assert unused_parameters(model_parameters({**flags, "decoding_mode": "top_k_top_p"})) == ""
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_what_asks_for_nothing_is_not() -> None:
 )
 def test_what_would_change_answers_is_refused(flags: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        in_vain(model_parameters(flags))
+        unused_parameters(model_parameters(flags))
 
 
 def test_another_model_in_the_template_is_refused() -> None:
     core = '{"model_path": "/models/llama"}'
-    assert in_vain({"core_config": core, "gpt_model_path": "/models/llama"}) == ""
+    assert unused_parameters({"core_config": core, "gpt_model_path": "/models/llama"}) == ""
     with pytest.raises(ConfigError, match="gpt_model_path: '/other': core_config names another model"):
-        in_vain({"core_config": core, "gpt_model_path": "/other"})
+        unused_parameters({"core_config": core, "gpt_model_path": "/other"})
 
 
 def test_what_counts_as_read_is_read() -> None:

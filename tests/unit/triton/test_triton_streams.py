@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from launch.bounded_http import MOST_ANSWER, OF_GRPC
 from mpillm.triton.client import connection
 from mpillm.triton.core import stream
-from mpillm.triton.core.stream import Streams
+from mpillm.triton.core.stream import StreamPool
 from mpillm.triton.core.tensors import is_last
 from tests.helpers.support import wait_until
 
@@ -69,26 +69,26 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
     few = [("grpc.max_receive_message_length", LARGE)]
     monkeypatch.setattr(stream, "OF_GRPC", few)
     monkeypatch.setattr(connection, "OF_GRPC", few)
-    heard, streams = list[str](), Streams()
+    heard, streams = list[str](), StreamPool()
     try:
         streams.connect(url, 1, lambda _, response, error: heard.append(error), n_calls=1)
         request = service_pb2.ModelInferRequest(id="7").SerializeToString()
-        streams.open[0].ask(7, request, decoupled=False)
+        streams.open[0].submit(7, request, decoupled=False)
         wait_until(lambda: bool(heard), "an answer")
         streams.open[0].open.clear()
     finally:
         streams.close()
     assert heard[0].startswith("RESOURCE_EXHAUSTED: ")
     with (
-        connection.Connection(url, 60.0) as client,
-        pytest.raises(connection.AnswerError, match="larger than max"),
+        connection.GrpcConnection(url, 60.0) as client,
+        pytest.raises(connection.InferError, match="larger than max"),
     ):
-        list(client.ask("m", {}, request_id="7"))
+        list(client.infer("m", {}, request_id="7"))
 
 
 def test_calls_and_how_streams_end(url: str) -> None:
-    """A model that is not decoupled is asked by calls, and only a stream that owes an answer is cancelled."""
-    heard, streams = list[tuple[str, bool, str]](), Streams()
+    """A model that is not decoupled gets calls, and only a stream with outstanding requests is cancelled."""
+    heard, streams = list[tuple[str, bool, str]](), StreamPool()
 
     def done(n: int) -> bool:
         return len(heard) == n
@@ -99,11 +99,11 @@ def test_calls_and_how_streams_end(url: str) -> None:
         idle, busy = streams.open
         for number in (8, 9):
             request = service_pb2.ModelInferRequest(id=str(number)).SerializeToString()
-            idle.ask(number, request, decoupled=False)
+            idle.submit(number, request, decoupled=False)
             wait_until(partial(done, number - 7), "an answer")
             idle.open.discard(number)
         assert heard == [("8", True, ""), ("9", True, "UNAVAILABLE: Exceeds maximum queue size")]
-        busy.ask(10, service_pb2.ModelInferRequest(id="10").SerializeToString(), decoupled=True)
+        busy.submit(10, service_pb2.ModelInferRequest(id="10").SerializeToString(), decoupled=True)
     finally:
         streams.close()
     assert idle.ended == "the server has closed the stream"

@@ -9,7 +9,7 @@ pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import service_pb2
 
-from mpillm.triton.core.tensors import Wanted, _common, request_of, stop_of, word_list
+from mpillm.triton.core.tensors import InferParams, _common, request_of, stop_of, word_list
 
 KINDS = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
 
@@ -25,7 +25,7 @@ def read(data: bytes) -> tuple[service_pb2.ModelInferRequest, dict[str, list[obj
 
 
 def test_a_greedy_request() -> None:
-    message, inputs = read(request_of("m", "7", np.array([5, 6, 7], np.int32), Wanted(4, end_id=2)))
+    message, inputs = read(request_of("m", "7", np.array([5, 6, 7], np.int32), InferParams(4, end_id=2)))
     assert (message.model_name, message.id) == ("m", "7")
     assert message.parameters["triton_enable_empty_final_response"].bool_param
     assert [output.name for output in message.outputs] == ["output_ids", "sequence_length"]
@@ -42,7 +42,7 @@ def test_a_greedy_request() -> None:
 
 def test_each_has_its_own_prompt_words_and_seed() -> None:
     """Only what two requests have in common is kept from the earlier one."""
-    first = Wanted(4, 2, 0.5, 3, 0.9, None, ((8, 9), (10,)), False)
+    first = InferParams(4, 2, 0.5, 3, 0.9, None, ((8, 9), (10,)), False)
     for n, wanted in enumerate((first, first, first._replace(stop_words=((1,),)))):
         prompt = np.arange(1 + n, dtype=np.int32)
         message, inputs = read(request_of("m", str(n), prompt, wanted, 11 + n))
@@ -67,5 +67,5 @@ def test_requests_that_differ_in_their_seeds_have_the_rest_in_common() -> None:
     _common.cache_clear()
     for temperature in (0.0, 0.5):
         for seed in range(5):
-            request_of("m", "7", np.array([5], np.int32), Wanted(4, temperature=temperature), seed)
+            request_of("m", "7", np.array([5], np.int32), InferParams(4, temperature=temperature), seed)
     assert _common.cache_info().misses == 2

@@ -12,7 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.doctor.findings import Status, World
 from mpillm.doctor.installed import package_facts, programs
 from mpillm.triton.embedded import numpy_note, site_packages
-from mpillm.triton.tritonserver import find_tritonserver, made_prefix, read_repository
+from mpillm.triton.tritonserver import find_tritonserver, read_repository, triton_prefix
 
 
 @pytest.mark.parametrize("own", ["", "mpich"])
@@ -32,7 +32,7 @@ def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: p
     (made / "bin" / "tritonserver").write_text("#!/bin/sh\n")
     (made / "bin" / "tritonserver").chmod(0o755)
     (made / "installed").touch()
-    assert (made_prefix(), site_packages()) == (made, str(made / purelib))
+    assert (triton_prefix(), site_packages()) == (made, str(made / purelib))
     assert find_tritonserver(None) == str(made / "bin" / "tritonserver")
     for version, noted in (("1.26.4", False), ("2.1.0", True)):
         info = made / purelib / f"numpy-{version}.dist-info"

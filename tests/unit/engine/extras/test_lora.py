@@ -141,5 +141,5 @@ def test_the_longest_unused_are_forgotten(models: Models) -> None:
 def test_an_adapter_that_cannot_be(config: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     save_file({}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="no adapter of PEFT can be read there"):
+    with pytest.raises(ConfigError, match="not a readable PEFT adapter"):
         convert(tmp_path, "float16")
