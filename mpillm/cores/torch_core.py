@@ -377,20 +377,16 @@ class TorchCore(LLMCore):
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
             sequence = new_sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
-            if specials and (special := specials.get(sequence.id)) is not None:
-                sequence.special = special
-                sequence.width = special.beam_width
-                if special.adapter is not None:
-                    sequence.salt = special.adapter.salt
-                if special.keeps_context_logits:  # there are none of blocks that others have computed
-                    sequence.salt = secrets.token_bytes(16)
+            special = specials.get(sequence.id) if specials else None
+            if special is not None:
+                sequence.extras, sequence.salt = special, special.salt
             why = refusal(sequence, self.info, self.engine.config)
             if why is None:
                 self.engine.add(sequence)
             else:
                 _log.error("request %d: %s", sequence.id, why)
-                if sequence.special is not None:
-                    sequence.special.error = why
+                if special is not None:
+                    special.error = why
                 self._refused.append(sequence.id)
 
     def cancel(self, ids: Iterable[int]) -> None:

@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 
 from mpillm.engine.engine_handoffs import EngineHandoffs
-from mpillm.engine.extras.beams import Beams
-from mpillm.engine.extras.shared_adapters import SharedAdapters
+from mpillm.engine.extras.step_extras import SharedAdapters
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
-from mpillm.engine.schedule.sequence import Progress, Sequence
-from mpillm.engine.schedule.step import Step
+from mpillm.engine.schedule.sequence import Progress, Sequence, SequenceExtras
 from mpillm.engine.schedule.window_blocks import WindowBlocks
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.model_info import ModelInfo
@@ -42,7 +40,7 @@ class StepCounts(NamedTuple):
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> StepCounts:
-        """Count a plan that `Step.of` has not committed yet."""
+        """Count a plan that is not committed yet."""
         contexts = context_tokens = context_pairs = generation_pairs = 0
         for sequence, n in plan:
             pairs = n * (2 * sequence.n_cached + n + 1) // 2
@@ -121,17 +119,8 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `refusal` lets pass."""
-        if sequence.width > 1 and (special := sequence.special) is not None:
-            ends = self._end_ids if special.ends is None else set(special.ends)
-            special.not_yet += tuple(ends)
-            special.beams = Beams(
-                sequence.width,
-                sequence.max_output,
-                ends,
-                special.length_penalty,
-                special.early_stopping,
-                self.config.tokens_per_block,
-            )
+        if sequence.extras is not None:
+            sequence.extras.prepare(sequence, self._end_ids, self.config.tokens_per_block)
         self.scheduler.add(sequence)
         if sequence.hand_over and sequence.max_output > 1:
             self.handoffs.add(sequence)
@@ -206,19 +195,16 @@ class Engine:
     def _launch(self, plan: list[tuple[Sequence, int]]) -> None:
         """Commit a plan, which may be empty, and start to compute it on all ranks."""
         counts = StepCounts.of(plan)
-        if self.window_blocks is not None:
-            self.window_blocks.cover(plan)
-        step, sampled = Step.of(plan)
-        step.transfers = self.handoffs.take_orders(sampled)
-        self.scheduler.publish(plan)
+        step = self.scheduler.commit(plan)
+        step.transfers = self.handoffs.take_orders(step.sampled)
         if self._peers is not None:
-            self._adapters.name(step)
+            self._adapters.complete(step)
             self._peers.send_plan(step)
-        for sequence in sampled:
+        for sequence in step.sampled:
             sequence.n_unread += 1
         for sequence, _ in plan:
             most = 1 if sequence.hand_over else sequence.max_output
-            waits = not self.worker.steps.n_ahead or (sequence.special is not None and sequence.n_unread > 0)
+            waits = not self.worker.steps.n_ahead or (sequence.extras is not None and sequence.n_unread > 0)
             sequence.in_flight = waits or sequence.n_output >= most
         self.prompt_tokens += counts.context_tokens
         begun = time.perf_counter()
@@ -229,7 +215,8 @@ class Engine:
             self.speculation.computed(step, plan)
         self.n_steps += 1
         self.last_step = counts
-        self._in_flight.append(InFlight([sequence for sequence, _ in plan], sampled, tokens, begun, counts))
+        sequences = [sequence for sequence, _ in plan]
+        self._in_flight.append(InFlight(sequences, step.sampled, tokens, begun, counts))
 
     def _collect(self) -> list[Progress]:
         """Take the tokens of the oldest step in flight, which are there."""
@@ -277,8 +264,8 @@ class Engine:
         """
         if sequence.is_done or sequence.is_cancelled:
             return None
-        if sequence.width > 1:
-            return self._append_beams(sequence)
+        if sequence.extras is not None and sequence.extras.n_slots > 1:
+            return self._update(sequence, sequence.extras)
         sequence.output.append(token)
         if sequence.wants_logprobs:
             n, k = len(logprobs) // 2, sequence.wants_logprobs - 1
@@ -294,16 +281,12 @@ class Engine:
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
-    def _append_beams(self, sequence: Sequence) -> Progress | None:
-        """Take what `Beams.advance` has found: called for each row of a search, of which the first counts."""
-        assert sequence.special is not None and sequence.special.beams is not None
-        beams = sequence.special.beams
-        best = beams.answers()[0]
+    def _update(self, sequence: Sequence, extras: SequenceExtras) -> Progress | None:
+        """Update a sequence with several slots, whose progress is only its end; return it, if any."""
         self.generated_tokens += 1
-        if not beams.is_done:
-            sequence.output = best.tokens
+        sequence.is_done = extras.update_output(sequence)
+        if not sequence.is_done:
             return None
-        sequence.output, sequence.is_done = best.tokens, True
         self.scheduler.drop(sequence)
         self.scheduler.free(sequence)
         return Progress(sequence, is_first=True, is_final=True)

@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.run.worker import with_logprobs
+from mpillm.engine.parallel.token_chooser import with_logprobs
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
 from mpillm.engine.tensors.sampler import sample

@@ -74,8 +74,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     assert core.takes_special and core.takes_adapters != on_gpus
     if world.rank:
         follow(core, world)
-        runs: Any = core._runs  # a `Follower`
-        world.send(len(runs._adapters._of), 0, STOP)
+        assert core.worker is not None
+        world.send(len(core.worker.extended.received_adapters), 0, STOP)
         return
     alone = make_core(folder / "model", end_ids=(3,), max_num_tokens=24, **on_one)
     adapter = adapter_alone = None

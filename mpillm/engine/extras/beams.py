@@ -117,11 +117,6 @@ class Beams:
 
     # --- blocks ---
 
-    @staticmethod
-    def blocks_for(n_prompt: int, n_at_most: int, width: int, size: int) -> int:
-        """Return how many blocks of `size` tokens hold a prompt once, and the rest of each beam."""
-        return n_prompt // size + width * (-(-n_at_most // size) - n_prompt // size)
-
     def first_table(self, blocks: list[int], n_prompt: int) -> list[int]:
         """Return the prompt's blocks: the first ones. The sequence's others are for what beams add."""
         return blocks[: -(-n_prompt // self._size)]

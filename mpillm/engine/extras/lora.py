@@ -38,9 +38,9 @@ _numbers = itertools.count()
 
 
 class AdapterTensors(NamedTuple):
-    """What the ranks of an instance make an adapter from."""
+    """Tensors of a request, from which each rank of an instance makes its part of an adapter."""
 
-    number: int  # the leader's, which names it
+    number: int  # unique on the root rank
     weights: NDArray[Any]  # [modules, width]
     config: NDArray[np.int32]  # [modules, 3]
 
@@ -62,7 +62,8 @@ class Adapter:
     ) -> None:
         """Read `weights` [modules, width] and `config` [modules, 3]. Raises ValueError if they do not fit."""
         self.salt = secrets.token_bytes(16)  # no cached block of another adapter fits
-        self.tensors = AdapterTensors(next(_numbers), weights, config) if layout.tp_size > 1 else None
+        self.number = next(_numbers)
+        self.tensors = AdapterTensors(self.number, weights, config) if layout.tp_size > 1 else None
         self.n_bytes = weights.nbytes if layout.tp_size > 1 else 0
         parts: dict[tuple[int, str], list[tuple[Tensor, Tensor, slice]]] = {}
         if weights.ndim != 2 or config.shape != (len(weights), 3):
@@ -209,14 +210,14 @@ class Adapters:
 
 
 class StepAdapters:
-    """The adapters of a step: which rows each changes."""
+    """The adapters of a step, with the rows that each changes."""
 
-    def __init__(self, rows: Sequence[tuple[Adapter, int, int]]) -> None:
-        """Take (adapter, first row, last row + 1) of each sequence that has one."""
-        of: dict[Adapter, list[Tensor]] = {}
-        for adapter, start, end in rows:
-            of.setdefault(adapter, []).append(torch.arange(start, end))
-        self._rows = [(adapter, torch.cat(parts)) for adapter, parts in of.items()]
+    def __init__(self, rows: Sequence[tuple[Adapter, slice]]) -> None:
+        """`rows`: one part for each sequence with an adapter."""
+        by_adapter: dict[Adapter, list[Tensor]] = {}
+        for adapter, part in rows:
+            by_adapter.setdefault(adapter, []).append(torch.arange(part.start, part.stop))
+        self._rows = [(adapter, torch.cat(parts)) for adapter, parts in by_adapter.items()]
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
         """Add to the product `y` [rows, out] of `x` [rows, in], in place."""

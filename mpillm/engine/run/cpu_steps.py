@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpillm.engine.extras.lora import StepAdapters
 from mpillm.engine.kernels.c_library import address
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.kernels.huge_pages import keep_freed_memory
@@ -16,6 +15,7 @@ from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.attention import ByRow, StepAttention
 from mpillm.engine.model.feed_forward import Mlp
 from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.model.step_parts import Adapters
 from mpillm.engine.schedule.step import Step
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -116,7 +116,7 @@ def _linear(linear: Linear) -> _Linear | None:
 
 
 class CpuSteps:
-    """Implements `worker.Steps`. A step needs the previous step's tokens, so nothing runs ahead."""
+    """Implements `Steps`. A step needs the previous step's tokens, so nothing runs ahead."""
 
     n_ahead = 0
 
@@ -128,10 +128,14 @@ class CpuSteps:
         self._layers = None if self._kernels is None else CpuLayers.of(part, self._kernels)
         self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
 
-    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        part, extra = self._part, step.extra
-        if extra is not None and extra.copies:
-            part.cache.copy(extra.copies)
+    def forward(
+        self,
+        step: Step,
+        layer_stored: Callable[[int], None] | None = None,
+        all_rows: bool = False,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
+        part = self._part
         for span in step.spans:
             if span.blocks:
                 self._tables.setdefault(span.slot, [])[span.n_blocks_sent :] = span.blocks
@@ -150,16 +154,11 @@ class CpuSteps:
             if part.groups.layout.is_first_stage
             else part.receive_hidden(len(step.tokens))
         )
-        logits_rows = torch.tensor(step.logits_rows, dtype=torch.int64)
-        adapters = StepAdapters(extra.adapters) if extra is not None and extra.adapters else None
-        keeps_all = extra is not None and bool(extra.context_logits)
+        logits_rows = None if all_rows else torch.tensor(step.logits_rows, dtype=torch.int64)
         by_row = None if adapters or layer_stored else attention.by_row
         if self._layers is not None and by_row is not None:
-            return part.model.leave(x, self._layers(x, by_row), None if keeps_all else logits_rows)
-        if not keeps_all and adapters is None:
-            return part.model.forward(x, attention, logits_rows, layer_stored)
-        x = part.model.forward(x, attention, None, layer_stored, adapters)
-        return x if keeps_all else x.index_select(0, logits_rows)
+            return part.model.leave(x, self._layers(x, by_row), logits_rows)
+        return part.model.forward(x, attention, logits_rows, layer_stored, adapters)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
+from mpillm.engine.model.step_parts import Adapters
 from mpillm.engine.run import compilations
 from mpillm.engine.run.layer_graphs import LayerGraphs
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
@@ -64,7 +65,7 @@ def rows_that_hide_launches(info: ModelInfo) -> int:
 
 
 class GpuSteps:
-    """Implements `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
+    """Implements `Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
 
     def __init__(
         self,
@@ -119,9 +120,14 @@ class GpuSteps:
 
     # --- a step ---
 
-    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        if step.extra is not None and step.extra.copies:
-            self._part.cache.copy(step.extra.copies)
+    def forward(
+        self,
+        step: Step,
+        layer_stored: Callable[[int], None] | None = None,
+        all_rows: bool = False,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
+        assert adapters is None  # they need a CPU
         self._write_blocks(step.spans)
         slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
         starts = np.cumsum(counts) - counts
@@ -131,7 +137,7 @@ class GpuSteps:
         if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.logits_rows):
             x, self._token_slots = self._decode(rows)
         else:
-            x, self._token_slots = self._mixed(step, rows, starts.tolist(), layer_stored)
+            x, self._token_slots = self._mixed(step, rows, starts.tolist(), layer_stored, all_rows)
         return x
 
     def feed(self, tokens: Tensor) -> None:
@@ -173,11 +179,12 @@ class GpuSteps:
         rows: NDArray[np.int64],
         starts: list[int],
         layer_stored: Callable[[int], None] | None,
+        all_rows: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run a step in which some sequences add several tokens.
 
-        `starts`: each sequence's first row. Returns this stage's output (on the last stage only the wanted
-        rows, or all: see `worker.Steps`), and the slots that the tokens of the wanted rows go to.
+        `starts`: each sequence's first row. Returns the output of `forward`, and the slots that the tokens of
+        `Step.logits_rows` go to.
         """
         n = rows.shape[1]
         n_decoding = sum(span.decodes for span in step.spans)
@@ -186,7 +193,7 @@ class GpuSteps:
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         logits_rows = np.array(step.logits_rows, np.int64)
         fed = last_of_each(rows[1, logits_rows], self._nobody)
-        if step.extra is not None and step.extra.context_logits:
+        if all_rows:
             logits_rows = np.arange(n)
         arrays = [self._padded(rows, size), logits_rows, fed, *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()

@@ -7,73 +7,40 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpillm.engine.extras.request_extras import RequestExtras
-from mpillm.engine.extras.shared_adapters import ReceivedAdapters
+from mpillm.engine.extras.extended_run import ExtendedRun
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
 from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.model.steps import Steps
 from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.token_chooser import TokenChooser
 from mpillm.engine.run.cpu_steps import CpuSteps
 from mpillm.engine.run.gpu_steps import GpuSteps, use_gpu
 from mpillm.engine.schedule.sequence import Progress
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.schedule.transfer import Kind
 from mpillm.engine.shape.dtypes import torch_dtype
-from mpillm.engine.shape.memory import CHOSEN_AT_ONCE
 from mpillm.engine.shape.model_info import ModelInfo
-from mpillm.engine.tensors.sampler import likeliest, sample
-from mpillm.engine.tensors.staging import SampledTokens, to_device
+from mpillm.engine.tensors.staging import SampledTokens
 from mpillm.telemetry.recorder import Recorder
-
-
-class Steps(Protocol):
-    """How a device computes steps (`CpuSteps`, `GpuSteps`). It keeps each slot's state on the device."""
-
-    n_ahead: int  # steps that may start before the previous step's tokens are read
-
-    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`.
-
-        All of a step that keeps context logits, too.
-        """
-        ...
-
-    def feed(self, tokens: Tensor) -> None:
-        """Take the tokens chosen from the last `forward`'s wanted rows: the next step may need them."""
-        ...
-
-    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
-        """As `Worker.warm_up`; `run` is `Worker.run`."""
-        ...
 
 
 class Worker:
     """This rank's part of each step."""
-
-    chosen_at_once = CHOSEN_AT_ONCE  # rows
 
     def __init__(self, part: ModelPart, steps: Steps) -> None:
         self.part = part
         self.steps = steps
         self.peers = part.peers
         self.transfers: Transfers | None = None  # if this rank sends or receives KV caches
-        own_columns = part.groups.layout.vocabulary(part.info.config)
-        # End tokens among this rank's columns of the logits, and among all.
-        self._own_ends, self._ends = (
-            torch.tensor(
-                [id_ - columns.start for id_ in part.info.end_ids if columns.start <= id_ < columns.stop],
-                dtype=torch.int64,
-                device=part.device,
-            )
-            for columns in (own_columns, range(part.info.config.vocab_size))
-        )
+        self.chooser = TokenChooser(part.info, part.groups, part.device)
+        self.extended = ExtendedRun(part, steps, self.chooser)
 
     @classmethod
     def on_cpu(cls, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> Worker:
@@ -129,25 +96,20 @@ class Worker:
                 layer_stored = self.transfers.layer_stored
             if not step.spans:
                 return None
+        if step.extras is not None:
+            return self.extended.run(step, layer_stored)
         layout = self.part.groups.layout
         x = self.steps.forward(step, layer_stored)
         if not layout.is_last_stage:
             assert self.peers is not None
             self.peers.send_hidden(x)
             return None
-        keeps_all = step.extra is not None and bool(step.extra.context_logits)
-        if step.extra is not None and keeps_all:
-            self._keep_logits(x, step.extra.context_logits)
         if not step.logits_rows:
             return None if layout.tp_rank else SampledTokens(torch.empty(0, dtype=torch.int64))
-        if keeps_all:  # then these are all rows
-            x = x.index_select(0, to_device(step.logits_rows, x.device))
-        logits = self.part.model.logits(x)
-        pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(self.chosen_at_once)]
-        chosen = [piece for piece in pieces if piece is not None]
-        if not chosen:
+        chosen = self.chooser.choose(self.part.model.logits(x), step)
+        if chosen is None:
             return None
-        tokens, numbers = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
+        tokens, numbers = chosen
         self.steps.feed(tokens)
         return None if layout.tp_rank else SampledTokens(numbers)
 
@@ -162,91 +124,6 @@ class Worker:
         """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
 
-    def _keep_logits(self, x: Tensor, wanted: list[tuple[RequestExtras | None, slice]]) -> None:
-        """Keep the logits of some rows, on the leader, whose host waits for them. Collective."""
-        for special, rows in wanted:
-            for start in range(rows.start, rows.stop, self.chosen_at_once):
-                some = x[start : min(start + self.chosen_at_once, rows.stop)]
-                whole = self._whole(self.part.model.logits(some))
-                if special is not None and whole is not None:
-                    special.context_logits.append(whole.cpu().numpy())
-
-    def _chosen(self, logits: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
-        """Return a token for each row, and what `run` returns of them (int64); or None, as `_choose`.
-
-        Collective. `logits`: this rank's columns; may be changed.
-        """
-        own = self._whole(logits.clone()) if step.logprobs else None  # a copy, because `_choose` changes them
-        if step.is_adjusted:
-            whole = self._whole(logits)
-            if whole is None:
-                return None
-            logits = _adjusted(whole, step)
-        tokens = self._choose(logits, step)
-        if tokens is None:
-            return None
-        return tokens, tokens if own is None else with_logprobs(tokens, own, step.logprobs - 1)
-
-    def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
-        """Return a token for each row (int64), or None.
-
-        Only the ranks to which `Groups.gather` gives the whole get tokens. `logits`: this rank's columns, or
-        all of an adjusted step; may be changed.
-        """
-        ends = self._ends if step.is_adjusted else self._own_ends
-        groups, layout = self.part.groups, self.part.groups.layout
-        if step.not_end and len(ends):
-            rows = to_device(step.not_end, logits.device)
-            # Assigning a number would wait for the device: PyTorch copies it there from the host.
-            logits.index_put_((rows[:, None], ends), logits.new_full((), -torch.inf))
-        if step.sampling is not None:
-            whole = logits if step.is_adjusted else self._whole(logits)
-            # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
-            return None if whole is None else groups.broadcast(sample(whole, step.sampling, step.places))
-        if layout.tp_size == 1 or step.is_adjusted:
-            return likeliest(logits)
-        return self._best_of_all(*logits.max(-1))
-
-    def _whole(self, logits: Tensor) -> Tensor | None:
-        """Return the logits of the whole vocabulary (float32), or None, as `Groups.gather`."""
-        groups = self.part.groups
-        return groups.gather(logits.float(), groups.layout.vocabulary_sizes(self.part.info.config))
-
-    def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
-        """Return each row's likeliest token, from each rank's likeliest; or None, as `Groups.gather`."""
-        groups, layout = self.part.groups, self.part.groups.layout
-        # float64 holds both exactly.
-        own_columns = torch.stack([best.double(), (at + self.part.model.vocabulary.start).double()], dim=1)
-        pairs = groups.gather(own_columns, [2] * layout.tp_size)
-        if pairs is None:
-            return None
-        pairs = pairs.view(len(best), layout.tp_size, 2)
-        return pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long()
-
-
-def _adjusted(logits: Tensor, step: Step) -> Tensor:
-    """Return what special requests choose from: [n, vocab] (float32), on the leader of an instance."""
-    for row, sequence, beam in step.more().specials:
-        special, output = sequence.special, sequence.output
-        assert special is not None
-        if special.beams is not None:
-            output = special.beams.running[beam].tokens
-        if special.keeps_generation_logits:
-            special.generation_logits.append(logits[row].to("cpu", copy=True).numpy())
-        may_end = len(output) >= sequence.min_output
-        special.adjust(logits[row], sequence.prompt, output, may_end=may_end)
-        if special.beams is not None:
-            special.beams.take(logits[row].log_softmax(-1))
-    return logits
-
-
-def with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
-    """Return the rows that `Worker.run` describes, one after another: int64. `logits`: float32 [n, vocab]."""
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
-    numbers = torch.cat([logprobs.gather(1, tokens[:, None]), best.values], dim=1).view(torch.int32).long()
-    return torch.cat([tokens[:, None], numbers[:, :1], best.indices, numbers[:, 1:]], dim=1).flatten()
-
 
 class Follower:
     """A rank that does not lead: it runs the steps of the leader's `Engine` as soon as their input is here.
@@ -260,8 +137,6 @@ class Follower:
         self._peers = worker.peers
         self._step: Step | None = None
         self._sampled: deque[SampledTokens] = deque()  # tokens that the leader waits for
-        part = worker.part
-        self._adapters = ReceivedAdapters(part.info.config, part.dtype, part.groups.layout)
         self.recorder: Recorder | None = None  # on a GPU, which computes on, it notes when steps are launched
 
     def has_work(self) -> bool:
@@ -281,7 +156,6 @@ class Follower:
         """Run the step, and send the tokens, that `has_work` found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
-            self._adapters.find(step)
             started = time.perf_counter()
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)

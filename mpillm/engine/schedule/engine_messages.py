@@ -15,24 +15,21 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
-from mpillm.engine.extras.lora import AdapterTensors
 from mpillm.engine.schedule.sampling_params import SamplingParams
-from mpillm.engine.schedule.step import Extra, Span, Step
+from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.schedule.transfer import Kind, Transfer
 
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
 # A step as int32: the head, a row for each span, the spans' blocks, each followed by its window blocks, a
-# row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each wanted
-# row, unless all are greedy; then, if it has `Extra`, what `_extra_numbers` makes of it. As
-# `Step.of` makes them, a span's last rows are wanted, and the first of those are the ones that must not get
-# an end token.
-_HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
-# Slot, cached, new, blocks sent before, sent now, window blocks likewise, rows wanted, how many must not end.
+# row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each of
+# `logits_rows`, unless all are greedy; then the bytes of `Step.extras`. As `Step.add` makes them, a span's
+# last rows are in `logits_rows`, and the first of these are the rows that must not get an end token.
+_HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether there are `Step.extras`
+# Slot, cached, new, blocks sent before, sent now, window blocks likewise, in `logits_rows`, in `not_end`.
 _SPAN = 9
 _TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, window blocks
-_SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_extra_numbers`' lists
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
 )
@@ -64,7 +61,7 @@ def _write_step(step: Step) -> Buffer:
         len(step.tokens),
         len(step.sampling or ()),
         step.logprobs,
-        len(special := [] if step.extra is None else _extra_numbers(step.extra)),
+        step.extras is not None,
     ]
     end = i = 0  # of the spans so far: rows, and those among `Step.logits_rows`
     for span in step.spans:
@@ -87,50 +84,15 @@ def _write_step(step: Step) -> Buffer:
         (p.temperature, p.top_k, p.top_p, p.seed, place)
         for p, place in zip(step.sampling or (), step.places, strict=True)
     ]
-    plain = [_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))]
-    if step.extra is None:
-        return np.concatenate(plain)
-    tensors = [
-        _bytes(array.reshape(-1))
-        for _, weights, config in step.extra.new_adapters
-        for array in (config.astype(np.int32), weights.astype(np.float32))
-    ]
-    return np.concatenate([*plain, _bytes(np.array(special, np.int32)), *tensors])
-
-
-def _extra_numbers(extra: Extra) -> list[int]:
-    """Return what is special about a step. The new adapters' configs and weights follow."""
-    lists: tuple[list[tuple[int, ...]], ...] = (
-        [*extra.copies],
-        [(rows.start, rows.stop) for _, rows in extra.context_logits],
-        [*extra.adapter_rows],
-        [(number,) for number in extra.freed_adapters],
-        [(number, *weights.shape) for number, weights, _ in extra.new_adapters],
-    )
-    return [extra.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
-
-
-def _read_extra(numbers: NDArray[np.int32]) -> Extra:
-    at = 1 + len(_SPECIAL_WIDTHS)
-    found: list[list[Any]] = []
-    extra = Extra(is_adjusted=bool(numbers[0]))
-    for n, width in zip(numbers[1:at].tolist(), _SPECIAL_WIDTHS, strict=True):
-        found.append([tuple(row) for row in numbers[at : at + n * width].reshape(n, width).tolist()])
-        at += n * width
-    extra.copies, rows, extra.adapter_rows, gone, new = found
-    extra.context_logits = [(None, slice(*ends)) for ends in rows]
-    extra.freed_adapters = [number for (number,) in gone]
-    for number, n, width in new:
-        config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
-        at += (3 + width) * n
-        tensors = weights.view(np.float32).reshape(n, width), config.reshape(n, 3)
-        extra.new_adapters.append(AdapterTensors(number, *tensors))
-    return extra
+    parts = [_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))]
+    if step.extras is not None:
+        parts.append(np.frombuffer(bytes(step.extras), np.uint8))
+    return np.concatenate(parts)
 
 
 def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
-    n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, n_special = numbers[:_HEAD].tolist()
+    n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, has_extras = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
     for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
         (
@@ -176,8 +138,8 @@ def _read_step(buffer: Buffer) -> Step:
         rows = numbers[at:end].view(_SAMPLING).tolist()
         step.sampling = [SamplingParams(*row[:4]) for row in rows]
         step.places, at = [row[4] for row in rows], end
-    if n_special:
-        step.extra = _read_extra(numbers[at:])
+    if has_extras:
+        step.extras = numbers[at:].tobytes()
     return step
 
 

@@ -85,7 +85,7 @@ class PrefixCache(BlockAllocator):
         size = self._tokens_per_block
         for sequence, _ in plan:
             n_known = len(sequence.prompt) + len(sequence.output)  # not on a device still, nor a guess
-            if sequence.width > 1:  # each beam has its own
+            if sequence.extras is not None and sequence.extras.n_slots > 1:  # each slot has its own
                 n_known = len(sequence.prompt)
             first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []

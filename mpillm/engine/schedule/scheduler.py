@@ -6,10 +6,10 @@ import bisect
 import time
 from collections import deque
 
-from mpillm.engine.extras.beams import Beams
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.step import Step
 from mpillm.engine.schedule.window_blocks import WindowBlocks
 from mpillm.engine.shape.engine_config import SchedulerConfig
 
@@ -88,10 +88,27 @@ class Scheduler:
         self._batch_runs = bool(self.running)
         return sorted(plan, key=lambda entry: entry[1] != 1)
 
-    def publish(self, plan: list[tuple[Sequence, int]]) -> None:
-        """Note that step `plan` has started: with block reuse, later sequences may use what it computes."""
+    def commit(self, plan: list[tuple[Sequence, int]]) -> Step:
+        """Return a plan as a step, whose tokens count as cached from now on.
+
+        With block reuse, later sequences can find the blocks that the step fills.
+        """
+        if self._window_blocks is not None:
+            self._window_blocks.cover(plan)
+        step = Step()
+        for sequence, n in plan:
+            if sequence.extras is None:
+                step.add(sequence, n, sequence.blocks)
+            else:
+                sequence.extras.add_rows(step, sequence, n)
+        if all(s.sampling.is_greedy for s in step.sampled):
+            step.places = []
+        else:
+            step.sampling = [s.sampling for s in step.sampled]
+        step.logprobs = max((s.wants_logprobs for s in step.sampled), default=0)
         if self._known is not None:
             self._known.publish(plan, None if self._window_blocks is None else self._window_blocks.known)
+        return step
 
     def drop(self, sequence: Sequence) -> None:
         """Stop running a sequence; it keeps its blocks (see `free`)."""
@@ -191,13 +208,14 @@ class Scheduler:
     # --- the parts of a step ---
 
     def _add_generating(self, plan: list[tuple[Sequence, int]]) -> int:
-        """Return how many tokens it adds: one for each beam of each sequence."""
+        """Return how many tokens it adds: one for each slot of each sequence."""
         left, n = self._max_num_tokens, -(-len(self.running) // self._n_in_flight)
         for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
-            fits = len(plan) < n and sequence.width <= left
+            n_slots = 1 if sequence.extras is None else sequence.extras.n_slots
+            fits = len(plan) < n and n_slots <= left
             if fits and sequence.slot >= 0 and self._grow(sequence):
                 plan.append((sequence, 1))
-                left -= sequence.width
+                left -= n_slots
         return self._max_num_tokens - left
 
     def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
@@ -255,12 +273,14 @@ class Scheduler:
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self._tokens_per_block)
 
-    def _blocks_at_most(self, sequence: Sequence) -> int:
-        """Return how many blocks it may hold at once; a beam search takes them all when it starts."""
-        if sequence.width == 1:
-            return self._most_blocks(self._blocks_for(sequence.n_context), sequence.n_cached_at_most)
-        n_prompt = len(sequence.prompt)
-        return Beams.blocks_for(n_prompt, sequence.n_cached_at_most, sequence.width, self._tokens_per_block)
+    def _demand(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Return how many blocks a sequence gets when it starts and at most, and how many slots."""
+        extras = sequence.extras
+        if extras is not None and extras.n_slots > 1:
+            n = extras.n_blocks(sequence, self._tokens_per_block)
+            return n, n, extras.n_slots
+        n = self._blocks_for(sequence.n_context)
+        return n, self._most_blocks(n, sequence.n_cached_at_most), 1
 
     def _most_blocks(self, n: int, n_at_most: int) -> int:
         """Return how many blocks a sequence with `n` of them holds at once while it grows to so many tokens.
@@ -270,25 +290,21 @@ class Scheduler:
         n_most = self._blocks_for(n_at_most)
         return min(n_most, max(n, self._blocks_for(self._window) + 2)) if self._window else n_most
 
-    def _fits(self, n: int, n_at_most: int, width: int = 1) -> bool:
+    def _fits(self, n: int, n_at_most: int, n_slots: int = 1) -> bool:
         """Return whether there are slots, and blocks for a sequence: `n` now, `n_at_most` in the end."""
-        return len(self._slots) - self._reserved >= width and self._has_room(n, n_at_most)
+        return len(self._slots) - self._reserved >= n_slots and self._has_room(n, n_at_most)
 
     def _can_start(self) -> bool:
         """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
         if not self.waiting or self.waiting[0].n_unread:
             return False
-        first = self.waiting[0]
-        n_at_most = self._blocks_at_most(first)
-        n = n_at_most if first.width > 1 else self._blocks_for(first.n_context)
-        return self._fits(n, n_at_most, first.width)
+        return self._fits(*self._demand(self.waiting[0]))
 
     def _start(self) -> Sequence:
         sequence = self.waiting.popleft()
         sequence.started_at = sequence.started_at or time.perf_counter()
         self._reuse(sequence)
-        n_at_most = self._blocks_at_most(sequence)
-        n = n_at_most if sequence.width > 1 else self._blocks_for(sequence.n_context)
+        n, n_at_most, _ = self._demand(sequence)
         sequence.blocks += self._blocks.take(n - len(sequence.blocks))
         self._n_owed += n_at_most - len(sequence.blocks)
         sequence.n_most = n_at_most
@@ -314,10 +330,13 @@ class Scheduler:
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot, sequence.n_blocks_sent, sequence.n_window_blocks_sent = self._slots.pop(), 0, 0
-        sequence.more_slots = [self._slots.pop() for _ in range(sequence.width - 1)]
+        if sequence.extras is not None:
+            sequence.extras.more_slots = [self._slots.pop() for _ in range(sequence.extras.n_slots - 1)]
 
     def _give_slot_back(self, sequence: Sequence) -> None:
-        self._slots += sequence.slot, *sequence.more_slots
+        self._slots.append(sequence.slot)
+        if sequence.extras is not None:
+            self._slots += sequence.extras.more_slots
         sequence.slot = -1
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -331,7 +350,7 @@ class Scheduler:
                 sequence.blocks += self._blocks.take(1)
                 self._n_owed -= 1
                 continue
-            youngest = next(s for s in reversed(self.running) if s.width == 1)
+            youngest = next(s for s in reversed(self.running) if s.extras is None or s.extras.n_slots == 1)
             if youngest.in_flight:
                 return False
             self.running.remove(youngest)
@@ -349,7 +368,9 @@ class Scheduler:
 
         Steps in flight may still read them, but none that writes to them starts before these have ended.
         """
-        if not self._window or sequence.width > 1 or sequence.hand_over:
+        if not self._window or sequence.hand_over:
+            return
+        if sequence.extras is not None and sequence.extras.n_slots > 1:
             return
         n_unseen = max(0, sequence.n_cached + 1 - self._window) // self._tokens_per_block
         for i in range(sequence.n_gone, n_unseen):

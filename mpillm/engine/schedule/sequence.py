@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.shape.engine_config import SchedulerConfig
+from mpillm.engine.shape.model_info import ModelInfo
 
 UNREAD = -1  # stands for a token that is still on the device
 
@@ -54,9 +55,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
     n_published: int = 0  # how many of its blocks others can find there
     salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
-    special: RequestExtras | None = None
-    width: int = 1  # of its beam search (`special.beams`); 1: there is none
-    more_slots: list[int] = field(default_factory=list)  # of its other beams
+    extras: SequenceExtras | None = None
 
     @property
     def n_output(self) -> int:
@@ -84,6 +83,39 @@ class Sequence:
             else self.prompt[start:end] + self.output[: max(0, end - n)]
         )
         return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
+
+
+class SequenceExtras(Protocol):
+    """Optional features of a request, as the scheduler and the engine see them (`engine.extras`).
+
+    A sequence may take several slots, one for each continuation of its prompt. It then gets all its blocks
+    when it starts, and is never preempted.
+    """
+
+    more_slots: list[int]  # besides `Sequence.slot`
+
+    @property
+    def n_slots(self) -> int: ...
+
+    def refusal(self, sequence: Sequence, info: ModelInfo, config: SchedulerConfig) -> str | None:
+        """Return why an engine can never serve the sequence, or None."""
+        ...
+
+    def prepare(self, sequence: Sequence, end_ids: set[int], tokens_per_block: int) -> None:
+        """Make the extras ready for a sequence that the engine queues. `end_ids`: the model's."""
+        ...
+
+    def n_blocks(self, sequence: Sequence, tokens_per_block: int) -> int:
+        """Return how many blocks a sequence with several slots needs."""
+        ...
+
+    def add_rows(self, step: Any, sequence: Sequence, n: int) -> None:
+        """Add the sequence's next `n` tokens to a `Step` (for each slot), and its work to `Step.extras`."""
+        ...
+
+    def update_output(self, sequence: Sequence) -> bool:
+        """Update the output of a sequence with several slots after a step; return whether it is final."""
+        ...
 
 
 class Progress(NamedTuple):

@@ -58,11 +58,9 @@ class Speculation:
         if self._is_crowded():
             return plan
         chosen = [
-            s
-            for s, n in plan
-            if n == s.n_uncached == 1 and s.output and not s.n_unread and s.special is None and s.width == 1
+            s for s, n in plan if n == s.n_uncached == 1 and s.output and not s.n_unread and s.extras is None
         ]
-        n_planned = sum(s.width if n == 1 else n for s, n in plan)  # a row for each beam
+        n_planned = sum(n if s.extras is None or n > 1 else s.extras.n_slots for s, n in plan)
         share = (self._max_num_tokens - n_planned) // max(1, len(chosen))
         longest = min(share, self._max_draft_len)
         requests = [
@@ -81,7 +79,7 @@ class Speculation:
     def computed(self, step: Step, plan: list[tuple[Sequence, int]]) -> None:
         """Tell a drafter that wants to know it of a step that has run, with its sequences by slot."""
         if self._watch is not None:
-            self._watch(step, {s.slot: s for s, _ in plan if s.special is None and s.width == 1})
+            self._watch(step, {s.slot: s for s, _ in plan if s.extras is None})
 
     def accepted(
         self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]

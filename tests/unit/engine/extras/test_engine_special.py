@@ -72,7 +72,7 @@ def test_what_the_vocabulary_does_not_have(
 def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
     """A step's choice goes in pieces: each adjusts its own rows, a search takes its beams out of several."""
     core = make_core(folder, **on)
-    core.engine.worker.chosen_at_once = 2
+    core.engine.worker.chooser.max_rows = 2
     specials = {
         0: RequestExtras(repetition_penalty=1.7),
         1: RequestExtras(beam_width=4, ends=(), keeps_context_logits=True),

@@ -10,7 +10,6 @@ from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
-from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.families import make_family
@@ -88,14 +87,14 @@ def test_what_a_scheduler_takes_back() -> None:
         for i, hands_over in enumerate((False, True))
     )
     scheduler.add(kept)
-    Step.of(scheduler.plan())
+    scheduler.commit(scheduler.plan())
     kept.output.append(1)
     scheduler.drop(kept)
     scheduler.add(grows)
-    Step.of(scheduler.plan())
+    scheduler.commit(scheduler.plan())
     for n_cached in range(21, 32):
         grows.output.append(1)
-        Step.of(scheduler.plan())
+        scheduler.commit(scheduler.plan())
         assert grows.n_gone == (n_cached + 1 - 8) // 4 and not any(grows.blocks[: grows.n_gone])
         assert all(grows.blocks[grows.n_gone :]) and grows.n_cached == n_cached + 1
         assert len(grows.blocks) - grows.n_gone <= grows.n_most

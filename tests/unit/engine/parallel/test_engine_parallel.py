@@ -19,7 +19,6 @@ from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
-from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.read_config import load_model_config
@@ -147,7 +146,7 @@ def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
             sequences = [sequence for sequence, _ in plan]
             assert not any(s.in_flight for s in sequences)
             assert len({s.slot for s in scheduler.running} | {-1}) == len(scheduler.running) + 1
-            step, sampled = Step.of(plan)
+            step = scheduler.commit(plan)
             message = PLAN.write(step)
             assert PLAN.read(message) == step
             for span, sequence in zip(step.spans, sequences, strict=True):
@@ -158,7 +157,7 @@ def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
             largest = max(largest, len(message) // 4)
             for sequence in sequences:
                 sequence.in_flight = True
-            in_flight.append((sequences, sampled))
+            in_flight.append((sequences, step.sampled))
         if in_flight and (not plan or random.random() < 0.5):
             sequences, sampled = in_flight.pop(0)
             for sequence in sequences:
@@ -180,14 +179,14 @@ def test_generating_sequences_are_spread_over_the_stages() -> None:
     for i in range(8):
         scheduler.add(make_sequence(i, 4))
     (first,) = [scheduler.plan()]
-    Step.of(first)
+    scheduler.commit(first)
     for sequence, _ in first:
         sequence.output.append(1)
     sizes = []
     for _ in range(3):
         plan = scheduler.plan()
         sizes.append(len(plan))
-        Step.of(plan)
+        scheduler.commit(plan)
         for sequence, _ in plan:
             sequence.in_flight = True
     assert sizes == [3, 3, 2]

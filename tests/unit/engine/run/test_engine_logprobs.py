@@ -86,7 +86,7 @@ def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(
     """Temperature, top-k and forbidden tokens change the choice, not the log probabilities that are
     reported."""
     core = make_core(folder, end_ids=tuple(range(0, 512, 2)))
-    core.engine.worker.chosen_at_once = at_once
+    core.engine.worker.chooser.max_rows = at_once
     tokens, numbers = answers(core, temperature=2.0, top_k=50, seed=[1, 2, 3, 4], min_output=N_OUTPUT)
     assert all(token % 2 for answer in tokens.values() for token in answer[:-1])
     check(oracle, tokens, numbers)

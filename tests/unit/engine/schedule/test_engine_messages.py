@@ -10,12 +10,11 @@ import torch
 
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
-from mpillm.engine.extras.lora import AdapterTensors
 from mpillm.engine.parallel.groups import HIDDEN
 from mpillm.engine.schedule import engine_messages
 from mpillm.engine.schedule.engine_messages import Notice, PutTarget
 from mpillm.engine.schedule.sampling_params import SamplingParams
-from mpillm.engine.schedule.step import Extra, Span, Step
+from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.schedule.transfer import Kind, Transfer
 
 TRANSFERS = [
@@ -39,10 +38,18 @@ SAMPLED = Step(
     [12],
     TRANSFERS[:1],
 )
-SPECIAL = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1], [SamplingParams(0.5, 7)] * 2, [4, 0])
-EXTRA = SPECIAL.more()
-EXTRA.is_adjusted, EXTRA.context_logits, EXTRA.copies = True, [(None, slice(2, 6))], [(17, 4), (9, 2)]
-EXTRA.adapter_rows, EXTRA.freed_adapters = [(2**31 - 1, 0, 1), (3, 2, 6)], [5]
+WITH_EXTRAS = [
+    Step(
+        SPANS,
+        [-1, 7, 8, 9, 10, 11],
+        [0, 5],
+        [1],
+        [SamplingParams(0.5, 7)] * 2,
+        [4, 0],
+        extras=bytes(range(8)),
+    ),
+    Step(SPANS[:1], [31999], [0], extras=b""),
+]
 SENT: dict[Tag, list[Any]] = {
     Tag.PLAN: [
         GREEDY,
@@ -50,7 +57,7 @@ SENT: dict[Tag, list[Any]] = {
         GUESSED,
         Step(transfers=TRANSFERS),
         Step(SPANS[2:], [1, 2, 3, 4], logprobs=21),
-        SPECIAL,
+        *WITH_EXTRAS,
     ],
     Tag.TOKENS: [[0, 128255], []],
     Tag.MOVED: [[2**31 - 1], []],
@@ -75,22 +82,6 @@ def test_what_is_written_is_read(tag: Tag, value: Any) -> None:
     assert buffer.dtype == np.uint8 and buffer.ndim == 1
     found = MESSAGES[tag].read(np.frombuffer(buffer.tobytes(), np.uint8))
     assert found == value and type(found) is type(value)
-
-
-def test_adapters_travel_with_a_step() -> None:
-    """Their weights may be of less precision than a message's."""
-    sent = Step(SPANS[:1], [1], [0], extra=Extra(adapter_rows=[(7, 0, 1), (8, 0, 1)]))
-    for number, kind in ((7, "f2"), (8, "f4")):
-        weights = np.linspace(0, 1.25, 6).astype(kind).reshape(2, 3)
-        sent.more().new_adapters.append(
-            AdapterTensors(number, weights, np.array([[1, 0, number]] * 2, np.int32))
-        )
-    found = engine_messages.PLAN.read(engine_messages.PLAN.write(sent))
-    ours, theirs = found.more(), sent.more()
-    assert (found.tokens, found.logits_rows, ours.adapter_rows) == ([1], [0], theirs.adapter_rows)
-    for mine, other in zip(ours.new_adapters, theirs.new_adapters, strict=True):
-        assert mine.number == other.number and mine.config.tolist() == other.config.tolist()
-        assert mine.weights.dtype == np.float32 and mine.weights.tolist() == other.weights.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,6 @@ from mpillm.engine.refusal import refusal
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
-from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from tests.helpers.hashing_engine import (
     CHUNKINGS,
@@ -173,7 +172,7 @@ def test_equal_progress_is_equal() -> None:
         scheduler.add(s)
     while any(s.n_uncached > 1 for s in sequences):
         plan = scheduler.plan()
-        Step.of(plan)
+        scheduler.commit(plan)
         more = [n for s, n in plan if s.n_uncached]
         assert not more or (sum(n for _, n in plan) == 50 and max(more) - min(more) <= 1)
         for s in sequences:
@@ -186,7 +185,7 @@ def plans(scheduler: Scheduler, n_steps: int) -> list[dict[int, int]]:
     found = []
     for _ in range(n_steps):
         plan = scheduler.plan()
-        Step.of(plan)
+        scheduler.commit(plan)
         for s, _ in plan:
             if s.n_uncached == 0:
                 s.output.append(1)

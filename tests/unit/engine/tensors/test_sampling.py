@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpillm.engine.run import worker as worker_module
+from mpillm.engine.parallel import token_chooser
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.tensors.sampler import likeliest, sample
 from tests.helpers.oracle import Tokens
@@ -52,9 +52,9 @@ def test_tokens_are_chosen_for_a_few_rows_at_once(
         n_rows.append(len(arguments[0]))
         return sample(*arguments)
 
-    monkeypatch.setattr(worker_module, "sample", noted)
+    monkeypatch.setattr(token_chooser, "sample", noted)
     core = make_core(folder, **core_fields)
-    core.engine.worker.chosen_at_once = 3
+    core.engine.worker.chooser.max_rows = 3
     assert answer(core, make_batch(prompts, **fields)) == expected
     assert max(n_rows, default=0) == (3 if sampled else 0)
 
