@@ -25,6 +25,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ClientConfig:
+    """The server that a client core uses."""
+
+    server: int | None = None  # index among the servers that the run starts; None: a server outside the run
+    names_model: bool = False  # the run gives the server the model's name: see `ServerKind`
+    sends_text: bool = False  # the server tokenizes: the tokens of a prompt are the UTF-8 bytes of its text
+    server_wait_s: float | None = None  # for a server outside the run to start; None: until --load_deadline
+    first_token_wait_s: float | None = None  # of a server that is up; None: a share of --health_deadline
+    index: int = 0  # among the clients of this server
+    n_clients: int = 1  # of this server
+    restarts: bool = False  # the run starts the server again if it fails in the test
+    context_servers: tuple[int, ...] = ()  # indices of the run's context servers, for a generation server
+    protocol: str = ""  # that passes their requests on: see `cores.openai_client.disagg_protocol`
+
+
+@dataclass(frozen=True)
 class CoreConfig:
     """All that a core is built from: plain data, equal on the ranks of an instance except for coordinates."""
 
@@ -33,20 +49,7 @@ class CoreConfig:
     rank: int = 0  # in the world, for messages
     n_instances: int = 1  # of this role
     serves: bool = False  # requests come from HTTP clients: each fails alone, and latencies count
-    # Of a client, the index of its server among those that the run owns; None: they are others'.
-    server: int | None = None
-    names_model: bool = False  # the run gives that server the model's name: see `ServerKind`
-    # Of a client: the tokens of a prompt are the UTF-8 bytes of its text, and the server makes tokens of it
-    sends_text: bool = False
-    # Of a client of others' servers: for how long they may not be there; None: until --load_deadline
-    server_wait_s: float | None = None
-    # and for the first token of one that is up; None: a share of --health_deadline
-    first_token_wait_s: float | None = None
-    client: int = 0  # which of that server's clients it is
-    n_clients: int = 1  # of that server
-    server_restarts: bool = False  # it is started again if it is lost in the test
-    context_servers: tuple[int, ...] = ()  # of the run, that compute contexts for it; see `handover`
-    handover: str = ""  # how they hand KV caches over: see `cores.openai_client.disagg_protocol`
+    client: ClientConfig = ClientConfig()  # of a core whose model is in a server
     settings: Any = None  # what `LLMCore.settings` returned
 
     @property

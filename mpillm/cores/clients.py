@@ -36,11 +36,11 @@ def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> s
     Returns:
         The message, with the lines of the server's log that name failures.
     """
-    end = time.monotonic() + (0.0 if core.config.server is None else _OWNER_S)
+    end = time.monotonic() + (0.0 if core.config.client.server is None else _OWNER_S)
     while time.monotonic() < end:
         core.meanwhile()
         time.sleep(_LOOK_S)
-    index = core.config.server if server is None else server
+    index = core.config.client.server if server is None else server
     log = core.server_log(index) if index is not None else None
     if log is None or not (lines := failing_lines(log)):
         return message
@@ -49,12 +49,12 @@ def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> s
 
 def longest_wait_s(config: CoreConfig, load_deadline_s: float) -> float:
     """Return for how long a client waits for a server that it does not own."""
-    return EARLIER * min(load_deadline_s, config.server_wait_s or load_deadline_s)
+    return EARLIER * min(load_deadline_s, config.client.server_wait_s or load_deadline_s)
 
 
 def longest_first_token_s(config: CoreConfig, limit_s: float) -> float:
     """Return for how long a client waits for the first token of a server that is up, `limit_s` at most."""
-    wait_s = config.first_token_wait_s
+    wait_s = config.client.first_token_wait_s
     return limit_s if wait_s is None else min(limit_s, EARLIER * wait_s)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
-from mpillm.cores.base import CoreConfig
+from mpillm.cores.base import ClientConfig, CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
 from mpillm.engine.shape.engine_config import EngineConfig
@@ -118,15 +118,23 @@ def _core_config(
         engine=engine,
         rank=rank,
         n_instances=sum(other.role == instance.role for other in plan.instances),
-        server=me.server,
-        names_model=config.server is not None and kind_of(config.server).names_model,
+        client=_client_config(config, plan, instance.index, me.server),
+    )
+
+
+def _client_config(config: RunConfig, plan: WorldPlan, instance: int, server: int | None) -> ClientConfig:
+    kind = kind_of(config.server) if config.server else None
+    clients_per_server = plan.clients_per_server or 1
+    return ClientConfig(
+        server=server,
+        names_model=kind is not None and kind.names_model,
         server_wait_s=None if config.given("load_deadline") else _SERVER_WAIT_S,
-        first_token_wait_s=None if config.given("health_deadline") or config.server else _FIRST_TOKEN_WAIT_S,
-        client=instance.index % plan.clients_per_server if plan.clients_per_server else 0,
-        n_clients=plan.clients_per_server or 1,
-        server_restarts=config.on_instance_loss == "restart",
+        first_token_wait_s=None if config.given("health_deadline") or kind else _FIRST_TOKEN_WAIT_S,
+        index=instance % clients_per_server,
+        n_clients=clients_per_server,
+        restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
-        handover=kind_of(config.server).disagg_protocol if plan.n_context_servers and config.server else "",
+        protocol=kind.disagg_protocol if kind and plan.n_context_servers else "",
     )
 
 

@@ -78,9 +78,8 @@ def make_roles(
     if me.instance is not None:
         with config.in_section(plan.instances[me.instance].section).explained():
             (core_config,) = with_settings(config, plan, core_configs(config, plan, [rank], setup.gpus))
-            core = core_class(
-                replace(core_config, serves=serves, sends_text=setup.sends_text), comms.instance
-            )
+            client = replace(core_config.client, sends_text=setup.sends_text)
+            core = core_class(replace(core_config, serves=serves, client=client), comms.instance)
         core.wake = loop.wake
         if serves and isinstance(core, WorksInAnyThread):
             core.wake = loop.ask

@@ -43,7 +43,7 @@ class TrtllmDisaggCore(EndpointCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         path = config.settings.disagg_config_path
-        if path is not None and config.server is None:
+        if path is not None and config.client.server is None:
             self.starts = RecordedStarts(Path(path), EARLIER * self._harness.load_deadline)
 
     @classmethod

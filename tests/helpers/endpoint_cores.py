@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
-from mpillm.cores.base import CoreConfig, LLMCore
+from mpillm.cores.base import ClientConfig, CoreConfig, LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.errors import RunError
@@ -41,13 +41,21 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, max_output: int = 4, **
 
 @contextmanager
 def core_of(
-    urls: str, *options: object, core_options: dict[str, Any] | None = None, **config: Any
+    urls: str,
+    *options: object,
+    core_options: dict[str, Any] | None = None,
+    serves: bool = False,
+    **client: Any,
 ) -> Iterator[LLMCore]:
-    """Yield a core with the values of a run's command line, and stop it in the end."""
+    """Yield a core with the values of a run's command line, and stop it in the end.
+
+    `client`: fields of `ClientConfig`.
+    """
     run = parse_run(["--core_type=trtllm_endpoint", f"--trtllm_server_urls={urls}", *map(str, options)])
     core_class = BackendRegistry.get(run.core_type)
     engine = EngineConfig.of({**run.values, "core_options": core_options})
-    core_config = CoreConfig(run.core_type, engine, rank=2, settings=core_class.settings(run), **config)
+    settings, place = core_class.settings(run), ClientConfig(**client)
+    core_config = CoreConfig(run.core_type, engine, rank=2, serves=serves, client=place, settings=settings)
     core_class.check(core_config)
     core = core_class(core_config)
     try:
@@ -57,9 +65,9 @@ def core_of(
 
 
 @contextmanager
-def started(server: ScriptedServer, *options: object, **config: Any) -> Iterator[LLMCore]:
+def started(server: ScriptedServer, *options: object, **fields: Any) -> Iterator[LLMCore]:
     """Yield a core that is ready to be given requests."""
-    with core_of(server.address, *options, **config) as core:
+    with core_of(server.address, *options, **fields) as core:
         core.load()
         core.run_health_check()
         core.start_test()

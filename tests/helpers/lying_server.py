@@ -132,7 +132,7 @@ def core_of_liars(lies: Mapping[str, Lie], *options: str) -> Iterator[tuple[LLMC
             core = stack.enter_context(core_of(servers[""].address, *options))
             core.load()
         else:
-            context = {"context_servers": (1,), "handover": "kv_transfer_params"} if "context" in urls else {}
+            context = {"context_servers": (1,), "protocol": "kv_transfer_params"} if "context" in urls else {}
             more: dict[str, Any] = {"server": 0, "names_model": True, **context}
             core = stack.enter_context(core_of("none:1", f"--model_path={MODEL}", *options, **more))
             assert isinstance(core, FindsServers)

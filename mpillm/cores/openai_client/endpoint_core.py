@@ -100,12 +100,12 @@ class EndpointCore(LLMCore):
         at_once = self._harness.max_concurrency or MOST_AT_ONCE
         self._urls, self._at_once = (
             share_of(self._harness.endpoint_urls, at_once, config.instance, config.n_instances)
-            if config.server is None
-            else share_of([""], at_once, config.client, config.n_clients)
+            if config.client.server is None
+            else share_of([""], at_once, config.client.index, config.client.n_clients)
         )
         # One client of each asks what it counts.
-        self._reads = config.client == 0 and (
-            config.server is not None or config.instance < len(self._harness.endpoint_urls)
+        self._reads = config.client.index == 0 and (
+            config.client.server is not None or config.instance < len(self._harness.endpoint_urls)
         )
         self._context_urls: list[str] = []
         self.waits_for_server = False
@@ -152,8 +152,8 @@ class EndpointCore(LLMCore):
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
             self._tokenizer = tokenizer if isinstance(tokenizer, FileTokenizer) else None
-        self._tokens = AnswerTokens(self._tokenizer, self.config.sends_text)
-        if self.config.server is not None:
+        self._tokens = AnswerTokens(self._tokenizer, self.config.client.sends_text)
+        if self.config.client.server is not None:
             return
         self._open()
         deadline = longest_wait_s(self.config, self._harness.load_deadline)
@@ -168,9 +168,9 @@ class EndpointCore(LLMCore):
         self.awaits = ""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
-        if self.config.server is not None:
-            self._urls = [urls[self.config.server]]
-            self._context_urls = [urls[index] for index in self.config.context_servers]
+        if self.config.client.server is not None:
+            self._urls = [urls[self.config.client.server]]
+            self._context_urls = [urls[index] for index in self.config.client.context_servers]
             self._open()
 
     def _open(self) -> None:
@@ -191,11 +191,11 @@ class EndpointCore(LLMCore):
             EARLIER * self._harness.stall_timeout,
             self._options.retry_s,
             self._contexts,
-            protocol_of(self.config.handover, self.config.instance) if self._contexts else None,
+            protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
         )
 
     def _endpoint(self, url: str) -> Endpoint:
-        return Endpoint(url, strict_model=self.config.names_model)
+        return Endpoint(url, strict_model=self.config.client.names_model)
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -265,12 +265,12 @@ class EndpointCore(LLMCore):
     def _find_model(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, str]:
         config = self.config
         return find_model(
-            endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.names_model
+            endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.client.names_model
         )
 
     def _index_of(self, error: EndpointError) -> int | None:
         """Return which context server of the run a message names; None: another server."""
-        contexts = zip(self._contexts, self.config.context_servers, strict=True)
+        contexts = zip(self._contexts, self.config.client.context_servers, strict=True)
         return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
 
     def _cause(self, error: EndpointError) -> str:
@@ -278,7 +278,7 @@ class EndpointCore(LLMCore):
         return "\n".join(filter(None, (cause, self.starts.failures())))
 
     def _choose_dialect(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, None]:
-        texts, stream = self.config.sends_text, self._harness.streaming
+        texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
         return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, stream=stream)
 
@@ -298,7 +298,7 @@ class EndpointCore(LLMCore):
 
     def start_test(self) -> None:
         assert self._thread is not None
-        self._client.outlives_server = self.config.server_restarts
+        self._client.outlives_server = self.config.client.restarts
         self._may_fail_alone = self.config.serves
         if self._reader is not None:
             self._reader.start(self._ask)
@@ -341,7 +341,7 @@ class EndpointCore(LLMCore):
                 self._endpoints,
                 self._contexts,
                 self._reader,
-                owned=self.config.server is not None,
+                owned=self.config.client.server is not None,
                 may_recompute=self._client.protocol is not None and self._client.protocol.may_recompute,
             ),
         }
@@ -355,7 +355,7 @@ class EndpointCore(LLMCore):
         mine = Metrics(self._prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0)
         if self._reader is None:
             return mine
-        asks_alone = self.config.server is not None and self.config.n_clients == 1
+        asks_alone = self.config.client.server is not None and self.config.client.n_clients == 1
         return self._reader.metrics(mine, asks_alone=asks_alone)
 
     def notify_stop(self) -> None:
@@ -428,14 +428,14 @@ class EndpointCore(LLMCore):
             self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
 
     def _text(self, prompt: Sequence[int]) -> str:
-        if self.config.sends_text:
+        if self.config.client.sends_text:
             return bytes(prompt).decode(errors="replace")
         assert self._tokenizer is not None
         return self._tokenizer.decode(prompt, keep_special=True)
 
     def on_first(self, call: Call) -> None:
         """Report the first token, unless it is also the last."""
-        if not self.config.sends_text:
+        if not self.config.client.sends_text:
             self._prompt_tokens += len(call.prompt)
         if (told := self._told.get(call.id)) is not None:  # by a server that was lost then
             told.again = True
@@ -472,7 +472,7 @@ class EndpointCore(LLMCore):
         flags = ResponseFlag.FINAL
         if told is None:
             flags |= ResponseFlag.FIRST
-        if self.config.sends_text:
+        if self.config.client.sends_text:
             self._prompt_tokens += call.answer.prompt_tokens or 0
         elif not call.streams:
             self._prompt_tokens += len(call.prompt)
@@ -496,7 +496,7 @@ class EndpointCore(LLMCore):
 
     def _is_alone(self, error: EndpointError) -> bool:
         """Return whether it is no other request's; when an owned server ends, answers break off."""
-        return self.config.server is None or error.refusal is not None
+        return self.config.client.server is None or error.refusal is not None
 
     def on_cancelled(self, call: Call) -> None:
         self._told.pop(call.id, None)

@@ -88,12 +88,13 @@ class TritonGrpcCore(LLMCore):
         at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
         self._urls, self._at_once = (
             share_of(self._harness.server_urls or (TRITON_URL,), at_once, config.instance, config.n_instances)
-            if config.server is None
-            else share_of([""], at_once, config.client, config.n_clients)
+            if config.client.server is None
+            else share_of([""], at_once, config.client.index, config.client.n_clients)
         )
         # One client of each server reads the server's metrics.
-        self._reads = config.client == 0 and (
-            config.server is not None or config.instance < len(self._harness.server_urls or (TRITON_URL,))
+        self._reads = config.client.index == 0 and (
+            config.client.server is not None
+            or config.instance < len(self._harness.server_urls or (TRITON_URL,))
         )
         self._reader: ServerReader | None = None
         self._metrics_port = ""  # of an owned server
@@ -138,12 +139,12 @@ class TritonGrpcCore(LLMCore):
 
     def load(self) -> None:
         """Connect, unless the run starts the servers."""
-        if self.config.server is None:
+        if self.config.client.server is None:
             self._connect()
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
-        if self.config.server is not None:
-            url, _, self._metrics_port = urls[self.config.server].partition("#")
+        if self.config.client.server is not None:
+            url, _, self._metrics_port = urls[self.config.client.server].partition("#")
             self._urls = [url]
             self._connect()
 
@@ -234,7 +235,7 @@ class TritonGrpcCore(LLMCore):
         if self._reader is None:
             return own
         return self._reader.metrics(
-            own, asks_alone=self.config.server is not None and self.config.n_clients == 1
+            own, asks_alone=self.config.client.server is not None and self.config.client.n_clients == 1
         )
 
     def notify_stop(self) -> None:

@@ -178,7 +178,7 @@ def test_what_a_server_refuses_is_not_asked_again(restarts: bool) -> None:
 
     with (
         ScriptedServer(answer) as server,
-        started(server, serves=True, server_restarts=restarts) as core,
+        started(server, serves=True, restarts=restarts) as core,
     ):
         core.enqueue(requests([[52]], **LIVE))
         Rows(core).until(1)
@@ -226,7 +226,7 @@ def test_a_server_that_was_started_again_may_not_answer_otherwise() -> None:
     with (
         ScriptedServer(begins(choice([77], "a"))) as first,
         ScriptedServer() as second,
-        started(first, serves=True, server_restarts=True) as core,
+        started(first, serves=True, restarts=True) as core,
     ):
         core.enqueue(requests([[1]], **LIVE))
         core.enqueue(requests([[77]], id=20, **LIVE))
