@@ -160,7 +160,7 @@ def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
     np.save(tmp_path / "stop_ids_padded.npy", np.array([[13, 13], [2, 2], [13, 13]], np.int32))
     data = (*DUMMY, "--dataset_path", tmp_path, "--end_ids", 2)
     with pytest.raises(
-        ConfigError, match=r"sample 0 has stop word \[13, 13\]; those of this run \(--stop_words\) are: none"
+        ConfigError, match=r"sample 0 has stop word \[13, 13\]; the stop words .* \(--stop_words\) are: none"
     ):
         load(tmp_path, *data)
     ignores_stop = load(tmp_path, *data, "--stop_words", "[[13, 13]]").ignores_stop
