@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.families.known import FAMILIES
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.int4 import pack_int4
 from tests.helpers.layouts import (
@@ -112,7 +112,7 @@ def test_an_engine_holds_biases_and_norms(one: Starter, family: tuple[Path, Answ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].experts is not None])
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].fields.expert_size is not None])
 def test_experts_on_their_ranks(one: Starter, tmp_path: Path, name: str) -> None:
     """All on one of two ranks, or each expert on two of four; weights that do not add up to 1, too."""
     more = {"norm_topk_prob": False} if name == "Qwen3MoeForCausalLM" else {}

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mpillm.engine.shape.families import FAMILIES  # noqa: E402
+from mpillm.engine.shape.families.known import FAMILIES  # noqa: E402
 from mpillm.engine.shape.read_config import load_model_config  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
 from tests.helpers.layouts import (  # noqa: E402  # noqa: E402
@@ -86,7 +86,7 @@ def cases() -> Iterator[Any]:
     for f, name in enumerate(FAMILIES):
         for d, device in enumerate(("cpu", "cuda")):
             for p, place in enumerate(LAYOUTS):
-                if LAYOUTS[place].has_experts and FAMILIES[name].experts is None:
+                if LAYOUTS[place].has_experts and FAMILIES[name].fields.expert_size is None:
                     continue
                 for v, variant in enumerate(VARIANTS):
                     marks = [pytest.mark.cross if (f + d + p + v) % len(VARIANTS) else pytest.mark.slow]

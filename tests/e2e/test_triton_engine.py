@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.adapters import ALL, make_adapter, with_adapter
 from tests.helpers.families import make_family

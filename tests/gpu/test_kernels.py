@@ -27,8 +27,8 @@ from mpillm.engine.kernels.linear import GroupedLinear, Int4Linear, Linear  # no
 from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct  # noqa: E402
 from mpillm.engine.kernels.puts import Put, TargetCache  # noqa: E402
 from mpillm.engine.shape import int4  # noqa: E402
+from mpillm.engine.shape.composition import Activation  # noqa: E402
 from mpillm.engine.shape.dtypes import torch_dtype  # noqa: E402
-from mpillm.engine.shape.families import Activation  # noqa: E402
 from mpillm.engine.shape.mxfp4 import widened  # noqa: E402
 from mpillm.engine.tensors.graphs import capture  # noqa: E402
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows  # noqa: E402

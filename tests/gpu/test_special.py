@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from mpillm.engine.extras.request_extras import RequestExtras
-from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.families import make_family

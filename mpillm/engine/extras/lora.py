@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpillm.engine.shape.composition import GatedFeedForward
 from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.weights.rank_weights import rotary_order
@@ -161,7 +162,7 @@ def _place(module: int, model: ModelConfig) -> tuple[str, int, slice]:
         "mlp_gate": ("gate_up", h, slice(i, 2 * i)),
         "mlp_4h_to_h": ("down", i, slice(0, h)),
     }
-    is_dense = not model.n_experts and model.family.is_gated
+    is_dense = isinstance(model.layer(0).feed_forward, GatedFeedForward)
     if model.latent is not None or name not in places or (not is_dense and name.startswith("mlp")):
         raise ValueError(f"lora_config: this model has no module {name}")
     return places[name]

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.c_library import address, c_library
 from mpillm.engine.kernels.ops import Partial, UnscaledProduct
-from mpillm.engine.shape.families import Activation
+from mpillm.engine.shape.composition import Activation
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.shape.families import CLAMP, SWISH, Activation
+from mpillm.engine.shape.composition import CLAMP, SWISH, Activation
 
 if TYPE_CHECKING:
     from mpillm.engine.parallel.shared_rows import SharedRows

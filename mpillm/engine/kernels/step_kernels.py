@@ -31,7 +31,7 @@ from mpillm.engine.kernels.fp8_kernels import scaled as scaled
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.ops import Partial, RoundedRows, UnscaledProduct
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
-from mpillm.engine.shape.families import CLAMP, SWISH, Activation
+from mpillm.engine.shape.composition import CLAMP, SWISH, Activation
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 _CLAMP, _SWISH = tl.constexpr(CLAMP), tl.constexpr(SWISH)

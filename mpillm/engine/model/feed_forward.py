@@ -12,20 +12,24 @@ from torch import Tensor
 from mpillm.engine.kernels.linear import GroupedLinear, Linear
 from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
 from mpillm.engine.model.step_parts import Adapters, Ops
-from mpillm.engine.shape.families import CORRECTION, Experts
+from mpillm.engine.shape import composition
+from mpillm.engine.shape.composition import CORRECTION, Activation
 from mpillm.engine.weights.rank_weights import Weights
 
 
 class Mlp:
     """The dense feed-forward, split over the TP group: the result is a part of a sum over it."""
 
-    def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
+    def __init__(
+        self, weights: Weights, ops: Ops, gate_up: str, down: str, activation: Activation | None
+    ) -> None:
+        """Read the two products; without an `activation` they have biases, and GELU between them."""
         self._ops = ops
-        self.activation = weights.config.family.activation
+        self.activation = activation
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
         self.biases: tuple[Tensor, Tensor] | None = None  # of one that is not gated
-        if not weights.config.family.is_gated:
+        if activation is None:
             self.biases = weights.bias(gate_up), weights.bias(down)
 
     def __call__(
@@ -44,6 +48,7 @@ class Mlp:
             gate_up = self.gate_up.unscaled(x)
             if adapters is not None:
                 adapters.add(layer, "gate_up", x, gate_up)
+            assert self.activation is not None
             hidden = self._ops.gated(gate_up, self.down.rounds(n_rows), self.activation)
         if residual is not None and (few := self.down.few(n_rows)) is not None:
             few(hidden, residual=residual)
@@ -61,32 +66,36 @@ class Mlp:
 class Mixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
 
-    def __init__(self, weights: Weights, layer: str, names: Experts, experts: range, ops: Ops) -> None:
+    def __init__(
+        self, weights: Weights, layer: str, names: composition.Mixture, experts: range, ops: Ops
+    ) -> None:
         """`layer`: the prefix of its tensors; `experts`: this rank's."""
         self._ops = ops
         self._experts = experts
-        self.n_chosen = weights.config.n_experts_per_token
-        self._normed = weights.config.norms_choice
-        self._activation = weights.config.family.activation
+        self.n_chosen = names.n_chosen
+        self._normed = names.weights_add_up
+        self._activation = names.activation
         # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
         # for the choice: on a GPU, in steps that are no CUDA graphs.
         self.one_by_one_above = math.inf
         router = f"{layer}.{names.prefix}.{names.router}"
-        self._router_bias = weights.bias(router) if names.biases else None
+        self._router_bias = weights.bias(router) if names.bias else None
         self._correction: Tensor | None = None  # of scores in groups
         self._shared: Mlp | None = None
-        if names.grouped:
+        if (groups := names.groups) is not None:
             self.router = Linear(weights.get(router).float())
             self._correction = weights.get(f"{router}.{CORRECTION}")
-            self._groups, self._factor = weights.config.groups, weights.config.routed_factor
+            self._groups, self._factor = (groups.n_groups, groups.n_chosen), groups.factor
             shared = f"{layer}.{names.prefix}.shared_experts"
-            self._shared = Mlp(weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}")
+            self._shared = Mlp(
+                weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}", names.activation
+            )
         else:
             self.router = Linear(weights.get(router))
         self.gate_up, self.down = (
             GroupedLinear(
                 [weights.linear(name) for name in each],
-                [weights.bias(name) for name in each] if names.biases else None,
+                [weights.bias(name) for name in each] if names.bias else None,
             )
             for each in (
                 [f"{layer}.{names.prefix}.experts.{i}.{part}" for i in experts]

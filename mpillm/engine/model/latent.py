@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
-from mpillm.engine.shape.families import Latent
+from mpillm.engine.shape.composition import Latent
 
 if TYPE_CHECKING:
     from mpillm.engine.weights.rank_weights import Weights
@@ -40,7 +40,7 @@ class LatentQkv:
         kv_weights = kv_weights.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
         keys, values = kv_weights[:, : sizes.qk_nope_head_dim], kv_weights[:, sizes.qk_nope_head_dim :]
         # Attention divides by the root of the cached size.
-        self._scale = (sizes.head_dim / sizes.query_dim) ** 0.5 * sizes.score_factor
+        self._scale = (sizes.head_dim / sizes.query_dim) ** 0.5 * weights.config.score_factor
         self._keys, self._values = keys.contiguous(), values.transpose(1, 2).contiguous()
 
     def rounds(self, n_rows: int) -> bool:

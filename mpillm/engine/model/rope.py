@@ -15,7 +15,7 @@ def rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
 
     Where layers with a window have a base of their own, theirs come behind: [2 * max_seq_len, head_dim / 2].
     """
-    if config.family.learned_positions:
+    if config.family.embedding.has_positions:
         return torch.ones(max_seq_len, config.head_dim // 2, dtype=torch.complex64)
     if (latent := config.latent) is not None:  # whose first values are not turned
         turns = _of_rope(config.rope_theta, config.rope_scaling, latent.qk_rope_head_dim, max_seq_len)

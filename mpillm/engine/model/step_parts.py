@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mpillm.engine.kernels.ops import Choice, Partial, UnscaledProduct
-from mpillm.engine.shape.families import Activation
+from mpillm.engine.shape.composition import Activation
 
 
 class Attention(Protocol):

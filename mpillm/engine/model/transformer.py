@@ -30,6 +30,7 @@ from mpillm.engine.model.layer_kind import PLAIN, LayerKind
 from mpillm.engine.model.rope import rotations
 from mpillm.engine.model.step_parts import Adapters, Attention, Ops
 from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.shape import composition
 from mpillm.engine.shape.layout import length
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.weights.rank_weights import Weights
@@ -45,35 +46,40 @@ class Layer:
         else:
             self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
         config, attention = weights.config, f"{prefix}.self_attn"
-        family = config.family
-        self.qkv_bias = weights.bias(f"{attention}.qkv_proj") if family.qkv_bias else None
+        parts = config.layer(index)
+        heads = parts.attention
+        if not isinstance(heads, composition.GroupedQueryAttention):
+            heads = composition.GroupedQueryAttention()
+        self.qkv_bias = weights.bias(f"{attention}.qkv_proj") if heads.qkv_bias else None
         self.qk_norms: tuple[Tensor, Tensor] | None = None  # of a head of q, and of k
-        if family.qk_norm:
+        if heads.qk_norm:
             self.qk_norms = weights.get(f"{attention}.q_norm"), weights.get(f"{attention}.k_norm")
         self.o = weights.linear(f"{prefix}.self_attn.o_proj")
-        self.o_bias = weights.bias(f"{attention}.o_proj") if family.o_bias else None
+        self.o_bias = weights.bias(f"{attention}.o_proj") if heads.o_bias else None
         post_norm = weights.get(f"{prefix}.post_attention_layernorm")
         self.norms_after: tuple[Tensor, Tensor] | None = None  # of what attention and feed-forward add
         self.post_norm = post_norm  # of the feed-forward's input
-        if family.norms_after:
+        if isinstance(parts, composition.SandwichNorm):
             self.norms_after = post_norm, weights.get(f"{prefix}.post_feedforward_layernorm")
             self.post_norm = weights.get(f"{prefix}.pre_feedforward_layernorm")
         self.kind = LayerKind(
             config.window(index),
-            max_seq_len if config.window(index) and config.local_rope_theta is not None else 0,
-            weights.get(f"{attention}.sinks").float() if family.sinks else None,
+            max_seq_len if heads.local_rope else 0,
+            weights.get(f"{attention}.sinks").float() if heads.sinks else None,
             latent.kv_lora_rank if latent is not None else 0,
         )
         self.norm_biases: tuple[Tensor | None, Tensor | None] = None, None  # of the two norms of inputs
-        if family.layer_norms:
+        if isinstance(parts.norm, composition.LayerNorm):
             names = f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"
             self.norm_biases = weights.bias(names[0]), weights.bias(names[1])
         self.mlp: Mlp | Mixture
-        if family.experts is not None and config.has_experts(index):
-            self.mlp = Mixture(weights, prefix, family.experts, experts, ops)
+        feed_forward, mlp = parts.feed_forward, f"{prefix}.mlp"
+        if isinstance(feed_forward, composition.Mixture):
+            self.mlp = Mixture(weights, prefix, feed_forward, experts, ops)
+        elif isinstance(feed_forward, composition.GatedFeedForward):
+            self.mlp = Mlp(weights, ops, f"{mlp}.gate_up_proj", f"{mlp}.down_proj", feed_forward.activation)
         else:
-            up, down = ("gate_up_proj", "down_proj") if family.is_gated else ("c_fc", "c_proj")
-            self.mlp = Mlp(weights, ops, f"{prefix}.mlp.{up}", f"{prefix}.mlp.{down}")
+            self.mlp = Mlp(weights, ops, f"{mlp}.c_fc", f"{mlp}.c_proj", None)
 
     @property
     def is_plain(self) -> bool:
@@ -107,12 +113,12 @@ class Llama:
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
             self.embedding = weights.get("model.embed_tokens")
         self._positions: Tensor | None = None  # learned ones
-        if layout.is_first_stage and config.family.learned_positions:
+        if layout.is_first_stage and config.family.embedding.has_positions:
             self._positions = weights.get("model.embed_positions")
         self._norm_bias: Tensor | None = None
         if layout.is_last_stage:
             self._norm = weights.get("model.norm")
-            if config.family.layer_norms:
+            if isinstance(config.family.norm, composition.LayerNorm):
                 self._norm_bias = weights.bias("model.norm")
             self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
         self.features: Features | None = None  # to keep, of each step
@@ -136,7 +142,7 @@ class Llama:
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return rows of the embedding as the layers take them; x may be changed."""
-        if self.config.family.scales_embedding:
+        if self.config.family.embedding.is_scaled:
             scale = torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as in transformers
             x.mul_(scale.item())
         return x if self._positions is None else x.add_(self._positions.index_select(0, positions))
@@ -313,7 +319,7 @@ class Llama:
         if product is None or self._groups.layout.tp_size == 1:
             return product
         shared = self._groups.shared_rows
-        if shared is not None and not self.config.family.layer_norms:
+        if shared is not None and not isinstance(self.config.family.norm, composition.LayerNorm):
             return Partial(product, shared)
         return self._groups.all_reduce(self._ops.scaled(product))
 

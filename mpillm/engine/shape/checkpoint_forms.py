@@ -183,7 +183,6 @@ def form_of(model: ModelConfig) -> Form | None:
     """Return the form of a model's checkpoint; None: its tensors are the parameters."""
     if model.quantization == "int4":
         return Int4(model)
-    if model.family.learned_positions:
-        return Gpt2Names(model)
-    experts = model.family.experts
-    return PackedExperts(model) if experts is not None and experts.packed else None
+    forms: dict[str, type[Gpt2Names | PackedExperts]] = {"gpt2": Gpt2Names, "packed experts": PackedExperts}
+    form = forms.get(model.family.checkpoint)
+    return None if form is None else form(model)

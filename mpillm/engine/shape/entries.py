@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpillm.engine.shape.composition import CORRECTION, FUSED
 from mpillm.engine.shape.dtypes import N_BYTES, STORED
-from mpillm.engine.shape.families import CORRECTION, FUSED
 from mpillm.engine.shape.quantization import BLOCK_SIZE
 
 if TYPE_CHECKING:

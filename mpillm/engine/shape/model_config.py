@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from mpillm.engine.shape.composition import AnyLayer, Embedding, Latent, Mixture, Norm, RmsNorm
+from mpillm.engine.shape.config_fields import FamilyFields
 from mpillm.engine.shape.dtypes import N_BYTES
-from mpillm.engine.shape.families import FAMILIES, Family, Latent
 from mpillm.engine.shape.quantization import Stored
+
+Form = Literal["parameters", "gpt2", "packed experts"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,20 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of queries and keys
+
+
+class Family(NamedTuple):
+    """A model family: the fields of its `config.json`, and the composition of its model."""
+
+    name: str  # in `architectures` of config.json
+    model_type: str  # of config.json: transformers chooses the class by it
+    title: str  # in the documentation
+    fields: FamilyFields
+    layer: Callable[[ModelConfig, int], AnyLayer]
+    embedding: Embedding = Embedding()
+    norm: Norm = RmsNorm("model.norm")  # of the last layer's output
+    checkpoint: Form = "parameters"  # how files store parameters: see `checkpoint_forms`
+    norms_less_one: bool = False  # the weights of norms are stored less 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class ModelConfig:
     rope_scaling: RopeScaling
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
-    family: Family = FAMILIES["LlamaForCausalLM"]
+    family: Family
     windows: tuple[int, ...] = ()  # tokens that a token sees, by layer (0: all); empty: all in all layers
     local_rope_theta: float | None = None  # of layers with a window, if it is not `rope_theta`
     query_scalar: float | None = None  # scores are divided by its square root; None: head_dim
@@ -55,11 +74,22 @@ class ModelConfig:
     dense_size: int = 0  # of these layers' feed-forward
     shared_size: int = 0  # of the expert that each row has
     latent: Latent | None = None
+    score_factor: float = 1.0  # of latent attention's scores, besides the root of a query's size
     n_guess_layers: int = 0  # behind the last one, which guess (see `mtp_config`): 1 where they are wanted
     quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
     stored: Stored = "rows"  # what the checkpoint's scales are of
     group: int = 0  # inputs with one scale, of int4; -1: all
+
+    def layer(self, index: int) -> AnyLayer:
+        """Return the composition of a layer."""
+        return self.family.layer(self, index)
+
+    @property
+    def router(self) -> str | None:
+        """The name of the router in the last layer; None: the model is dense."""
+        mixture = self.layer(self.n_layers - 1).feed_forward
+        return f"{mixture.prefix}.{mixture.router}" if isinstance(mixture, Mixture) else None
 
     def window(self, layer: int) -> int:
         """Return how many tokens a token of the layer sees, itself included; 0: all."""
@@ -80,9 +110,6 @@ class ModelConfig:
         starts = [self.n_layers * stage // pp_size for stage in range(pp_size + 1)]
         stages = (range(*ends) for ends in itertools.pairwise(starts))
         return max(sum((self.window(layer) > 0) == windowed for layer in stage) for stage in stages)
-
-    def has_experts(self, layer: int) -> bool:
-        return self.n_experts > 0 and layer >= self.n_dense_layers
 
     @property
     def kv_parts(self) -> int:

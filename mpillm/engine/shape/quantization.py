@@ -13,12 +13,12 @@ for the values of each layer, or of each KV head: a number in the cache times it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from disagg.errors import ConfigError, nearest
-from mpillm.engine.shape.families import Experts, Family, Raw
+from mpillm.engine.shape.config_fields import Raw
 from mpillm.files import excerpt, read_object
 
 ALGORITHMS = ("int8", "fp8")
@@ -54,11 +54,11 @@ def check_algorithm(source: str, algorithm: str, allowed: tuple[str, ...]) -> No
 
 
 def quantization_config(
-    algorithm: str, experts: Experts | None, kv_algorithm: str = "none"
+    algorithm: str, router: str | None = None, kv_algorithm: str = "none"
 ) -> dict[str, Any]:
     """Return `config.json`'s entry for `algorithm` and the cache's `kv_algorithm`: none (the model's) or fp8.
 
-    `experts`: the model's, whose router stays as it is.
+    `router`: the name in a layer of a mixture's router, which keeps its type.
 
     fp8 multiplies 8-bit weights with activations that are quantised token by token at run time
     (llm-compressor's FP8_DYNAMIC); int8 quantises only weights.
@@ -87,7 +87,7 @@ def quantization_config(
         **common,
         "format": _FORMATS[algorithm],
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *([f"re:.*{experts.prefix}[.]{experts.router}$"] if experts else [])],
+        "ignore": ["lm_head", *([f"re:.*{router.replace('.', '[.]')}$"] if router else [])],
     }
 
 
@@ -100,10 +100,10 @@ class Quantized(NamedTuple):
     group: int = 0  # one of `GROUPS`, in int4
 
 
-def parse_quantization(raw: Raw, source: Path, family: Family) -> Quantized:
-    """Return what `quantization_config` says, or ModelOpt's file beside it.
+def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantized:
+    """Read `quantization_config`, or ModelOpt's file beside `source`.
 
-    Raises ConfigError if we cannot run it.
+    Raises ConfigError if it is not supported. `more`: the methods of the model's family.
     """
     config = raw.get("quantization_config")
     beside = source.parent / MODELOPT
@@ -119,16 +119,7 @@ def parse_quantization(raw: Raw, source: Path, family: Family) -> Quantized:
         )
 
     method = config.get("quant_method") if isinstance(config, dict) else config
-    methods: dict[str, Callable[..., Quantized]] = {
-        "compressed-tensors": _compressed,
-        "modelopt": _modelopt,
-        "fp8": _fp8,
-    }
-    experts = family.experts
-    if experts is None and family.is_gated and not family.latent:
-        methods |= {"awq": _awq, "gptq": _gptq}
-    if experts is not None and experts.packed:
-        methods["mxfp4"] = lambda config, refuse: Quantized(stored="mxfp4")
+    methods = _METHODS | {name: _FAMILY_METHODS[name] for name in more}
     if not isinstance(method, str) or method not in methods:
         raise refuse("quant_method", method, ", ".join(methods))
     return methods[method](config, refuse)
@@ -217,6 +208,10 @@ def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     return Quantized("int4", stored=form, group=given["group_size"])
 
 
+def _mxfp4(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+    return Quantized(stored="mxfp4")
+
+
 def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:
     if (scheme := config.get("kv_cache_scheme")) is None:
         return "none"
@@ -244,3 +239,11 @@ def _check(
     ):
         if (value := numbers.get(name, default)) not in allowed:
             raise refuse(prefix + name, value, ", ".join(map(json.dumps, allowed)))
+
+
+_METHODS: dict[str, Callable[..., Quantized]] = {
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "fp8": _fp8,
+}
+_FAMILY_METHODS: dict[str, Callable[..., Quantized]] = {"awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}

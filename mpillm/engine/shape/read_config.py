@@ -7,17 +7,17 @@ preset: a `config.json` that comes with mpillm, for seeded random weights. `mode
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.data.other_weights import other_weights
+from mpillm.engine.shape.config_fields import FamilyFields, Fields, Raw
 from mpillm.engine.shape.dtypes import CHECKPOINT_DTYPES
-from mpillm.engine.shape.families import FAMILIES, MODEL_TYPES, Family, Latent, Raw
+from mpillm.engine.shape.families.known import FAMILIES, MODEL_TYPES
+from mpillm.engine.shape.families.llama import LLAMA
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.quantization import parse_quantization
 from mpillm.engine.shape.read_rope import read_rope
@@ -26,20 +26,10 @@ from mpillm.files import as_written, check_files, excerpt, is_there, read_object
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
-# Fields of config.json that may have these values only, None where they may be left out.
-_FIXED: Raw = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", None),
-    "partial_rotary_factor": (1, None),
-    "per_layer_config": ({}, None),
-}
 _HEAD = "lm_head.weight"
-# Fields with one meaning, besides those that a family renames. In transformers the class decides which wins.
-_ONE_MEANING = (("num_local_experts", "num_experts"),)
 _KINDS = "full_attention", "sliding_attention"  # of layers
-# A stranger's file must not ask for all memory. Experts: of all layers; the largest known have some 25,000.
-_MOST, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 10_000, 100_000
+# Limits of an untrusted file's use of memory. Experts of all layers: the largest known models have 25,000.
+_MAX_LAYERS, _MAX_EXPERTS = 10_000, 100_000
 
 
 def load_model_config(model_path: str) -> ModelConfig:
@@ -151,200 +141,138 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
 
 
 def _parsed(raw: Raw, source: Path) -> ModelConfig:
-    def number(name: str, default: float | None = None, where: Raw | None = None) -> float:
-        value = (raw if where is None else where).get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(
-                f"{source}: {theirs.get(name, name)} is {excerpt(value)}; must be a positive number"
-            )
-        return value
-
-    def integer(name: str, default: int | None = None) -> int:
-        value = number(name, default)
-        if not isinstance(value, int):
-            raise ConfigError(f"{source}: {theirs.get(name, name)} is {value}; must be an integer")
-        if value > _MOST:
-            raise ConfigError(
-                f"{source}: {theirs.get(name, name)} is {excerpt(value)}; must be {_MOST} at most"
-            )
-        return value
-
     name = architecture_of(raw)
-    family = FAMILIES.get(name, Family())  # which the caller has checked
-    theirs = {ours: field for field, ours in family.renames.items()}
-    _check_pairs(raw, family, source)
-    raw = {**family.defaults, **{family.renames.get(field, field): raw[field] for field in raw}}
-    for field, allowed in {**_FIXED, **family.fixed}.items():
-        if raw.get(field) not in allowed:
-            raise ConfigError(
-                f"{source}: {field} {excerpt(raw.get(field))} is not supported by the torch core"
-            )
-    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
-    kv_heads = 1 if family.latent else integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    if raw.get("head_dim") is None and hidden % heads and not family.latent:
-        raise ConfigError(
-            f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
-            " and there is no head_dim"
-        )
-    rope = read_rope(raw, family, source)
-    latent = _latent(raw, integer, source, rope.score_factor) if family.latent else None
-    head_dim = integer("head_dim", hidden // heads) if latent is None else latent.head_dim
-    if head_dim % 2:
-        raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    if dtype not in CHECKPOINT_DTYPES.values():
-        known = ", ".join(CHECKPOINT_DTYPES.values())
-        raise ConfigError(f"{source}: dtype {dtype[:60]} is not one of {known}")
-    n_layers = integer("num_hidden_layers")
-    if n_layers > _MOST_LAYERS:
-        raise ConfigError(f"{source}: num_hidden_layers is {n_layers}; must be {_MOST_LAYERS} at most")
-    slides = _sliding_layers(raw, n_layers, family, source)
-    quantized = parse_quantization(raw, source, family)
-    count = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
-    has_count = raw.get(count) is not None
-    if has_count != (family.experts is not None):
-        said = f"has {theirs.get(count, count)}" if has_count else "has no num_local_experts"
-        raise ConfigError(f"{source}: {name} {said}")
-    experts: dict[str, Any] = {}
-    if has_count:
-        experts = {
-            "n_experts": integer(count),
-            "n_experts_per_token": integer("num_experts_per_tok", 2),
-        }
-        if (n := n_layers * experts["n_experts"]) > _MOST_EXPERTS:
-            raise ConfigError(
-                f"{source}: {theirs.get(count, count)} makes {n} experts in {n_layers} layers;"
-                f" must be {_MOST_EXPERTS} at most"
-            )
-        if experts["n_experts_per_token"] > experts["n_experts"]:
-            raise ConfigError(
-                f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"
-                f" of {experts['n_experts']} experts"
-            )
-    scaled = "query_pre_attn_scalar" in family.defaults
-    grouped: dict[str, Any] = {}
-    if family.experts is not None and family.experts.grouped:
-        grouped = {
-            "groups": (integer("n_group"), integer("topk_group")),
-            "routed_factor": float(number("routed_scaling_factor")),
-            "n_dense_layers": integer("first_k_dense_replace") if raw["first_k_dense_replace"] else 0,
-            "dense_size": integer("intermediate_size"),
-            "shared_size": integer("n_shared_experts") * integer("moe_intermediate_size"),
-        }
-        n, chosen = grouped["groups"]
-        in_groups = experts["n_experts"] // n * chosen
-        if experts["n_experts"] % n or chosen > n or experts["n_experts_per_token"] > in_groups:
-            raise ConfigError(
-                f"{source}: {experts['n_experts']} experts in n_group {n}, of which topk_group {chosen}:"
-                f" must be equal groups with {experts['n_experts_per_token']} experts to choose"
-            )
+    family = FAMILIES.get(name, LLAMA)  # `check_architecture` refuses other names; a draft head is as Llama
+    fields = Fields(raw, family.fields, name, source)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    n_layers = fields.integer("num_hidden_layers")
+    if n_layers > _MAX_LAYERS:
+        raise fields.error(f"num_hidden_layers is {n_layers}; must be {_MAX_LAYERS} at most")
+    experts = _experts(fields, family.fields, n_layers)
+    more = family.fields.more(fields)
+    rope = read_rope(fields.raw, family.fields, source)
+    slides = _sliding_layers(fields, n_layers, family.fields)
+    quantized = parse_quantization(fields.raw, source, family.fields.quantization)
+    sizes = {
+        "n_kv_heads": more.get("n_kv_heads") or _kv_heads(fields, heads),
+        "head_dim": more.get("head_dim") or _head_dim(fields, hidden, heads),
+        "intermediate_size": more.get("intermediate_size")
+        or fields.integer(family.fields.expert_size or "intermediate_size"),
+    }
     return ModelConfig(
-        vocab_size=integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer(
-            family.experts.inner_size if family.experts is not None else "intermediate_size",
-            None if family.is_gated else 4 * hidden,
-        ),
         n_layers=n_layers,
         n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=integer("max_position_embeddings", 2048),
-        rms_norm_eps=number("rms_norm_eps", 1e-6),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=dtype,
+        tie_word_embeddings=bool(fields.raw.get("tie_word_embeddings", False)),
+        dtype=_dtype(fields),
         family=family,
-        windows=tuple(integer("sliding_window") if slides[i] else 0 for i in range(n_layers))
+        windows=tuple(fields.integer("sliding_window") if each else 0 for each in slides)
         if any(slides)
         else (),
         local_rope_theta=rope.local_theta,
-        query_scalar=float(number("query_pre_attn_scalar")) if scaled else None,
+        score_factor=rope.score_factor,
         quantization=quantized.weights,
         kv_quantization=quantized.kv_cache,
         stored=quantized.stored,
         group=quantized.group,
-        norms_choice=bool(raw.get("norm_topk_prob", True)),
-        latent=latent,
-        **experts,
-        **grouped,
+        norms_choice=bool(fields.raw.get("norm_topk_prob", True)),
+        **(experts | more | sizes),
     )
 
 
-def _check_pairs(raw: Raw, family: Family, source: Path) -> None:
-    """Refuse fields of one meaning that differ, and Llama's name of a field in another family."""
-    for name, other in family.renames.items():
-        for field in (other, *(alias for known, alias in _ONE_MEANING if known == other)):
-            if raw.get(field) is not None and raw.get(name) is None:
-                raise ConfigError(f"{source}: {field} must be {name} in {architecture_of(raw)}")
-    pairs = (*family.renames.items(), *_ONE_MEANING)
-    for name, other in (*pairs, ("qk_rope_head_dim", "head_dim")) if family.latent else pairs:
-        values = raw.get(name, family.defaults.get(name)), raw.get(other)
-        if None not in values and values[0] != values[1]:
-            raise ConfigError(
-                f"{source}: {name} {excerpt(values[0])} and {other} {excerpt(values[1])} mean the same"
-                " and differ; remove one of them"
-            )
+def _kv_heads(fields: Fields, heads: int) -> int:
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return kv_heads
 
 
-def _latent(raw: Raw, integer: Callable[[str], int], source: Path, score_factor: float) -> Latent:
-    sizes = {name: integer(name) for name in Latent._fields[1:-1]}
-    for name in ("kv_lora_rank", "qk_rope_head_dim"):
-        if sizes[name] % 2:
-            raise ConfigError(f"{source}: {name} {sizes[name]} is odd; rotary embeddings turn pairs")
-    rank = integer("q_lora_rank") if raw["q_lora_rank"] is not None else 0
-    return Latent(rank, **sizes, score_factor=score_factor)
+def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+    if fields.raw.get("head_dim") is None and hidden % heads:
+        raise fields.error(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
+        )
+    head_dim = fields.integer("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings turn pairs")
+    return head_dim
 
 
-def _sliding_layers(raw: Raw, n_layers: int, family: Family, source: Path) -> list[bool]:
-    """Return for each layer whether its tokens see the last `sliding_window` only."""
+def _dtype(fields: Fields) -> str:
+    dtype = str(fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32")
+    if dtype not in CHECKPOINT_DTYPES.values():
+        known = ", ".join(CHECKPOINT_DTYPES.values())
+        raise fields.error(f"dtype {dtype[:60]} is not one of {known}")
+    return dtype
+
+
+def _experts(fields: Fields, family: FamilyFields, n_layers: int) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` about experts; none for a dense model."""
+    count = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
+    has_count = fields.raw.get(count) is not None
+    if has_count != (family.expert_size is not None):
+        problem = f"has {fields.own_name(count)}" if has_count else "has no num_local_experts"
+        raise fields.error(f"{fields.architecture} {problem}")
+    if not has_count:
+        return {}
+    n_experts, n_per_token = fields.integer(count), fields.integer("num_experts_per_tok", 2)
+    if (n := n_layers * n_experts) > _MAX_EXPERTS:
+        raise fields.error(
+            f"{fields.own_name(count)} makes {n} experts in {n_layers} layers; must be {_MAX_EXPERTS} at most"
+        )
+    if n_per_token > n_experts:
+        raise fields.error(f"num_experts_per_tok {n_per_token} of {n_experts} experts")
+    return {"n_experts": n_experts, "n_experts_per_token": n_per_token}
+
+
+def _sliding_layers(fields: Fields, n_layers: int, family: FamilyFields) -> list[bool]:
+    """Return for each layer whether its tokens attend to the last `sliding_window` tokens only."""
+    raw = fields.raw
     window, uses, types = (raw.get(name) for name in ("sliding_window", "use_sliding_window", "layer_types"))
     has_switch = "use_sliding_window" in family.defaults
     if window is not None and not has_switch and uses is False and family.slides is not None:
-        raise ConfigError(
-            f"{source}: use_sliding_window false has no effect in {architecture_of(raw)} beside"
+        raise fields.error(
+            f"use_sliding_window false has no effect in {fields.architecture} beside"
             f" sliding_window {excerpt(window)}; set sliding_window to null"
         )
     if family.slides is None:
         if window is not None and uses is not False:
-            raise ConfigError(
-                f"{source}: sliding_window {excerpt(window)} is not supported by the torch core for"
-                f" {architecture_of(raw)}"
+            raise fields.error(
+                f"sliding_window {excerpt(window)} is not supported by the torch core for"
+                f" {fields.architecture}"
             )
         window = None
     elif has_switch and not uses:
         window = None
-    by_pattern = family.layer_types and not has_switch  # whether there is a window or not
+    by_pattern = family.layer_types and not has_switch  # with or without a window
     slides = [
         family.slides is not None and (by_pattern or window is not None) and family.slides(i, raw)
         for i in range(n_layers)
     ]
     if types is not None:
-        slides = _of_types(types, slides, family, source)
+        slides = _by_types(types, slides, fields, has_effect=family.layer_types)
     if any(slides) and window is None:
         switch = ", and use_sliding_window true" if has_switch else ""
-        raise ConfigError(f"{source}: layer_types has {_KINDS[1]}, which needs a sliding_window{switch}")
+        raise fields.error(f"layer_types has {_KINDS[1]}, which needs a sliding_window{switch}")
     return slides
 
 
-def _of_types(types: Any, slides: list[bool], family: Family, source: Path) -> list[bool]:
-    """Return which layers slide by `layer_types`; ConfigError where transformers would not read it."""
+def _by_types(types: Any, slides: list[bool], fields: Fields, *, has_effect: bool) -> list[bool]:
+    """Return which layers slide by `layer_types`. Raises ConfigError if transformers ignores that field."""
     n_layers = len(slides)
     if not isinstance(types, list) or len(types) != n_layers or any(kind not in _KINDS for kind in types):
-        raise ConfigError(
-            f"{source}: layer_types {excerpt(types)}: must name {' or '.join(_KINDS)}"
-            f" for each of {n_layers} layers"
+        raise fields.error(
+            f"layer_types {excerpt(types)}: must name {' or '.join(_KINDS)} for each of {n_layers} layers"
         )
     named = [kind == _KINDS[1] for kind in types]
-    if not family.layer_types and named != slides:
-        raise ConfigError(
-            f"{source}: layer_types {excerpt(types)} has no effect in this architecture, and contradicts"
+    if not has_effect and named != slides:
+        raise fields.error(
+            f"layer_types {excerpt(types)} has no effect in this architecture, and contradicts"
             " sliding_window; remove layer_types"
         )
     return named

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.engine.shape.families import Family, Raw
+from mpillm.engine.shape.config_fields import FamilyFields, Raw
 from mpillm.engine.shape.model_config import RopeScaling
 from mpillm.files import excerpt
 
@@ -32,7 +32,7 @@ class Rope(NamedTuple):
     score_factor: float  # of latent attention's scores
 
 
-def read_rope(raw: Raw, family: Family, source: Path) -> Rope:
+def read_rope(raw: Raw, family: FamilyFields, source: Path) -> Rope:
     """Read `raw`, which has the family's defaults. Raises ConfigError if it cannot run here.
 
     Where both forms are there, transformers drops one, with its base: only equal ones are read.

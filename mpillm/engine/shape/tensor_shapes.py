@@ -1,115 +1,135 @@
-"""The tensors that a checkpoint of a model must have, under Llama's names or those of its family's parts."""
+"""The tensors that a checkpoint of a model must have: names and shapes, from the model's composition."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from mpillm.engine.shape.families import CORRECTION, FUSED, Latent
+from mpillm.engine.shape.composition import (
+    CORRECTION,
+    FUSED,
+    AnyAttention,
+    AnyFeedForward,
+    AnyLayer,
+    GatedFeedForward,
+    GroupedQueryAttention,
+    Latent,
+    LayerNorm,
+    Mixture,
+    Norm,
+    PreNorm,
+)
+from mpillm.engine.shape.model_config import ModelConfig
 
-if TYPE_CHECKING:
-    from mpillm.engine.shape.model_config import ModelConfig
+_Shape = tuple[int, ...]
+_Shapes = Iterator[tuple[str, _Shape]]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor that a checkpoint must have."""
-    h = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, h),
-        "model.norm.weight": (h,),
-    }
+    h, family = config.hidden_size, config.family
+    shapes: dict[str, _Shape] = {"model.embed_tokens.weight": (config.vocab_size, h)}
+    shapes |= _of_norm(family.norm, h)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
-    for i in range(config.n_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_layer(config, i).items()}
-    for i in range(config.n_layers, config.n_layers + config.n_guess_layers):
-        own = _of_layer(config, i) | _of_guesses(config)
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-    if config.family.learned_positions:
+    for i in range(config.n_layers + config.n_guess_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_layer(config.layer(i), config)}
+        if i >= config.n_layers:
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_mtp(config)}
+    if family.embedding.has_positions:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, h)
-    if config.family.layer_norms:
-        norms = [name for name in shapes if name.endswith("norm.weight")]
-        shapes |= {f"{name.removesuffix('weight')}bias": shapes[name] for name in norms}
     return shapes
 
 
-def _of_layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    h, d, inner, family = config.hidden_size, config.head_dim, config.intermediate_size, config.family
-    q, kv = config.n_heads * d, config.n_kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-    }
-    if family.norms_after:
-        shapes |= {f"{name}_feedforward_layernorm.weight": (h,) for name in ("pre", "post")}
-    if family.qkv_bias:
-        shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in (("q", q), ("k", kv), ("v", kv))}
-    if family.o_bias:
-        shapes["self_attn.o_proj.bias"] = (h,)
-    if family.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (d,) for name in ("q", "k")}
-    if family.sinks:
-        shapes["self_attn.sinks.weight"] = (config.n_heads,)
-    parts, gate_up, down, biases = ["mlp"], "gate_up_proj", "down_proj", False
-    if not family.is_gated:
-        gate_up, down, biases = "c_fc", "c_proj", True
-    if config.latent is not None:
-        shapes = {name: shape for name, shape in shapes.items() if "_proj" not in name}
-        shapes |= _of_latent(config, config.latent)
-    experts = family.experts
-    if experts is not None and not config.has_experts(layer):
-        inner = config.dense_size
-    elif experts is not None:
-        gate_up, down, biases = experts.gate_up, experts.down, experts.biases
-        parts = [f"{experts.prefix}.experts.{e}" for e in range(config.n_experts)]
-        shapes[f"{experts.prefix}.{experts.router}.weight"] = (config.n_experts, h)
-        if biases:
-            shapes[f"{experts.prefix}.{experts.router}.bias"] = (config.n_experts,)
-        if experts.grouped:
-            shapes[f"{experts.prefix}.{experts.router}.{CORRECTION}.weight"] = (config.n_experts,)
-            shared = f"{experts.prefix}.shared_experts"
-            shapes |= {f"{shared}.{name}.weight": (config.shared_size, h) for name in FUSED[gate_up]}
-            shapes[f"{shared}.{down}.weight"] = (h, config.shared_size)
-    for prefix in parts:
-        for name, shape in (
-            *((name, (inner, h)) for name in FUSED.get(gate_up, (gate_up,))),
-            (down, (h, inner)),
-        ):
-            shapes[f"{prefix}.{name}.weight"] = shape
-            if biases:
-                shapes[f"{prefix}.{name}.bias"] = shape[:1]
-    return shapes
-
-
-def _of_guesses(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _of_layer(layer: AnyLayer, config: ModelConfig) -> _Shapes:
     h = config.hidden_size
-    return {
-        "enorm.weight": (h,),
-        "hnorm.weight": (h,),
-        "eh_proj.weight": (h, 2 * h),
-        "shared_head.norm.weight": (h,),
-        "shared_head.head.weight": (config.vocab_size, h),
-    }
+    norms: list[Norm] = [layer.norm, layer.post_norm]
+    if not isinstance(layer, PreNorm):
+        norms += [layer.attention_norm, layer.after_norm]
+    for norm in norms:
+        yield from _of_norm(norm, h)
+    for name, shape in _of_attention(layer.attention, config):
+        yield f"self_attn.{name}", shape
+    yield from _of_feed_forward(layer.feed_forward, h)
 
 
-def _of_latent(config: ModelConfig, sizes: Latent) -> dict[str, tuple[int, ...]]:
-    h, heads, rank = config.hidden_size, config.n_heads, sizes.kv_lora_rank
-    q, q_rank = heads * sizes.query_dim, sizes.q_lora_rank
-    shapes: dict[str, tuple[int, ...]] = {
-        "kv_a_proj_with_mqa.weight": (sizes.head_dim, h),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), rank),
-        "o_proj.weight": (h, heads * sizes.v_head_dim),
-    }
+def _of_norm(norm: Norm, width: int) -> _Shapes:
+    yield f"{norm.name}.weight", (width,)
+    if isinstance(norm, LayerNorm):
+        yield f"{norm.name}.bias", (width,)
+
+
+def _product(name: str, n_out: int, n_in: int, bias: bool = False) -> _Shapes:
+    yield f"{name}.weight", (n_out, n_in)
+    if bias:
+        yield f"{name}.bias", (n_out,)
+
+
+def _of_attention(attention: AnyAttention, config: ModelConfig) -> _Shapes:
+    if not isinstance(attention, GroupedQueryAttention):
+        yield from _of_latent(attention.sizes, config.n_heads, config.hidden_size)
+        return
+    h, d = config.hidden_size, config.head_dim
+    for name, n_heads in (("q", config.n_heads), ("k", config.n_kv_heads), ("v", config.n_kv_heads)):
+        yield from _product(f"{name}_proj", n_heads * d, h, attention.qkv_bias)
+    yield from _product("o_proj", h, config.n_heads * d, attention.o_bias)
+    if attention.qk_norm:
+        yield from (("q_norm.weight", (d,)), ("k_norm.weight", (d,)))
+    if attention.sinks:
+        yield "sinks.weight", (config.n_heads,)
+
+
+def _of_latent(sizes: Latent, n_heads: int, h: int) -> _Shapes:
+    q, rank, q_rank = n_heads * sizes.query_dim, sizes.kv_lora_rank, sizes.q_lora_rank
+    yield from _product("kv_a_proj_with_mqa", sizes.head_dim, h)
+    yield "kv_a_layernorm.weight", (rank,)
+    yield from _product("kv_b_proj", n_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), rank)
+    yield from _product("o_proj", h, n_heads * sizes.v_head_dim)
     if q_rank:
-        shapes |= {
-            "q_a_proj.weight": (q_rank, h),
-            "q_a_layernorm.weight": (q_rank,),
-            "q_b_proj.weight": (q, q_rank),
-        }
+        yield from _product("q_a_proj", q_rank, h)
+        yield "q_a_layernorm.weight", (q_rank,)
+        yield from _product("q_b_proj", q, q_rank)
     else:
-        shapes["q_proj.weight"] = (q, h)
-    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+        yield from _product("q_proj", q, h)
+
+
+def _of_feed_forward(feed_forward: AnyFeedForward, h: int) -> _Shapes:
+    prefix = feed_forward.prefix
+    if isinstance(feed_forward, Mixture):
+        yield from _of_mixture(feed_forward, h)
+    elif isinstance(feed_forward, GatedFeedForward):
+        yield from _gated(prefix, h, feed_forward.size)
+    else:
+        yield from _product(f"{prefix}.c_fc", feed_forward.size, h, bias=True)
+        yield from _product(f"{prefix}.c_proj", h, feed_forward.size, bias=True)
+
+
+def _gated(
+    prefix: str,
+    h: int,
+    size: int,
+    gate_up: str = "gate_up_proj",
+    down: str = "down_proj",
+    bias: bool = False,
+) -> _Shapes:
+    for name in FUSED[gate_up]:
+        yield from _product(f"{prefix}.{name}", size, h, bias)
+    yield from _product(f"{prefix}.{down}", h, size, bias)
+
+
+def _of_mixture(mixture: Mixture, h: int) -> _Shapes:
+    router, names = f"{mixture.prefix}.{mixture.router}", (mixture.gate_up, mixture.down)
+    yield from _product(router, mixture.n_experts, h, mixture.bias)
+    if mixture.groups is not None:
+        yield f"{router}.{CORRECTION}.weight", (mixture.n_experts,)
+        yield from _gated(f"{mixture.prefix}.shared_experts", h, mixture.groups.shared_size, *names)
+    for expert in range(mixture.n_experts):
+        yield from _gated(f"{mixture.prefix}.experts.{expert}", h, mixture.size, *names, mixture.bias)
+
+
+def _of_mtp(config: ModelConfig) -> _Shapes:
+    """Yield the tensors that a layer of multi-token prediction has in addition to the model's layers."""
+    h = config.hidden_size
+    yield from (("enorm.weight", (h,)), ("hnorm.weight", (h,)))
+    yield from _product("eh_proj", h, 2 * h)
+    yield "shared_head.norm.weight", (h,)
+    yield from _product("shared_head.head", config.vocab_size, h)

@@ -99,7 +99,7 @@ def quantize(
         config = read_object(source / "config.json")
         kv_algorithm = "fp8" if added else model.kv_quantization
         if algo != "none" or added:
-            config["quantization_config"] = quantization_config(algo, model.family.experts, kv_algorithm)
+            config["quantization_config"] = quantization_config(algo, model.router, kv_algorithm)
         write_json(work / "config.json", config)
         copy_companions(source, work)
         write_json(work / RECORD, record)

@@ -15,6 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
 from mpillm.engine.kernels.linear import Linear, make_linear
 from mpillm.engine.shape import int4, mxfp4
+from mpillm.engine.shape.composition import CORRECTION, FUSED
 from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.engine_folder import EngineFolder, layouts
 from mpillm.engine.shape.entries import (
@@ -25,7 +26,6 @@ from mpillm.engine.shape.entries import (
     kv_scale_names,
     scale_name,
 )
-from mpillm.engine.shape.families import CORRECTION, FUSED
 from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.model_info import ModelInfo
@@ -111,7 +111,7 @@ class Shards(Weights):
     def _vector(self, name: str) -> Tensor:
         """Return the part of a parameter that is never quantised; that of q and k in `model`'s order."""
         part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device)
-        if name.endswith("norm.weight") and self.config.family.norms_add_one:
+        if name.endswith("norm.weight") and self.config.family.norms_less_one:
             part = part.float() + 1
         if name.endswith("q_norm.weight") and (scalar := self.config.query_scalar) is not None:
             part = part.float() * math.sqrt(self.config.head_dim / scalar)

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from mpillm.engine.shape.families import MODEL_TYPES
+from mpillm.engine.shape.families.known import MODEL_TYPES
 from mpillm.submission.scores import METRICS
 from mpillm.workloads import TARGETS, WORKLOADS
 from mpillm.workloads.workload import Metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mpillm.engine.shape.families import FAMILIES, MODEL_TYPES
+from mpillm.engine.shape.families.known import FAMILIES, MODEL_TYPES
 from mpillm.workloads import WORKLOADS
 
 DOCS = Path("docs/reference")

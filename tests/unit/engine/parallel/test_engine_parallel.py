@@ -19,6 +19,7 @@ from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.shape import composition
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.read_config import load_model_config
@@ -101,9 +102,9 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
 
     def contribution(layout: RankLayout, x: torch.Tensor) -> torch.Tensor:
         shards = Shards(source, config, layout, torch.float32)
-        names = config.family.experts
-        assert names is not None
-        return Mixture(shards, "model.layers.0", names, layout.experts(config), ops)(x)
+        parts = config.layer(0).feed_forward
+        assert isinstance(parts, composition.Mixture)
+        return Mixture(shards, "model.layers.0", parts, layout.experts(config), ops)(x)
 
     for n in (0, 1, 40):
         x = torch.randn(n, config.hidden_size)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.model_info import model_info
 from tests.helpers.engine_configs import engine_config
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from disagg.errors import ConfigError
 from mpillm.engine.build_engine import build
 from mpillm.engine.model.rope import rotations
-from mpillm.engine.shape.families import FAMILIES
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import check_architecture, load_model_config, parse_model
 from tests.helpers.families import make_family, raw_family
@@ -150,7 +150,7 @@ def ours(raw: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
-        "n_kv_heads": None if latent or model.family.learned_positions else model.n_kv_heads,
+        "n_kv_heads": None if latent or model.family.embedding.has_positions else model.n_kv_heads,
         "head_dim": latent.qk_rope_head_dim if latent else model.head_dim,
         "windows": [model.window(layer) for layer in range(model.n_layers)],
         "n_experts": model.n_experts,
@@ -163,7 +163,7 @@ def ours(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def our_rotations(model: ModelConfig) -> list[torch.Tensor]:
-    if model.family.learned_positions:
+    if model.family.embedding.has_positions:
         return []
     turns = rotations(model, LENGTH)
     if model.latent is not None:
