@@ -25,7 +25,7 @@ def options_page() -> str:
         meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace(
             "|", "&#124;"
         )
-        default = f"`{field.shown_default}`" if field.shown_default else ""
+        default = f"`{field.default_text}`" if field.default_text else ""
         lines.append(f"| `--{field.name}`{also} | {meaning} | {default} |")
     return "\n".join(lines) + "\n"
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     with as_writable(run.path / CERTIFICATE):
         write_json(run.path / CERTIFICATE, found)
     print("\n" + format_certificate(found))
-    json_output.tell(found)
+    json_output.set_figures(found)
     print(f"  {run.path / CERTIFICATE}")
     return ExitCode.DONE
 

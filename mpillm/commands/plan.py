@@ -20,7 +20,7 @@ from mpillm.options.fields.effects import PLAN
 from mpillm.options.option_conflicts import check_options
 from mpillm.options.option_trace import explain_option, format_explanation
 from mpillm.options.options import parse
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
     config = parse(argv, parser, [*_SHOWN, format_field, explain_field]).with_yaml()
     if (name := config[explain_field]) is not None:
         explained = explain_option(name, config)
-        json_output.tell(explained)
+        json_output.set_figures(explained)
         as_json = config[format_field] == "json"
         print(json.dumps(explained, indent=2) if as_json else format_explanation(explained))
         return ExitCode.DONE
     check_options(config)
     try:
-        notes = [*check_idle(config, PLAN), *check_yaml(config)]
+        notes = [*check_unused(config, PLAN), *check_yaml(config)]
     except ConfigError as error:
         raise ConfigError(config.explain(error)) from None
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         notes += share_lines(core_configs(config, made, [one.leader for one in made.instances], {}))
     notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}
-    json_output.tell(figures)
+    json_output.set_figures(figures)
     if config[format_field] == "json":
         print(json.dumps(figures, indent=2))
     else:

@@ -44,5 +44,7 @@ def main(argv: Sequence[str]) -> int:
     folders = [run_path(folder) for folder in parser.parse_args(argv).run_dirs]
     for folder in folders:
         print(display_path(write_page(folder, options.price_per_gpu_hour).absolute()))
-    json_output.tell([{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders])
+    json_output.set_figures(
+        [{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders]
+    )
     return ExitCode.DONE

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"… and {len(chosen) - options.most:,} more: --most {len(chosen)}")
     if n_parts := len(found) - len(chosen):
         print(f"… and {n_parts:,} of sweeps, searches and other series: --series true")
-    json_output.tell(
+    json_output.set_figures(
         [
             {"run": str(one.path), "started": one.started, "status": one.status, "result": one.result}
             for one in listed

@@ -129,7 +129,7 @@ class RateTests:
     def full_s(self) -> float:
         """The length of a full test, seconds."""
         config = self.config
-        if config.given("min_duration") and config.min_duration:
+        if config.is_user_set("min_duration") and config.min_duration:
             return float(config.min_duration)
         full_scale = config.workload is not None and not config.workload.scaled
         return _LOADGEN_S if full_scale else _WITHOUT_A_WORKLOAD_S
@@ -195,7 +195,7 @@ class RateTests:
         seconds = self.full_s if full else self.short_s
         least = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
         if full:  # as typed
-            least = None if self.config.workload or self.config.given("min_query_count") else least
+            least = None if self.config.workload or self.config.is_user_set("min_query_count") else least
         e2el = (self.config.goodput or {}).get("e2el")
         ended = run_in(folder, self.mpirun, self._options(rate, seconds, least), Watch(folder, e2el))
         if ended.stopped:

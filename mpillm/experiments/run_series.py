@@ -35,7 +35,7 @@ class SeriesOptions(Values):
 
     def tell(self, figures: Any) -> None:
         """Say what was found, to --json and --output."""
-        json_output.tell(figures)
+        json_output.set_figures(figures)
         if self.output:
             write_json(Path(self.output), figures)
 

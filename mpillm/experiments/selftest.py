@@ -183,7 +183,7 @@ def _layouts(tried: Tried, config: RunConfig, one: int, two: int) -> list[Step]:
         if name.startswith("TP"):
             if kind is not None and not kind.takes("tensor_parallelism"):
                 why = f"--tensor_parallelism has no meaning for {kind.short_name}"
-            elif config.given("tensor_parallelism"):
+            elif config.is_user_set("tensor_parallelism"):
                 continue
             ranks = one if kind is not None else disagg.ranks_for(tp * each, config.control_ranks)
         if name == "disaggregated" and kind is not None and not kind.disagg_protocol:

@@ -85,7 +85,7 @@ class LoadGenConfig:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():
             if (value := getattr(config, name)) is not None:
-                (given if config.given(name) else scaled)[key] = (
+                (given if config.is_user_set(name) else scaled)[key] = (
                     round(value * 1000) if key in durations else value
                 )
         if config.goodput:

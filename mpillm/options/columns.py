@@ -1,4 +1,4 @@
-"""Text for terminals of 80 columns: tables, and prose beside what it is about."""
+"""Text for terminals of 80 columns: tables, and prose with a hanging indent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ INDENT = "  "  # of most lines
 
 
 def indented(head: str, text: str, width: int = WIDTH) -> str:
-    """Return `head` and `text` on one line, or on several: those after the first begin below the text.
+    """Return `head` and `text`, wrapped with a hanging indent below the beginning of the text.
 
-    Words, paths among them, are never broken.
+    Words and paths are never broken.
     """
     lines = textwrap.wrap(
         text,
@@ -27,9 +27,9 @@ def indented(head: str, text: str, width: int = WIDTH) -> str:
 
 
 def prose(text: str, head: str = INDENT) -> str:
-    """Do as `beside` on a terminal; elsewhere return one line, which can be searched.
+    """Do as `indented` on a terminal; elsewhere return one line, which can be searched.
 
-    A command line, which is in lines already, keeps them.
+    A text of several lines, such as a command line, keeps its lines.
     """
     if "\n" in text:
         return textwrap.indent(text, head)
@@ -41,15 +41,15 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: i
 
     A table that is wider than `width` continues below itself, with its first `names` columns again.
     """
-    # Each is a line, whatever it says.
+    # A cell is a line, even if its text has several.
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    blocks, taken = [list(range(names))], sum(widths[:names]) + 2 * (names - 1)
-    used = taken
+    blocks, start = [list(range(names))], sum(widths[:names]) + 2 * (names - 1)
+    used = start
     for i in range(names, len(widths)):
         if used + 2 + widths[i] > width and len(blocks[-1]) > names:
             blocks.append(list(range(names)))
-            used = taken
+            used = start
         blocks[-1].append(i)
         used += 2 + widths[i]
     return "\n\n".join(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpillm.options.field import Field
 
 
-# What vLLM, SGLang, TensorRT-LLM and programs that put load on them call options that are here, too.
+# Names of our options in vLLM, SGLang, TensorRT-LLM and load clients.
 _ALIASES = {
     "--tensor_parallelism": ("--tp", "--tp_size", "--tensor_parallel_size"),
     "--pipeline_parallelism": ("--pp", "--pp_size", "--pipeline_parallel_size"),
@@ -34,10 +34,10 @@ _ALIASES = {
     "--input_mean": ("--isl", "--input_len", "--random_input_len"),
     "--output_mean": ("--osl", "--output_len", "--random_output_len"),
 }
-_OURS = {theirs: ours for ours, names in _ALIASES.items() for theirs in names}
+_OPTION_OF = {alias: option for option, names in _ALIASES.items() for alias in names}
 
-# Other options of theirs, and what to do instead.
-_THEIRS = {
+# Other options of these programs, and the replacement here.
+_ADVICE = {
     "--model_repo": "it is --triton_model_repo, without the _0 of the first server's",
     "--tensorrt_llm_model_name": "the model repository has it",
     "--oversubscribe": "run-llm-server starts a rank for each GPU of the engine",
@@ -45,14 +45,14 @@ _THEIRS = {
     "--output_dir": "it is --llm_quantizer_outdir of a checkpoint, --engine_dir of an engine",
     "--gpu_memory_utilization": "--kv_cache_free_gpu_mem_fraction is a part of what weights leave free",
     "--mem_fraction_static": "--kv_cache_free_gpu_mem_fraction is a part of what weights leave free",
-    "--dp": "the number of ranks says how many instances there are",
-    "--data_parallel_size": "the number of ranks says how many instances there are",
+    "--dp": "the number of ranks sets the number of instances",
+    "--data_parallel_size": "the number of ranks sets the number of instances",
 }
-_MPIRUNS = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
+_MPIRUN_OPTION = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
 
 
 class _Help(argparse.Action):
-    """--help: the main options, if the command has named any; --help TOPIC: one group; --help all."""
+    """--help: the main options or all options; --help TOPIC: one group."""
 
     def __call__(
         self,
@@ -68,7 +68,7 @@ class _Help(argparse.Action):
 
 
 class _Json(argparse.Action):
-    """--json: the figures only."""
+    """--json: print only the figures."""
 
     def __call__(self, *_: Any) -> None:
         json_output.begin()
@@ -77,9 +77,10 @@ class _Json(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option.
 
-    `main`: the names of the options that --help shows without a topic; all unless given. `figures`: the
-    command tells figures to `json_output`, so it has the option --json. `behind`: the parser of a command
-    that has taken its own options; what is wrong with the others is that command's error.
+    Args:
+        main: Names of the options that --help shows without a topic. Empty: all.
+        figures: The command reports figures to `json_output`, and so has the option --json.
+        behind: Parser of a command that has parsed its own options; it reports errors in the others.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Parser(argparse.ArgumentParser):
                 nargs="?",
                 default=argparse.SUPPRESS,
                 metavar="TOPIC",
-                help="show the main options, those of a TOPIC, or all" if main else "show the options",
+                help="show the main options, the options of a TOPIC, or all" if main else "show the options",
             )
 
         if figures:
@@ -117,15 +118,15 @@ class Parser(argparse.ArgumentParser):
             )
 
     def show_only(self, topic: str | None) -> None:
-        """Leave out of the help what does not belong to `topic`: a group's title, "all", or None."""
+        """Hide options outside `topic` from the help: a group's title, "all", or None."""
         groups = [group for group in self._action_groups[2:] if group._group_actions]
         if topic is None and self._main:
             titles = ", ".join(str(group.title) for group in groups)
-            rest = textwrap.wrap(
+            topics = textwrap.wrap(
                 f"--help TOPIC shows more options, --help all shows all. Topics: {titles}.",
                 break_on_hyphens=False,
             )
-            self.epilog = "\n".join([*rest, "", self.epilog or ""])
+            self.epilog = "\n".join([*topics, "", self.epilog or ""])
         elif topic is None or topic == "all" or not self._main:
             return
         elif topic not in (titles_ := [str(group.title) for group in groups]):
@@ -142,33 +143,33 @@ class Parser(argparse.ArgumentParser):
         return self.parse_known_args([underscored(arg) for arg in args or ()], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Do as argparse's, but raise ConfigError for unknown words."""
+        """Do as argparse's, but raise ConfigError for unknown arguments."""
         values, unknown = self.parse_known(args, namespace)
         if unknown:
             raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{self._hint(unknown)}")
         return values
 
     def _hint(self, unknown: Sequence[str]) -> str:
-        """Return what may be meant by the first of `unknown`."""
+        """Return a hint about the first of `unknown`."""
         name = unknown[0].partition("=")[0]
         actions = [*self._actions, *(self._behind._actions if self._behind else ())]
         options = [option for action in actions for option in action.option_strings]
         command = self.prog.removeprefix("mpillm ")
-        if (ours := _OURS.get(name)) in options:
-            return f"; it is {ours}"
-        if name in _THEIRS:
-            return f"; {_THEIRS[name]}"
-        if _MPIRUNS.fullmatch(unknown[0]) and command in RANK_COMMANDS:
-            words = unknown[: 1 if re.search("[=0-9]", unknown[0]) else 2]
-            return f"; it is mpirun's: `python -m mpillm mpirun {shlex.join(words)} {command} …`"
+        if (option := _OPTION_OF.get(name)) in options:
+            return f"; it is {option}"
+        if name in _ADVICE:
+            return f"; {_ADVICE[name]}"
+        if _MPIRUN_OPTION.fullmatch(unknown[0]) and command in RANK_COMMANDS:
+            args = unknown[: 1 if re.search("[=0-9]", unknown[0]) else 2]
+            return f"; it is mpirun's: `python -m mpillm mpirun {shlex.join(args)} {command} …`"
         if name in ("-n", "-np", "--np"):
-            for meant in ("--total_gpus", "--world_size"):
-                if meant in options:
-                    return f" (did you mean '{meant}'?)"
+            for option in ("--total_gpus", "--world_size"):
+                if option in options:
+                    return f" (did you mean '{option}'?)"
         return nearest(name, options) if name.startswith("-") else ""
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:
-        """Return the texts of the options by name. Raises ConfigError for unknown words."""
+        """Return the texts of the options by name. Raises ConfigError for unknown arguments."""
         return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
 
     def error(self, message: str) -> NoReturn:
@@ -176,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def underscored(arg: str) -> str:
-    """Return a word of the command line, with underscores in an option's name."""
+    """Return a command-line argument, with underscores in an option's name."""
     name, equals, value = arg.partition("=")
     if not name.startswith("--") or " " in name:  # a value may be options of another command
         return arg
@@ -186,12 +187,12 @@ def underscored(arg: str) -> str:
 def add_fields(
     parser: argparse.ArgumentParser,
     fields: Sequence[Field],
-    shown: Sequence[Field] | None = None,
+    visible: Sequence[Field] | None = None,
     defaults: Mapping[Field, Any] | None = None,
 ) -> None:
     """Add an option for each field, in its group; without a value a boolean means true.
 
-    --help has those `shown`, or all. The command's `defaults` override the fields'.
+    --help has the `visible` fields, or all. The command's `defaults` override the fields'.
     """
     groups: dict[str, Any] = {}
     for field in fields:
@@ -199,12 +200,12 @@ def add_fields(
             continue
         if field.group not in groups:
             groups[field.group] = parser.add_argument_group(field.group)
-        text = field.text(defaults[field]) if defaults and field in defaults else field.shown_default
+        text = field.text(defaults[field]) if defaults and field in defaults else field.default_text
         default = f" [default: {text}]" if text else ""
         choices = f" ({', '.join(field.choices)})" if field.choices else ""
         text = (field.description + choices + default).replace("%", "%%")
         options: dict[str, Any] = {
-            "help": text if shown is None or field in shown else argparse.SUPPRESS,
+            "help": text if visible is None or field in visible else argparse.SUPPRESS,
             "metavar": field.name.rpartition("_")[2].upper(),
             "nargs": "?" if field.is_flag else None,
             "const": "true" if field.is_flag else None,
@@ -213,7 +214,7 @@ def add_fields(
         names = [("--" if len(name) > 1 else "-") + name for name in (field.name, *field.aliases)]
         action = groups[field.group].add_argument(*names, **{**options, **(field.argparse_opts or {})})
         if field.choices:
-            action.completer = functools.partial(_offered, field.choices)  # what argcomplete asks
+            action.completer = functools.partial(_offered, field.choices)  # for argcomplete
 
 
 def _offered(choices: tuple[str, ...], **_: Any) -> tuple[str, ...]:

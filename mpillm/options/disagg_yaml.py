@@ -1,4 +1,4 @@
-"""The disaggregation configuration of a run: the YAML that is given, or one generated from the options."""
+"""The disaggregation configuration of a run: the user's YAML, or one generated from the options."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpillm.options.disagg_values import CORE, EXPERTS, ROUTER, SIZES, written
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
 
-HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}
-"""The section of a server that is one half of disaggregated serving, by its role."""
+ROLE_SECTIONS = {"context": SECTIONS[0], "generation": SECTIONS[1]}
+"""The section of a context or generation server, by its role."""
 
 PORTS = ("server_port", "worker_start_port")
 """Options for the addresses in a generated configuration."""
 
 
 def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
-    """Return the given YAML, or one generated from the options for `world_size` ranks.
+    """Return the user's YAML, or one generated from the options for `world_size` ranks.
 
-    `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank
-    is an executor; some may own servers of contexts (see `context_servers`). Raises ConfigError naming the
+    `clients`: the ranks are clients of servers: each worker rank is an executor, and explicit sizes are the
+    servers' layout. Some ranks may own context servers (see `context_servers`). Raises ConfigError naming the
     file or the option.
     """
     if clients:
@@ -39,8 +39,8 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
             num_executors=n_executors,
             model=config.model_path,
         )
-    if config.half:
-        return _half(config, HALVES[config.half])
+    if config.disagg_role:
+        return _one_instance(config, ROLE_SECTIONS[config.disagg_role])
     yaml = config.yaml or config.with_yaml().yaml
     if yaml is None:
         return generated(config, world_size)
@@ -49,10 +49,9 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
 
 
 def context_servers(config: RunConfig, world_size: int | None) -> int:
-    """Return how many of the servers that a run starts compute contexts alone; `world_size`: see
-    `disagg_config`.
+    """Return how many of the run's servers are context servers; `world_size`: see `disagg_config`.
 
-    Raises ConfigError if the servers that are stated do not fit it.
+    Raises ConfigError if the explicit numbers of servers do not fit it.
     """
     if not config.server or config.mode != "disaggregated":
         return 0
@@ -60,9 +59,9 @@ def context_servers(config: RunConfig, world_size: int | None) -> int:
 
 
 def server_ranks(config: RunConfig) -> int | None:
-    """Return how many ranks own context and generation servers that a run starts, or are their clients.
+    """Return how many ranks own context and generation servers of the run, or are their clients.
 
-    None: it starts none such. What nothing states is one.
+    None if the run starts no such servers. The number of servers defaults to one of each kind.
     """
     if not config.server or config.mode != "disaggregated":
         return None
@@ -75,7 +74,7 @@ def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]
 
     A context server has one rank, a generation server its clients.
     """
-    made = disagg.generate(
+    config_yaml = disagg.generate(
         "disaggregated",
         world_size,
         control_ranks=config.control_ranks,
@@ -83,12 +82,12 @@ def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]
         num_gen_servers=config.num_gen_servers,
         gen_tp_size=config.clients_of_a_server,
     )
-    contexts, generations = (server.num_instances for _, server in made.sections)
+    contexts, generations = (server.num_instances for _, server in config_yaml.sections)
     return contexts, generations
 
 
 def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int | None) -> None:
-    """Raise ConfigError if --control_ranks says otherwise than the ranks that `yaml` leaves."""
+    """Raise ConfigError if --control_ranks differs from the number of ranks that `yaml` leaves."""
     n = config.control_ranks
     if n is not None and world_size not in (None, yaml.n_workers + n):
         raise ConfigError(
@@ -98,8 +97,8 @@ def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int 
         )
 
 
-def _half(config: RunConfig, section: str) -> DisaggConfig:
-    """Return one instance of a section: the YAML's, or one of the options' sizes."""
+def _one_instance(config: RunConfig, section: str) -> DisaggConfig:
+    """Return one instance of a section: the YAML's, or one with the sizes of the options."""
     yaml = config.yaml or config.with_yaml().yaml
     if yaml is not None:
         server = dict(yaml.sections).get(section)
@@ -108,14 +107,14 @@ def _half(config: RunConfig, section: str) -> DisaggConfig:
         server = replace(server, num_instances=1, urls=())
     else:
         ((_, server),) = generated(config, None).sections
-    halves: dict[str, Any] = {section: server}
-    return DisaggConfig(model=config.model_path, **halves)
+    sections: dict[str, Any] = {section: server}
+    return DisaggConfig(model=config.model_path, **sections)
 
 
 def generated(config: RunConfig, world_size: int | None, control_ranks: int | None = None) -> DisaggConfig:
-    """Return the instances that the options make without a YAML: for `world_size` ranks, or as needed.
+    """Return the instances from the options, without a YAML: for `world_size` ranks, or as needed.
 
-    `control_ranks`: instead of the option's.
+    `control_ranks`: overrides the option.
     """
     try:
         return disagg.generate(
@@ -136,25 +135,24 @@ def generated(config: RunConfig, world_size: int | None, control_ranks: int | No
             moe_expert_parallelism=config.moe_expert_parallelism or 1,
         )
     except ConfigError as error:
-        mine = SECTIONS[:2] if config.mode == "disaggregated" else SECTIONS[2:]
+        used_sections = SECTIONS[:2] if config.mode == "disaggregated" else SECTIONS[2:]
         sizes = [
             place.field.name
-            for places in (*(SIZES[section] for section in mine), (EXPERTS,))
+            for places in (*(SIZES[section] for section in used_sections), (EXPERTS,))
             for place in places
         ]
-        said = [name for name in sizes if config.option_value(name).source > Source.DEFAULT]
-        said += PORTS if any(map(config.given, PORTS)) else ()
-        raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
+        size_options = [name for name in sizes if config.option_value(name).source > Source.DEFAULT]
+        size_options += PORTS if any(map(config.is_user_set, PORTS)) else ()
+        raise ConfigError("\n".join([str(error), *map(config.named, size_options)])) from None
 
 
-def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """Return `made` with the options' values on how its instances run, for readers that have only the
-    file."""
+def with_core_values(config: RunConfig, yaml: DisaggConfig) -> DisaggConfig:
+    """Return the YAML with the options for the engine, for readers that have only the file."""
     values = {
         place: config[place.field]
         for place in CORE
         if config.option_value(place.field.name).source > Source.DEFAULT
     }
-    return made.with_sections(
+    return yaml.with_sections(
         lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})
     )

@@ -1,4 +1,4 @@
-"""For whom a field has an effect: which commands, cores and scenarios, and beside which other options."""
+"""Where a field has an effect: with which commands, cores, scenarios and other options."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 ANY = object()
-"""As the value of `Use.needs`: any that is set."""
+"""As the value of `Use.needs`: any value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A place where a value is used. What is empty holds for all."""
+    """A use of a value; an empty field means all."""
 
     commands: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
@@ -21,11 +21,11 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """All uses of a value. None: it is taken, and never used."""
+    """All uses of a value. None: it is accepted, and never used."""
 
     uses: tuple[Use, ...] = (Use(),)
-    measured: bool = True  # what a run measures depends on it: stated in vain, it is an error
-    instead: str = ""  # what does what it was meant for
+    measured: bool = True  # the results of a run depend on it: to set it without effect is an error
+    instead: str = ""  # its replacement
 
 
 EVERYWHERE = Effect()

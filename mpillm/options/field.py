@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any t
 
     from typing_extensions import Self, TypeVar, Unpack
 
-    class _More(TypedDict, total=False):
+    class _FieldParameters(TypedDict, total=False):
         disallow_default: bool
         disallow_argparse: bool | None
         argparse_opts: Mapping[str, Any] | None
@@ -37,17 +37,17 @@ else:
 
 
 class AutoConfStrategy(enum.Enum):
-    """What a value does to the one of a lower source."""
+    """The effect of a value on the value of a lower source."""
 
     Replace = "replace"
     DictUpdate = "dict_update"  # dictionaries: key by key
 
 
-_MOST_SAID = 1000  # characters of a value, or a reason, in a message
+_MAX_CHARS = 1000  # of a value, or a reason, in a message
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + "..."
+    return text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "..."
 
 
 class Reason(ValueError):
@@ -89,17 +89,23 @@ class Field(Generic[T]):
 
         @overload
         def but(
-            self: Field[V | None], description: str | None = None, *, default: V, **more: Unpack[_More]
+            self: Field[V | None],
+            description: str | None = None,
+            *,
+            default: V,
+            **more: Unpack[_FieldParameters],
         ) -> Field[V]: ...
         @overload
-        def but(self, description: str | None = None, **more: Unpack[_More]) -> Self: ...
+        def but(self, description: str | None = None, **more: Unpack[_FieldParameters]) -> Self: ...
         @overload
-        def but(self, description: str | None = None, *, default: T, **more: Unpack[_More]) -> Self: ...
+        def but(
+            self, description: str | None = None, *, default: T, **more: Unpack[_FieldParameters]
+        ) -> Self: ...
 
     def but(self, description: str | None = None, **more: Any) -> Any:
         """Return a field like this one, with another description, default, group or other parameters.
 
-        For options of a command that has an option of the runs, such as its own default of it.
+        For commands that share an option with `run`, for example with another default.
         """
         if description is not None:
             more["description"] = description
@@ -122,7 +128,7 @@ class Field(Generic[T]):
         return isinstance(self.default, bool) or self.from_string is bool
 
     @property
-    def shown_default(self) -> str:
+    def default_text(self) -> str:
         """The default as on the command line; empty without one."""
         return "" if self.default is None or self.default == {} else self.text(self.default)
 
@@ -143,26 +149,26 @@ class Field(Generic[T]):
         """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
         if not is_text(text):
             raise ConfigError(f"{source} {_cut(ascii(text))}: not UTF-8 text, or with a null character")
-        said = f"{source} {_cut(text) if text.strip() else repr(text)}"
+        quoted = f"{source} {_cut(text) if text.strip() else repr(text)}"
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:
                 return by_case[text.lower()]
-            raise ConfigError(f"{said}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
+            raise ConfigError(f"{quoted}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
         if self.from_string is bool:  # bool("false") is True
             if text.lower() not in ("true", "false", "1", "0"):
-                raise ConfigError(f"{said}: expected true or false")
+                raise ConfigError(f"{quoted}: expected true or false")
             return text.lower() in ("true", "1")
         if self.from_string is None and not text.strip():
-            raise ConfigError(f"{said}: expected a text that is not empty")
+            raise ConfigError(f"{quoted}: expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
         except (ArithmeticError, ValueError, RecursionError) as error:
             why = f" ({_cut(str(error))})" if isinstance(error, Reason) else ""
-            raise ConfigError(f"{said}: expected {self._expected}{why}") from None
+            raise ConfigError(f"{quoted}: expected {self._expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
-        """Return the value of a file's entry, as `parse` would read it from text.
+        """Return the value of a file's entry; text is parsed by `parse`.
 
         Raises ConfigError naming `source`.
 
@@ -173,7 +179,7 @@ class Field(Generic[T]):
         if value is None and self.default is not None:
             raise ConfigError(
                 f"{source} null: leave it out for its default"
-                + (f", {self.shown_default}" if self.shown_default else "")
+                + (f", {self.default_text}" if self.default_text else "")
             )
         if value is None:
             return value
@@ -186,15 +192,15 @@ class Field(Generic[T]):
         # a number of hundreds of digits, a list that contains itself
         except (ArithmeticError, ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: {error}") from None
-        except (TypeError, AttributeError):  # a value of a kind that the field has no text for
+        except (TypeError, AttributeError):  # a value of a type that the field has no text for
             raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {_cut(text)}: expected a text; put it in quotes")
         return self.parse(text, source)
 
 
-class Declared(NamedTuple):
-    """What `option` says of a field; the class that it stands in says the rest."""
+class FieldDeclaration(NamedTuple):
+    """The arguments of `option`; the class adds name, group and effect."""
 
     arguments: tuple[Any, ...]
     more: Mapping[str, Any]
@@ -204,24 +210,24 @@ if TYPE_CHECKING:
 
     @overload
     def option(
-        description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_More]
+        description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_FieldParameters]
     ) -> Field[V]: ...
     @overload
     def option(
-        description: str, from_string: Callable[[str], V], **more: Unpack[_More]
+        description: str, from_string: Callable[[str], V], **more: Unpack[_FieldParameters]
     ) -> Field[V | None]: ...
     @overload
-    def option(description: str, *, default: str, **more: Unpack[_More]) -> Field[str]: ...
+    def option(description: str, *, default: str, **more: Unpack[_FieldParameters]) -> Field[str]: ...
     @overload
-    def option(description: str, **more: Unpack[_More]) -> Field[str | None]: ...
+    def option(description: str, **more: Unpack[_FieldParameters]) -> Field[str | None]: ...
 
 
 def option(*arguments: Any, **more: Any) -> Any:
-    """Declare a field of an `Options` class, which has the name of the attribute; see `Field` for the rest.
+    """Declare a field of an `Options` class, named like the attribute; see `Field` for the parameters.
 
-    Group and effect are those of the class, unless it has its own.
+    Group and effect default to the class's.
     """
-    return Declared(arguments, more)
+    return FieldDeclaration(arguments, more)
 
 
 class Options:
@@ -230,7 +236,7 @@ class Options:
     def __init_subclass__(cls, group: str = "general", effect: Effect = EVERYWHERE) -> None:
         """`group`, `effect`: of each field that `option` declares in this class."""
         for name, declared in list(vars(cls).items()):
-            if isinstance(declared, Declared):
+            if isinstance(declared, FieldDeclaration):
                 more = {"group": group, "effect": effect, **declared.more}
                 setattr(cls, name, Field(name, *declared.arguments, **more))
 
@@ -241,9 +247,9 @@ class Options:
     @classmethod
     def declared(cls) -> list[Field]:
         """Return the fields of this class and its bases, each name once, the nearest class first."""
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for base in cls.__mro__:
             for field in vars(base).values():
                 if isinstance(field, Field):
-                    found.setdefault(field.name, field)
-        return list(found.values())
+                    fields.setdefault(field.name, field)
+        return list(fields.values())

@@ -20,19 +20,19 @@ OVERLAYS: dict[Field, str] = {
 """Environment variables that override flags, key by key, of a command and of the class that owns them."""
 
 
-def laid_over(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+def environment_overlays(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the flags that the environment overrides, by name. `values`: of every field, by name."""
     return {
-        field.name: stated.over(values[field.name], AutoConfStrategy.DictUpdate)
+        field.name: override.over(values[field.name], AutoConfStrategy.DictUpdate)
         for field, variable in OVERLAYS.items()
-        if (stated := from_environment(field, variable, os.environ)) is not None
+        if (override := from_environment(field, variable, os.environ)) is not None
     }
 
 
 def renamed(flags: OptionValue, flags_name: str) -> OptionValue:
     """Return flags by their first names.
 
-    Raises ConfigError for a wrong text, or two names that differ in like sources.
+    Raises ConfigError for a wrong text, or two names with different values from one source.
     """
     values: dict[str, OptionValue] = {}
     written: dict[str, str] = {}
@@ -50,40 +50,40 @@ def renamed(flags: OptionValue, flags_name: str) -> OptionValue:
             raise ConfigError(
                 f"{flag.where}: {flags_name} {name} {value}, but {written[first]} ({other.where})"
             )
-        if other is None or _rank(other) < _rank(flag):
+        if other is None or _precedence(other) < _precedence(flag):
             values[first], written[first] = flag, f"{name} {value}"
     return flags._replace(value={name: flag.value for name, flag in values.items()}, keys=values)
 
 
-def _rank(flag: OptionValue) -> tuple[bool, Source]:
-    """Of the keys of flags: the environment is laid over the others."""
+def _precedence(flag: OptionValue) -> tuple[bool, Source]:
+    """Return the precedence of a key of flags: the environment overrides all others."""
     return flag.source is Source.ENVIRONMENT, flag.source
 
 
 LIMITS = (AllFields.max_batch_size.name, AllFields.max_num_tokens.name)
-"""What an engine is built for, and a run may use less of."""
+"""The limits that an engine is built for; a run may set lower ones."""
 
 
 def limits_of_engine(run: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the limits that `run` does not state: those of the engine, if they are known."""
+    """Return the engine's limits where `run` sets none and they are known."""
     return {name: built[name] for name in LIMITS if run.get(name) is None and built.get(name) is not None}
 
 
 def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> None:
-    """Raise ConfigError if a limit of `run` is more than the engine's, which is that `of` an option."""
+    """Raise ConfigError if a limit of `run` exceeds the engine's. `of`: the option that sets the engine's."""
     for name in LIMITS:
-        limit, wanted = built.get(name), run.get(name)
-        if limit is not None and wanted is not None and wanted > limit:
+        limit, value = built.get(name), run.get(name)
+        if limit is not None and value is not None and value > limit:
             raise ConfigError(
-                f"trtllm_runtime_flags {name} is {wanted}, more than the {limit} of {of}",
+                f"trtllm_runtime_flags {name} is {value}, more than the {limit} of {of}",
                 about=["trtllm_runtime_flags", name],
             )
 
 
 def check_values(core_type: str, flags: OptionValue) -> None:
-    """Raise ConfigError for a value that a flag can't have, or that our core of this type can't honour.
+    """Raise ConfigError for a value that a flag cannot have, or that our core of this type does not support.
 
-    `idle` has flags without effect.
+    `unused_options` reports flags without effect.
     """
     for name, flag in flags.all_keys().items():
         if name not in RUNTIME_FLAGS or flag.value is None:
@@ -92,5 +92,5 @@ def check_values(core_type: str, flags: OptionValue) -> None:
         checked = RUNTIME_FLAGS[name].check(flag.value, where)
         if name == "exclude_input_from_output" and not checked:
             raise ConfigError(
-                f"{where} {flag.value}: the {core_type} core answers without the prompt, as LoadGen wants it"
+                f"{where} {flag.value}: the {core_type} core answers without the prompt, as LoadGen requires"
             )

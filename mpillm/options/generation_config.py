@@ -15,7 +15,7 @@ from mpillm.options.fields import AllFields
 class GenerationConfig(Slice):
     """How a model's answers end and are sampled: the harness's JSON or Hugging Face's generation_config.json.
 
-    The defaults are those of NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission). Its
+    The defaults equal NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission). Its
     `bos_token_id` and `name`, which no backend there reads, are ignored.
     """
 
@@ -28,7 +28,7 @@ class GenerationConfig(Slice):
     top_k: int = 1
     top_p: float = 0.001
     use_stop_tokens: bool = False  # whether the data set's stop words end answers
-    _unsaid: tuple[str, ...] = ()  # optional fields that a Hugging Face file leaves out: others may set them
+    _missing: tuple[str, ...] = ()  # optional fields that a Hugging Face file leaves out: others may set them
 
     # Hugging Face's names of the same fields.
     _HUGGING_FACE: ClassVar[dict[str, str]] = {
@@ -39,7 +39,7 @@ class GenerationConfig(Slice):
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> GenerationConfig:
-        """As `Slice.from_json`; the harness's files hold it under the key generation_config."""
+        """Do as `Slice.from_json`; the harness's files have the values under the key generation_config."""
         if isinstance(data, dict) and "generation_config" in data:
             data = data["generation_config"]
         elif isinstance(data, dict):
@@ -50,15 +50,15 @@ class GenerationConfig(Slice):
                 data = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} | data  # transformers' defaults
             else:  # greedy, whatever these three are
                 data |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-            unsaid = tuple(
+            missing = tuple(
                 name for name in (*cls._HUGGING_FACE.values(), "use_stop_tokens") if name not in data
             )
-            return dataclasses.replace(super().from_json(data, where), _unsaid=unsaid)
+            return dataclasses.replace(super().from_json(data, where), _missing=missing)
         return super().from_json(data, where)
 
     def values(self, where: str) -> dict[Field, Any]:
-        """Return the values by field; ConfigError, which begins with `where`, if a field refuses one."""
-        said: dict[str, tuple[Field, Any]] = {
+        """Return the values by field. Raises ConfigError, which begins with `where`, for an invalid value."""
+        fields: dict[str, tuple[Field, Any]] = {
             "max_output_len": (AllFields.max_output_len, self.max_output_len),
             "min_output_len": (AllFields.min_output_len, self.min_output_len),
             "runtime_beam_width": (AllFields.beam_width, self.runtime_beam_width),
@@ -67,11 +67,11 @@ class GenerationConfig(Slice):
             "top_p": (AllFields.top_p, self.top_p),
         }
         if self.eos_token_id:
-            said["eos_token_id"] = (AllFields.end_ids, self.eos_token_id)
+            fields["eos_token_id"] = (AllFields.end_ids, self.eos_token_id)
         if not self.use_stop_tokens:
-            said["use_stop_tokens"] = (AllFields.stop_words, None)
+            fields["use_stop_tokens"] = (AllFields.stop_words, None)
         return {
             field: field.check(value, f"{where}: {name}")
-            for name, (field, value) in said.items()
-            if name not in self._unsaid
+            for name, (field, value) in fields.items()
+            if name not in self._missing
         }

@@ -1,4 +1,4 @@
-"""What a run knows of the mpirun around it, if it has only some of its ranks."""
+"""The place of a run inside a larger mpirun, if the run has only some of its ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from disagg.instances import Instance
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run that is one instance of a disaggregation YAML, beside others in the same mpirun."""
+class InstanceRun:
+    """A run that is one instance of a disaggregation YAML, with others in the same mpirun."""
 
     instance: Instance
-    node_ranks: int  # ranks of that mpirun on this node: they share its cores and its memory
+    node_ranks: int  # ranks of that mpirun on this node, which share its CPU cores and memory

@@ -1,6 +1,7 @@
-"""``--json``: a command's figures on stdout as JSON, and all else that it prints on stderr.
+"""``--json``: a command's figures on stdout as JSON, and all its other output on stderr.
 
-A command whose parser has the option tells its figures; `mpillm.cli` writes them when the command has ended.
+A command whose parser has the option calls `set_figures`; `mpillm.cli` writes them when the command has
+ended.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any, TextIO
 
 
 class _Output:
-    """What --json has asked for in this process."""
+    """The state of --json in this process."""
 
     stdout: TextIO | None = None
     """Where the figures go; None without --json."""
     descriptor: int | None = None
-    """A copy of the descriptor 1, which processes that are started meanwhile must not write to."""
+    """A copy of descriptor 1: child processes must not write to stdout."""
     figures: Any = None
 
 
@@ -25,7 +26,7 @@ _output = _Output()
 
 
 def begin() -> None:
-    """From now on, let stdout be stderr, also of processes that are started."""
+    """Redirect stdout to stderr from now on, also for child processes."""
     if _output.stdout is not None:
         return
     _output.figures = None  # of a command before this one in the same process
@@ -35,13 +36,13 @@ def begin() -> None:
     os.dup2(2, 1)
 
 
-def tell(figures: Any) -> None:
-    """Say what a command has found; JSON can express it. The last call counts."""
+def set_figures(figures: Any) -> None:
+    """Set the figures of the command, JSON values. The last call counts."""
     _output.figures = figures
 
 
 def end() -> None:
-    """Write the figures, if --json asked for them and there are any; stdout is stdout again."""
+    """Write the figures, if --json is set and there are any, and restore stdout."""
     stdout, descriptor, figures = _output.stdout, _output.descriptor, _output.figures
     _output.stdout = _output.descriptor = _output.figures = None
     if stdout is None or descriptor is None:

@@ -1,4 +1,4 @@
-"""Latency limits that a caller names: ``--goodput ttft:500 tpot:50``."""
+"""Latency limits of a command line: ``--goodput ttft:500 tpot:50``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disagg.errors import nearest
 from mpillm.options.field import Reason
 from mpillm.options.parsers import expects, not_negative
 
-# vLLM's names (`vllm bench serve --goodput`), AIPerf's (`aiperf profile --goodput`), and what they are here.
+# Names of vLLM (`vllm bench serve --goodput`) and AIPerf (`aiperf profile --goodput`), with ours.
 NAMES = {
     "ttft": "ttft",
     "tpot": "tpot",
@@ -22,19 +22,19 @@ NAMES = {
 NO_LIMIT_MS = 10**9
 
 
-class Words(argparse.Action):
-    """Makes one text of an option's words: vLLM's limits are several words, AIPerf's one with blanks."""
+class _JoinValues(argparse.Action):
+    """Joins an option's values: vLLM's limits are several arguments, AIPerf's one argument with blanks."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, " ".join(values))
 
 
-WORDS = {"nargs": "+", "action": Words, "metavar": "NAME:MS"}
+ARGPARSE_OPTIONS = {"nargs": "+", "action": _JoinValues, "metavar": "NAME:MS"}
 """Options of argparse for a field of limits."""
 
 
 def _text(value: Any) -> str:
-    """Return limits as the parsers read them, in one word."""
+    """Return limits as text for the parsers."""
     if isinstance(value, dict):
         return ",".join(f"{name}:{limit:.12g}" for name, limit in value.items())
     return (
@@ -44,29 +44,29 @@ def _text(value: Any) -> str:
     )
 
 
-def _parser(whole: bool) -> Callable[[str], dict[str, float]]:
-    least = "whole milliseconds, at least 1" if whole else "milliseconds"
+def _parser(is_integer: bool) -> Callable[[str], dict[str, float]]:
+    unit = "whole milliseconds, at least 1" if is_integer else "milliseconds"
 
-    @expects(f"limits in {least}, as ttft:500 tpot:50 e2el:9000", _text)
+    @expects(f"limits in {unit}, such as ttft:500 tpot:50 e2el:9000", _text)
     def limits(text: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        limits_by_name: dict[str, float] = {}
         for pair in text.replace(",", " ").split():
             name, _, number = pair.partition(":")
             if name not in NAMES:
                 raise Reason(f"no latency {name!r}{nearest(name, NAMES)}: {', '.join(NAMES)}")
             value = not_negative(number)
-            if not 0 < value < NO_LIMIT_MS or (whole and value != int(value)):
+            if not 0 < value < NO_LIMIT_MS or (is_integer and value != int(value)):
                 raise ValueError(pair)
-            if found.setdefault(NAMES[name], value) != value:
+            if limits_by_name.setdefault(NAMES[name], value) != value:
                 raise Reason(f"{NAMES[name]} has two limits")
-        if not found:
+        if not limits_by_name:
             raise ValueError(text)
-        return found
+        return limits_by_name
 
     return limits
 
 
-limits_ms = _parser(whole=False)
+limits_ms = _parser(is_integer=False)
 """Return limits in milliseconds by ``ttft``, ``tpot``, ``e2el``."""
-whole_limits_ms = _parser(whole=True)
-"""As `limits_ms`, in whole milliseconds, as LoadGen wants them."""
+integer_limits_ms = _parser(is_integer=True)
+"""Return limits as `limits_ms` does, in whole milliseconds: LoadGen requires these."""

@@ -1,4 +1,4 @@
-"""What each source states of options, as layers in the order of `Source`, and the values that follow."""
+"""The values of each source, as layers in the order of `Source`, and the resolved values."""
 
 from __future__ import annotations
 
@@ -25,38 +25,39 @@ from mpillm.options.workload_options import defaults_of
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What each source states of options, by name. The defaults name every option."""
+    """The values of each source, by name. The defaults contain every option."""
 
     by_source: Mapping[Source, Mapping[str, OptionValue]]
 
     def sources_of(self, name: str) -> list[OptionValue]:
-        """Return what each source states of an option, the lowest source first."""
+        """Return the values of an option, the lowest source first."""
         layers = (self.by_source.get(source, {}) for source in Source)
         return [layer[name] for layer in layers if name in layer]
 
     def value_of(self, field: Field) -> OptionValue:
-        """Return what the highest source states of an option."""
+        """Return the value of an option from the highest source."""
         return self.sources_of(field.name)[-1]
 
     def with_layer(self, source: Source, values: Mapping[str, OptionValue]) -> Layers:
-        """Return these layers and what `source` states; it may also have stated other options."""
+        """Return these layers with further values of `source`."""
         return Layers({**self.by_source, source: {**self.by_source.get(source, {}), **values}})
 
-    def stated(self) -> dict[str, OptionValue]:
-        """Return what the highest source states of each option."""
+    def unresolved_values(self) -> dict[str, OptionValue]:
+        """Return each option's value from the highest source."""
         values: dict[str, OptionValue] = {}
         for source in Source:
             values |= self.by_source.get(source, {})
         return values
 
     def resolved(self, trace: Trace | None = None) -> dict[str, OptionValue]:
-        """Return the values in force, by name, after `RULES`.
+        """Return the resolved values, by name, after `RULES`.
 
-        An option and its other names get one value: that of the highest source, and within a source the
-        option's own. Runtime flags get their defaults; flags that are only options are removed. ConfigError
-        names the source: of a value that a flag cannot have here, and of two values that exclude each other.
+        An option and its other names get one value, from the highest source. Within a source, the option's
+        own name takes precedence. Runtime flags get their defaults, and flags that are only options are
+        removed. Raises ConfigError, naming the source, for a value that a flag cannot have here, and for two
+        values that exclude each other.
         """
-        values = self.stated()
+        values = self.unresolved_values()
         for rule in RULES:
             changes = rule.changes(values)
             if trace is not None:
@@ -68,8 +69,10 @@ class Layers:
 def user_layers(
     texts: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> Layers:
-    """Return the layers of user and command: the command line's texts, the environment, the file that they
-    name, and the `known` options' defaults, which those of the command override."""
+    """Return the layers of user and command: the command line's texts, the environment, and their file.
+
+    The lowest layer has the defaults of the `known` options, overridden by the command's.
+    """
     layers = Layers(
         {
             Source.DEFAULT: default_values(known)
@@ -80,7 +83,7 @@ def user_layers(
     )
     if (path := layers.value_of(AllFields.config_file).value) is None:
         return layers
-    # takes time to import, and few commands have one
+    # slow to import, and few commands have one
     reader = importlib.import_module(brought("READERS")["config_file"])
     keys = {field: layers.value_of(field) for field in reader.KEYS}
     chosen = {field: key.value for field, key in keys.items() if key.source > Source.FILE}
@@ -93,16 +96,16 @@ def user_layers(
 def layers_of(
     texts: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> Layers:
-    """Return all layers but that of a disaggregation YAML: the user's, the model's and the workload's."""
+    """Return all layers except the disaggregation YAML's: the user's, the model's and the workload's."""
     layers = user_layers(texts, known, defaults)
-    test = named_test.changes(layers.stated())
+    test = named_test.changes(layers.unresolved_values())
     benchmarks, scenarios = test["benchmarks"].value, test["scenarios"]
     if benchmarks is not None and len(benchmarks) == 1:
         workload = workloads.get(benchmarks[0], layers.value_of(AllFields.model_scale).value)
         values: dict[Field, Any] = {}
         scenario = scenarios.value[0]
         if scenario not in workload.scenarios and scenarios.source is Source.DEFAULT:
-            scenario = workload.scenarios[0]  # of a benchmark that has none but Server
+            scenario = workload.scenarios[0]  # the benchmark has only Server
             values[AllFields.scenarios] = (scenario,)
         values |= defaults_of(workload, scenario, layers.value_of(AllFields.test_mode).value)
         layers = layers.with_layer(
@@ -110,13 +113,13 @@ def layers_of(
         )
     file = layers.value_of(AllFields.llm_gen_config_path)
     if file.value is not None:
-        from mpillm.options.generation_config import GenerationConfig  # its records take time to make
+        from mpillm.options.generation_config import GenerationConfig  # slow to import
 
         try:
-            stated = GenerationConfig.from_file(file.value).values(file.value)
+            values = GenerationConfig.from_file(file.value).values(file.value)
         except ConfigError as error:
             raise ConfigError(f"{error} (--llm_gen_config_path, {file.where})") from None
-        layers = layers.with_layer(Source.GENERATION, _layer(stated, Source.GENERATION, file.value))
+        layers = layers.with_layer(Source.GENERATION, _layer(values, Source.GENERATION, file.value))
     return layers
 
 

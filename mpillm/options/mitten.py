@@ -1,6 +1,6 @@
-"""How a value is found: fields, their bindings to parameters of classes, and the configuration in force.
+"""Resolution of values: fields, their bindings to parameters of classes, and the current configuration.
 
-Names and behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation, its published
+Names and behavior follow nv-mitten's `nvmitten.configurator`, by its documentation, its published
 source and its users; the code is ours. A parameter gets its value from the first of these that has one:
 
 1. the argument in the call itself;
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=type)
 V = TypeVar("V")
-_BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users read, too
+_BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users also read
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
@@ -75,7 +75,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
     def subset(self, ctx: Iterable[Hashable], applicable: Iterable[Field]) -> Configuration:
         """Return the values of `applicable` fields, by name, in the dictionary at the path of keys `ctx`.
 
-        Raises KeyError naming a key of the path that is not there.
+        Raises KeyError naming a missing key of the path.
         """
         values: Any = self.data
         for key in ctx:
@@ -107,15 +107,15 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         values = {field: _merged(field, layers) for field in fields}
         return {field: value for field, value in values.items() if value is not None}
 
-    def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
-        """Return arguments for `cls` by parameter, without those `given`.
+    def configure(self, cls: type, passed: Iterable[str] = ()) -> dict[str, Any]:
+        """Return arguments for `cls` by parameter, except the `passed` ones.
 
         Raises ConfigError if a field that disallows its default has no value.
         """
-        wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
-        found = self.resolve(wanted)
-        for field, name in wanted.items():
-            if field.disallow_default and (field not in found or found[field].source is Source.DEFAULT):
+        missing = {field: name for field, name in bound_fields(cls).items() if name not in set(passed)}
+        values = self.resolve(missing)
+        for field, name in missing.items():
+            if field.disallow_default and (field not in values or values[field].source is Source.DEFAULT):
                 option = (
                     f" (--{field.name})"
                     if field.is_option
@@ -127,7 +127,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
                     f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set,"
                     " and has no default"
                 )
-        return {name: found[field].value for field, name in wanted.items() if field in found}
+        return {name: values[field].value for field, name in missing.items() if field in values}
 
 
 _current: ContextVar[Configuration | None] = ContextVar("configuration", default=None)
@@ -148,7 +148,7 @@ def in_force(config: RunConfig) -> Configuration:
 
 @contextlib.contextmanager
 def applied(config: RunConfig) -> Iterator[None]:
-    """In the block, the values of a run are in force. A ConfigError there gets their places."""
+    """In the block, the values of a run are in force. A ConfigError there also names their sources."""
     with config.explained(), in_force(config).autoapply():
         yield
 
@@ -166,12 +166,12 @@ def environment() -> Mapping[str, str]:
 
 
 def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`flags`, overridden by the environment's: for the class that owns them, wherever they came from.
+    """Return `flags` with the environment's overrides, for the class that owns the flags.
 
-    A command's values, which include that already, come with an empty environment.
+    A command's values already include the overrides, and come with an empty environment.
     """
-    stated = from_environment(field, OVERLAYS[field], environment())
-    return {**(flags or {}), **(stated.value if stated else {})}
+    override = from_environment(field, OVERLAYS[field], environment())
+    return {**(flags or {}), **(override.value if override else {})}
 
 
 def _of_user(
@@ -203,7 +203,7 @@ def parse_fields(fields: Iterable[Field], args: Sequence[str] | None = None) -> 
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
-    """Return the texts of `fields` in a command line, which may have other options, too, by name."""
+    """Return the texts of `fields`, by name, in a command line that may also have other options."""
     parser = Parser(prog="mpillm", add_help=False)
     add_fields(parser, list(fields))
     return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
@@ -250,9 +250,9 @@ def bound_fields(cls: type) -> dict[Field, str]:
     names = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get(_BOUND, {}))
     for base in cls.__mro__[1:]:
-        taken = set(bound.values())
+        bound_names = set(bound.values())
         for field, name in vars(base).get(_BOUND, {}).items():
-            if name in names and name not in taken:
+            if name in names and name not in bound_names:
                 bound.setdefault(field, name)
     return bound
 
@@ -267,8 +267,8 @@ def autoconfigure(cls: T) -> T:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         configuration = _current.get()
         if configuration is not None:
-            given = (*signature.bind_partial(self, *args, **kwargs).arguments, *kwargs)
-            kwargs = {**configuration.configure(cls, given), **kwargs}
+            passed = (*signature.bind_partial(self, *args, **kwargs).arguments, *kwargs)
+            kwargs = {**configuration.configure(cls, passed), **kwargs}
         plain(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -276,12 +276,12 @@ def autoconfigure(cls: T) -> T:
 
 
 def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
-    """Make an instance of a class with bound fields from `config`: by default the one in force, or none."""
+    """Create an instance of a class with bound fields from `config`, by default the current one, or none."""
     if config is None:
         config = _current.get() or Configuration()
-    given = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
+    passed = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
     with config.autoapply():
-        return cls(*args, **{**config.configure(cls, given), **kwargs})
+        return cls(*args, **{**config.configure(cls, passed), **kwargs})
 
 
 def _path(keyspace: Hashable | Sequence[Hashable]) -> tuple[Hashable, ...]:
@@ -352,7 +352,7 @@ class HelpInfo:
     def add_configurable_operation(cls, op: type) -> None:
         """Note the `immediate_dependencies()` of an operation. Raises ValueError if it has none."""
         if not hasattr(op, "immediate_dependencies"):
-            raise ValueError(f"{op.__name__} is no operation: it has no immediate_dependencies()")
+            raise ValueError(f"{op.__name__} is not an operation: it has no immediate_dependencies()")
         cls.add_configurator_dependencies(op, op.immediate_dependencies() or ())
 
     @classmethod
@@ -377,12 +377,12 @@ class HelpInfo:
 
     @classmethod
     def fields(cls, classes: Iterable[type]) -> list[Field]:
-        """Return the fields of classes and of those they make, each once."""
+        """Return the fields of classes and of the classes that they create, each once."""
         return list(dict.fromkeys(field for user in cls._in_order(classes) for field in bound_fields(user)))
 
     @classmethod
     def build_help_string(cls, classes: type | Iterable[type]) -> str:
-        """Return the options of a class, or of several, by group, as --help shows them."""
+        """Return the options of a class, or of several, by group, in the form of --help."""
         parser = Parser(prog="mpillm", add_help=False)
         add_fields(parser, cls.fields([classes] if isinstance(classes, type) else classes))
         return parser.format_help()

@@ -1,4 +1,4 @@
-"""Options that are right by themselves and wrong together."""
+"""Conflicts between options that are valid by themselves."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.unused_options import SIZES_OF_HALVES
-from mpillm.programs.load_clients.kinds import kind_of as harness_kind
+from mpillm.options.unused_options import SERVER_SIZES
+from mpillm.programs.load_clients.kinds import kind_of as load_client_kind
 from mpillm.programs.servers.kinds import kind_of
 
 if TYPE_CHECKING:
     from mpillm.options.run_config import RunConfig
 
 
-def check_together(config: RunConfig) -> None:
-    """Raise ConfigError for options of a run that exclude each other. `idle` has those without effect."""
+def check_conflicts(config: RunConfig) -> None:
+    """Raise ConfigError for options of a run that exclude each other; see also `unused_options`."""
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
             raise ConfigError(
@@ -46,13 +46,13 @@ def check_options(config: RunConfig) -> None:
         low, high = config[lower], config[upper]
         if low is not None and high is not None and low > high:
             raise ConfigError(f"{config.named(lower.name)} is more than {config.named(upper.name)}")
-    if config.given("output_mean") and config.output_mean > config.max_output_len:
+    if config.is_user_set("output_mean") and config.output_mean > config.max_output_len:
         raise ConfigError(
             f"{config.named('output_mean')} is more than {config.named('max_output_len')}, where every answer"
             " ends"
         )
     for name in ("trtllm_server_urls", "triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn"):
-        if config.server and config.given(name):
+        if config.server and config.is_user_set(name):
             raise ConfigError(
                 f"{config.named('server')} and {config.named(name)} exclude each other: the run starts its"
                 " servers, or there are some"
@@ -61,23 +61,23 @@ def check_options(config: RunConfig) -> None:
         _check_restart(config)
     if config.server_nodes > 1:
         _check_nodes(config)
-    if config.dataset == "synthetic" and config.given("dataset_path"):
+    if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     check_harness(config)
     check_mode(config)
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raise ConfigError for what only LoadGen does, if another client makes the load."""
+    """Raise ConfigError for an option of LoadGen if a load client makes the load."""
     if not config.harness:
         return
     for name in (
         *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
         "show_steady_state_progress",
     ):
-        if name == "test_mode" and harness_kind(config.harness).answers is not None:
+        if name == "test_mode" and load_client_kind(config.harness).answers is not None:
             continue  # `accuracy` scores its answers
-        if config.given(name) and config[BY_NAME[name]] != BY_NAME[name].default:
+        if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
             )
@@ -88,12 +88,12 @@ def check_harness(config: RunConfig) -> None:
 
 
 def _check_nodes(config: RunConfig) -> None:
-    """Raise ConfigError for a server over several nodes that has too few ranks, or can't be."""
+    """Raise ConfigError for a server over several nodes that has too few ranks, or is impossible."""
     n = config.server_nodes
     why = ""
     if config.mode == "disaggregated":
         why = f"with {config.named('mode')} each server is on one node"
-    elif config.given("clients_per_server") and config.clients_per_server < n:
+    elif config.is_user_set("clients_per_server") and config.clients_per_server < n:
         why = f"{config.named('clients_per_server')} is fewer than that: on each node a rank owns a part"
     else:
         size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
@@ -110,21 +110,26 @@ def _check_restart(config: RunConfig) -> None:
     elif kind_of(config.server).client_port:
         why = f"a {config.server} server is not started again"
     elif config.harness:
-        why = f"the client of {config.named('harness')} may ask a server itself, and would not hear of it"
+        why = f"the client of {config.named('harness')} may use a server itself, and would not detect it"
     elif config.server_nodes > 1:
         why = "a server over several nodes is not started again"
     elif config.clients_of_a_server > 1:
-        why = f"with {config.named('clients_per_server')} other ranks would not hear of it"
+        why = f"with {config.named('clients_per_server')} other ranks would not detect the restart"
     if why:
         raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
 
 
 def check_mode(config: RunConfig) -> None:
     """Raise ConfigError for sizes of the instances of another mode."""
-    sizes = SIZES_OF_HALVES
-    halves = ("num_ctx_servers", *sizes["context"], "num_gen_servers", *sizes["generation"])
-    for name in sizes[""] if config.mode == "disaggregated" else halves:
-        if config.given(name):
+    server_sizes = SERVER_SIZES
+    disagg_sizes = (
+        "num_ctx_servers",
+        *server_sizes["context"],
+        "num_gen_servers",
+        *server_sizes["generation"],
+    )
+    for name in server_sizes[""] if config.mode == "disaggregated" else disagg_sizes:
+        if config.is_user_set(name):
             raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
 
 
@@ -141,7 +146,7 @@ def check_compliance(config: RunConfig) -> None:
         and config.compliance_test not in config.workload.compliance
     ):
         raise ConfigError(
-            f"{config.named('compliance_test')}: {config.workload.name} is asked for"
+            f"{config.named('compliance_test')}: {config.workload.name} needs"
             f" {' and '.join(config.workload.compliance)}",
             about=["compliance_test"],
         )

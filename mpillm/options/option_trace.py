@@ -1,4 +1,4 @@
-"""The trace of an option's value, for `plan --explain`: what sources state, and which rules change it."""
+"""The trace of an option's value, for `plan --explain`: its value by source, and rules that change it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from mpillm.options.sources import OptionValue
 
 
 def explain_option(name: str, config: RunConfig) -> dict[str, Any]:
-    """Return the trace of an option, as JSON has it. Raises ConfigError if there is no such option."""
+    """Return the trace of an option, ready for JSON. Raises ConfigError if there is no such option."""
     typed = name.lstrip("-").replace("-", "_")
     if typed not in BY_NAME:
         raise ConfigError(f"--explain {name}: there is no such option{nearest(typed, BY_NAME)}")
     field = BY_NAME[typed]
     trace: Trace = []
     config.layers.resolved(trace)
-    stated = [one for one in config.layers.sources_of(field.name) if one != OptionValue(None)]
-    sections = {section: _entry(one.option_values[field.name]) for section, one in config.sections.items()}
+    values = [value for value in config.layers.sources_of(field.name) if value != OptionValue(None)]
+    sections = {
+        section: _entry(value.option_values[field.name]) for section, value in config.sections.items()
+    }
     return {
         "option": field.name,
         **_entry(config.option_values[field.name]),
-        "stated": [_entry(one) for one in reversed(stated)],
+        "stated": [_entry(value) for value in reversed(values)],
         "rules": [
             {"rule": rule.name, "source": rule.origin, **_entry(value)}
             for rule, changed, value in trace
             if changed == field.name
         ],
-        "sections": sections if len({repr(one) for one in sections.values()}) > 1 else {},
+        "sections": sections if len({repr(value) for value in sections.values()}) > 1 else {},
         "set_by": [setting.name for setting, others in SETS.items() if field in others],
     }
 
@@ -43,9 +45,9 @@ def format_explanation(explained: dict[str, Any]) -> str:
     lines = [f"{explained['option']} is {_text(explained)}, from {explained['from']}"]
     for section, one in explained["sections"].items():
         lines.append(f"  in {section}: {_text(one)}, from {one['from']}")
-    stated = explained["stated"]
-    lines += ["", "stated, the highest source first" if stated else "stated nowhere, and without a default"]
-    lines += _columns([(_text(one), one["from"]) for one in stated])
+    values = explained["stated"]
+    lines += ["", "values by source, the highest first" if values else "no source has a value"]
+    lines += _columns([(_text(one), one["from"]) for one in values])
     lines += ["", "rules that changed it" if explained["rules"] else "no rule changed it"]
     for one in explained["rules"]:
         lines += [f"  {one['rule']} ({one['source']})", f"    {_text(one)}, from {one['from']}"]

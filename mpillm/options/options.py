@@ -15,19 +15,24 @@ from mpillm.options.field import Field
 from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.layers import layers_of
-from mpillm.options.option_conflicts import check_compliance, check_together
+from mpillm.options.option_conflicts import check_compliance, check_conflicts
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 
-# What `run` shows in --help.
+# The options in `run --help`.
 RUN_FIELDS = command_fields(
     *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
-    also=("server_port", "worker_start_port", "tritonserver", "force"),  # ports: of the YAML that it leaves
+    also=(
+        "server_port",
+        "worker_start_port",
+        "tritonserver",
+        "force",
+    ),  # ports: for the YAML in the run directory
 )
 
 
-# What `serve` shows.
+# The options in `serve --help`.
 SERVE_FIELDS = command_fields(
     *(
         "serve",
@@ -46,25 +51,24 @@ SERVE_FIELDS = command_fields(
 
 
 def parse(
-    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+    argv: Sequence[str], parser: Parser, visible: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> RunConfig:
     """Return all fields' values, from the command line, the environment, a user's file and the workload.
 
-    `shown` are in --help, and may be the command's own; other fields are accepted, too, because the commands
-    of a test share their options. The command's `defaults` override the fields'. ConfigError: names the
-    source.
+    `visible` are in --help, and may be the command's own. Other fields are also accepted: the commands of a
+    test share their options. The command's `defaults` override the fields'. ConfigError names the source.
     """
-    known = with_all(shown)
-    add_fields(parser, known, shown, defaults)
+    known = with_all(visible)
+    add_fields(parser, known, visible, defaults)
     return RunConfig(layers_of(parser.texts(argv), known, defaults))
 
 
-def with_all(shown: Sequence[Field]) -> list[Field]:
-    """Return the fields that a command knows: its own, and those of all others."""
-    return list({field.name: field for field in (*FIELDS, *shown)}.values())
+def with_all(visible: Sequence[Field]) -> list[Field]:
+    """Return the fields that a command accepts: its own, and all others."""
+    return list({field.name: field for field in (*FIELDS, *visible)}.values())
 
 
-# What `run --help` and `serve --help` show without a topic: the options that most users set.
+# The options in `run --help` and `serve --help` without a topic: the most common ones.
 _MAIN = (
     *("benchmarks", "scenarios", "model_scale", "core_type", "mode", "disagg_config", "config_file"),
     *("tensor_parallelism", "pipeline_parallelism", "num_ctx_servers", "ctx_tp_size", "gen_tp_size"),
@@ -86,7 +90,7 @@ _MAIN = (
 def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     """Return the configuration from a command line of `run`.
 
-    `behind`: of a command that starts runs with the options that are not its own.
+    `behind`: the parser of a command that starts runs with the options that are not its own.
     """
     parser = Parser(
         prog="mpillm run",
@@ -99,14 +103,14 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
         " --min_duration 10",
     )
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
-    check_together(config)
+    check_conflicts(config)
     check_compliance(config)
-    check_idle(config, RUN)
+    check_unused(config, RUN)
     return config
 
 
-# Clients choose their prompts: any that fits the model's context is computed.
-_OF_SERVERS: Mapping[Field, Any] = {
+# Clients choose their prompts: a server computes any prompt that fits the model's context.
+_SERVE_DEFAULTS: Mapping[Field, Any] = {
     AllFields.on_instance_loss: "continue",
     AllFields.enable_chunked_context: True,
 }
@@ -122,24 +126,24 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
         "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"
         "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
     )
-    config = parse(argv, parser, SERVE_FIELDS, _OF_SERVERS).with_yaml()
-    check_together(config)
-    check_idle(config, SERVE)
+    config = parse(argv, parser, SERVE_FIELDS, _SERVE_DEFAULTS).with_yaml()
+    check_conflicts(config)
+    check_unused(config, SERVE)
     if config.server_role in ("context", "generation"):
-        config.half = config.server_role
+        config.disagg_role = config.server_role
     return config
 
 
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the options as typed, without those of these names."""
-    kept: list[str] = []
-    drop = False  # whether the word is the name or a value of such an option
-    for word in argv:
-        if word.startswith("--"):
-            drop = word[2:].partition("=")[0].replace("-", "_") in names
+    """Return the options as typed, except `names`."""
+    remaining: list[str] = []
+    drop = False  # whether the argument is the name or a value of such an option
+    for arg in argv:
+        if arg.startswith("--"):
+            drop = arg[2:].partition("=")[0].replace("-", "_") in names
         if not drop:
-            kept.append(word)
-    return kept
+            remaining.append(arg)
+    return remaining
 
 
 def run_name(config: RunConfig) -> str:
@@ -148,7 +152,7 @@ def run_name(config: RunConfig) -> str:
 
 
 def model_name(config: RunConfig) -> str:
-    """Return what answers: the workload, the model or the core."""
+    """Return the name of the workload, the model or the core."""
     return config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
 
 

@@ -1,4 +1,4 @@
-"""Parsers of options: functions that turn a text into a value or raise ValueError, and say what they take."""
+"""Parsers of options: functions that turn a text into a value or raise ValueError, with the expected form."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from mpillm.options.field import Reason
 F = TypeVar("F", bound=Callable[[str], Any])
 N = TypeVar("N", int, float)
 
-_LARGEST = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
-_MOST_SECONDS = 1e9  # 30 years, which fit the clocks of LoadGen and of the system
+_MAX_INT = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
+_MAX_SECONDS = 1e9  # 30 years, which fit the clocks of LoadGen and of the system
 
 
-def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
-    """Declare what a parser expects.
+def expects(
+    expected: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False
+) -> Callable[[F], F]:
+    """Declare the text that a parser expects.
 
-    `to_text` turns a file's value (a number, a list) into text for it; `reads_dict`: it takes dictionaries.
+    `to_text` turns a file's value (a number, a list) into text for it; `reads_dict`: it accepts dictionaries.
     """
 
     def mark(function: F) -> F:
-        vars(function).update(expects=what, to_text=to_text, reads_dict=reads_dict)
+        vars(function).update(expects=expected, to_text=to_text, reads_dict=reads_dict)
         return function
 
     return mark
 
 
-def _whole(text: str) -> int:
-    """As `int`, without what only Python reads as a number: 1_000, digits of other scripts."""
+def _integer(text: str) -> int:
+    """Return an int; reject the forms that only Python accepts: 1_000, digits of other scripts."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return int(text)
 
 
 def _number(text: str) -> float:
-    """As `float`, with the same exceptions, and finite."""
+    """Return a finite float; reject the same forms as `_integer`."""
     if "_" in text or not text.isascii() or not math.isfinite(value := float(text)):
         raise ValueError(text)
     return value
@@ -71,15 +73,15 @@ def flag_dict(text: str) -> dict[str, Any]:
             raise Reason(f"'{pair}' is not key:value")
         read = _literal(value.strip())
         if result.setdefault(key.strip(), read) != read:
-            raise Reason(f"{key.strip()} is given twice, with different values")
+            raise Reason(f"{key.strip()} occurs twice, with different values")
     return result
 
 
 def _literal(text: str) -> bool | int | float | str | None:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (_whole, _number):
+    literals = {"true": True, "false": False, "none": None}
+    if text.lower() in literals:
+        return literals[text.lower()]
+    for kind in (_integer, _number):
         try:
             return kind(text)
         except ValueError:
@@ -96,22 +98,22 @@ def boolean(text: str) -> bool:
     return value
 
 
-@expects(f"a whole number of at least 1 and at most {_LARGEST}")
+@expects(f"a whole number of at least 1 and at most {_MAX_INT}")
 def positive(text: str) -> int:
     """Return an int of at least 1."""
-    return _between(_whole(text), 1, _LARGEST)
+    return _between(_integer(text), 1, _MAX_INT)
 
 
 @expects("1 or 2")
 def one_or_two(text: str) -> int:
     """Return 1 or 2."""
-    return int(_between(_whole(text), 1, 2))
+    return int(_between(_integer(text), 1, 2))
 
 
-@expects(f"a whole number of at least 0 and at most {_LARGEST}")
+@expects(f"a whole number of at least 0 and at most {_MAX_INT}")
 def natural(text: str) -> int:
     """Return an int of at least 0."""
-    return _between(_whole(text), 0, _LARGEST)
+    return _between(_integer(text), 0, _MAX_INT)
 
 
 @expects("whole numbers of at least 1, separated by commas", _listed)
@@ -121,11 +123,11 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 @expects("words as in a shell", shlex.join)
-def shell_words(text: str) -> tuple[str, ...]:
+def shell_args(text: str) -> tuple[str, ...]:
     """Words as in a shell, quoted where they have blanks."""
-    words = tuple(shlex.split(text))
-    learn_secrets(words)
-    return words
+    args = tuple(shlex.split(text))
+    learn_secrets(args)
+    return args
 
 
 @expects("token ids separated by commas", _listed)
@@ -148,7 +150,7 @@ def _in_seconds(text: str) -> float:
 @expects(f"a duration above 0, {_AS}")
 def seconds(text: str) -> float:
     """Return a duration above 0, in seconds."""
-    return _above(_in_seconds(text), 0, _MOST_SECONDS)
+    return _above(_in_seconds(text), 0, _MAX_SECONDS)
 
 
 @expects(f"a duration of at most a day, {_AS}")
@@ -157,7 +159,7 @@ def length_of_a_test(text: str) -> float:
 
     More than a day is a mistake: most likely milliseconds, the unit of NVIDIA's min_duration.
     """
-    value = _between(_in_seconds(text), 0, _MOST_SECONDS)
+    value = _between(_in_seconds(text), 0, _MAX_SECONDS)
     if value > _DAY:
         bare = text.strip()[-1].isdigit()
         why = f"{text.strip()}{' s' if bare else ''} are {_spelled(value)}"
@@ -188,7 +190,7 @@ def not_negative(text: str) -> float:
 
 
 @expects("a number of at least 1")
-def at_least_one(text: str) -> float:
+def one_or_more(text: str) -> float:
     """Return a number of at least 1."""
     return _between(_number(text), 1, math.inf)
 
@@ -199,19 +201,21 @@ def fraction(text: str) -> float:
     return _above(_number(text), 0, 1)
 
 
-def _words(value: Any) -> str:
+def _json_list(value: Any) -> str:
     return json.dumps(value if isinstance(value, (list, tuple)) else [value], default=str)
 
 
-@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', _words)
+@expects('a word, or a JSON array of words and arrays of token ids, such as ["###", [13, 13]]', _json_list)
 def stop_words(text: str) -> list[str | list[int]]:
     """Return one word, or a JSON array of words and of arrays of token ids."""
-    words = json.loads(text) if text.startswith("[") else [text]
-    for word in words:
-        ids = isinstance(word, list) and all(type(token) is int and 0 <= token <= _LARGEST for token in word)
-        if not word or not (ids or isinstance(word, str)):
+    entries = json.loads(text) if text.startswith("[") else [text]
+    for entry in entries:
+        ids = isinstance(entry, list) and all(
+            type(token) is int and 0 <= token <= _MAX_INT for token in entry
+        )
+        if not entry or not (ids or isinstance(entry, str)):
             raise ValueError(text)
-    return list(words)
+    return list(entries)
 
 
 @expects("0.99 or 0.999")
@@ -242,7 +246,7 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
             except ValueError:
                 raise Reason(f"'{size}' is not a whole number of at least 1") from None
             if sizes.setdefault(workload, read) != read:
-                raise Reason(f"{workload} is given twice, with different sizes")
+                raise Reason(f"{workload} occurs twice, with different sizes")
         return sizes
 
     return parse
@@ -256,7 +260,7 @@ def urls(text: str) -> tuple[str, ...]:
 
 @expects("host:port,host:port", _listed)
 def http_urls(text: str) -> tuple[str, ...]:
-    """As `urls`, or as URLs: their path is what stands before ``/v1``, with that or without."""
+    """Return servers as `urls` does, or URLs, without a final ``/v1``."""
     return _each_once([re.sub(r"(?<=[^/])(/v1)?/*$", "", url.strip()) for url in text.split(",")], _http_url)
 
 
@@ -264,15 +268,15 @@ def _http_url(url: str) -> None:
     if not re.match(r"https?://[^\s/:]", url):
         _address(url)
     elif "/v1/" in url:
-        raise Reason(f"'{url}' goes on behind /v1")
+        raise Reason(f"'{url}' continues after /v1")
 
 
-def _each_once(found: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
-    stripped = tuple(url.strip() for url in found)
+def _each_once(texts: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+    stripped = tuple(url.strip() for url in texts)
     for url in stripped:
         check(url)
         if stripped.count(url) > 1:
-            raise Reason(f"'{url}' is given twice")
+            raise Reason(f"'{url}' occurs twice")
     return stripped
 
 
@@ -300,10 +304,10 @@ def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
         if not colon or not host.strip():
             raise Reason(f"'{part}' is not host:port,port")
         if host.strip() in result:
-            raise Reason(f"host {host.strip()} is given twice")
+            raise Reason(f"host {host.strip()} occurs twice")
         result[host.strip()] = tuple(map(port, ports.split(",")))
         if len(set(result[host.strip()])) < len(result[host.strip()]):
-            raise Reason(f"a port of host {host.strip()} is given twice")
+            raise Reason(f"a port of host {host.strip()} occurs twice")
     return result
 
 
@@ -324,7 +328,7 @@ def port_or_any(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Secret:
-    """A text that no file and no message shows."""
+    """A text that no file and no message contains."""
 
     text: str
 
@@ -348,15 +352,15 @@ def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
 
     @expects(f"one or several of {', '.join(known)}, separated by commas", _listed)
     def parse(text: str) -> tuple[str, ...]:
-        found: list[str] = []
+        chosen: list[str] = []
         for word in text.split(","):
             name = by_name.get(word.strip().lower())
             if name is None:
                 raise Reason(
                     f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}"
                 )
-            found.append(name)
-        return tuple(dict.fromkeys(found))
+            chosen.append(name)
+        return tuple(dict.fromkeys(chosen))
 
     return parse
 
@@ -380,7 +384,7 @@ def name_or_class(
     installed: Callable[[], Iterable[str]] = tuple,
     aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], str]:
-    """Make a parser of a `known` name, one in `installed()` (called last), or ``package.module:Class``.
+    """Make a parser of a `known` name, a name in `installed()` (called last), or ``package.module:Class``.
 
     `aliases`: known names by their other names.
     """
@@ -412,24 +416,24 @@ def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
             kinds.kind_of(text)
         except ValueError as error:
             raise Reason(str(error)) from None
-        masked_value(text)  # which notes its secrets
+        masked_value(text)  # registers its secrets
         return text
 
     return parse
 
 
 def _unknown(text: str, known: Iterable[str]) -> ValueError:
-    near = nearest(text.lower(), known)
-    return Reason(near.strip(" ()")) if near else ValueError(text)
+    hint = nearest(text.lower(), known)
+    return Reason(hint.strip(" ()")) if hint else ValueError(text)
 
 
-def _between(value: N, least: float, most: float) -> N:
-    if not least <= value <= most:
+def _between(value: N, min_value: float, max_value: float) -> N:
+    if not min_value <= value <= max_value:
         raise ValueError(value)
     return value
 
 
-def _above(value: float, limit: float, most: float) -> float:
-    if not limit < value <= most:
+def _above(value: float, limit: float, max_value: float) -> float:
+    if not limit < value <= max_value:
         raise ValueError(value)
     return value

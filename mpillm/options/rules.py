@@ -1,6 +1,6 @@
 """Rules by which an option's value follows from others'.
 
-`Source` orders the sources. `RULES`, at the end, turn the values that they state into the values in force.
+`Source` orders the sources. `RULES`, at the end, turn the sources' values into the resolved values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
-from mpillm.options.flags import LIMITS, check_values, laid_over, limits_of_engine, renamed
+from mpillm.options.flags import LIMITS, check_values, environment_overlays, limits_of_engine, renamed
 from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.workloads import WORKLOADS, accuracy_of, interactive_form, plain_form
@@ -44,7 +44,7 @@ _PRECISIONS = {
 
 
 class Rule(NamedTuple):
-    """A way in which values of options follow from others."""
+    """A rule by which values of options follow from others."""
 
     name: str
     origin: str  # who defines it: NVIDIA's harness, TensorRT-LLM, or mpillm
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 
 def rule(name: str, origin: str) -> Callable[[Changes], Rule]:
-    """Decorate a function from all values to those that it changes."""
+    """Decorate a function that returns, from all values, the changed ones."""
     return lambda changes: Rule(name, origin, changes)
 
 
@@ -78,7 +78,7 @@ def _implied(values: Values, name: str, value: object, other: str, its_value: st
 # --- the test and the core ---
 
 
-@rule("a benchmark's name states an accuracy target or a form, Interactive a form", _NVIDIA)
+@rule("a benchmark's name sets an accuracy target or a form, Interactive a form", _NVIDIA)
 def named_test(values: Values) -> dict[str, OptionValue]:
     """Return workload, scenario and accuracy target by field name, for llama2-70b-99.9 or Interactive.
 
@@ -120,7 +120,7 @@ def named_test(values: Values) -> dict[str, OptionValue]:
     }
 
 
-environment_flags = Rule("the environment's flags come over a command's", _NVIDIA, laid_over)
+environment_flags = Rule("the environment's flags come over a command's", _NVIDIA, environment_overlays)
 
 
 @rule("server means the core that is its client", _MPILLM)
@@ -129,9 +129,11 @@ def core_of_the_server(values: Values) -> dict[str, OptionValue]:
     if not server:
         return {}
     kind = kind_of(server)
-    if kind.disagg_protocol and values["core_type"].value == "trtllm_disagg":  # of a leader: there is none
-        meant = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
-        return {**meant, "core_type": values["server"].implied("server", kind.core_type)}
+    if (
+        kind.disagg_protocol and values["core_type"].value == "trtllm_disagg"
+    ):  # on a leader, which has no core
+        implied = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
+        return {**implied, "core_type": values["server"].implied("server", kind.core_type)}
     return _implied(values, "server", server, "core_type", kind.core_type)
 
 
@@ -161,31 +163,31 @@ def first_names(values: Values) -> dict[str, OptionValue]:
 
 @rule("precision is the checkpoint's qformat, and our cores' quantization", _NVIDIA)
 def precision(values: Values) -> dict[str, OptionValue]:
-    """Apply --precision: to checkpoints and, unless a higher source states quantization, our cores."""
-    stated, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, OptionValue]()
-    if stated.value is None:
+    """Apply --precision: to checkpoints and, unless a higher source sets quantization, to our cores."""
+    precision_value, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, OptionValue]()
+    if precision_value.value is None:
         return changes
-    qformat, algorithm = _PRECISIONS[stated.value]
-    if _means(stated, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
-        changes[_CHECKPOINT] = flags.with_key("qformat", stated.implied("precision", qformat))
+    qformat, algorithm = _PRECISIONS[precision_value.value]
+    if _means(precision_value, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
+        changes[_CHECKPOINT] = flags.with_key("qformat", precision_value.implied("precision", qformat))
     if values["core_type"].value in TRTLLM or algorithm is None:
         return changes  # `check_core` refuses a precision that the core lacks; others may read the file
-    if _means(stated, f"quantization {algorithm}", algorithm, values["quantization"]):
-        changes["quantization"] = stated.implied("precision", algorithm)
+    if _means(precision_value, f"quantization {algorithm}", algorithm, values["quantization"]):
+        changes["quantization"] = precision_value.implied("precision", algorithm)
     return changes
 
 
-def _means(stated: OptionValue, meaning: str, value: str, other: OptionValue) -> bool:
+def _means(precision_value: OptionValue, meaning: str, value: str, other: OptionValue) -> bool:
     """Return whether `other` is from a lower source than the precision, so that its meaning holds.
 
     ConfigError if it is another value from the same source.
     """
-    if other.value not in (None, value) and other.source is stated.source:
+    if other.value not in (None, value) and other.source is precision_value.source:
         raise ConfigError(
-            f"precision {stated.value} ({stated.where}) means {meaning}, but that is"
+            f"precision {precision_value.value} ({precision_value.where}) means {meaning}, but that is"
             f" {other.value} ({other.where})"
         )
-    return other.source < stated.source
+    return other.source < precision_value.source
 
 
 @rule("gpu_batch_size sets max_batch_size; a runtime flag and its option are one", _NVIDIA)
@@ -204,7 +206,7 @@ def _shared(
 ) -> dict[str, OptionValue]:
     """Give each key of flags, which is another name of an option, and that option one value.
 
-    `others`: what else states an option's value. With `only_options` the keys are removed; a key and an
+    `others`: further values of options. With `only_options` the keys are removed; a key and an
     option that differ, both from one source, are an error.
     """
     flags, changes = values[flags_name], dict[str, OptionValue]()
@@ -219,7 +221,7 @@ def _shared(
                     f"{where} is {flag.value}, but {field.name} is {option.value} ({option.where})"
                 )
         candidates = (option, alias, others.get(field.name))
-        # the first of those that are alike
+        # of equal sources, the first candidate
         best = max(filter(None, candidates), key=lambda candidate: candidate.source)
         if field.name in values:
             changes[field.name] = best
@@ -244,7 +246,7 @@ def _batch_size(values: Values) -> OptionValue | None:
 
 @rule("an engine is built for gpu_batch_size", _NVIDIA)
 def engine_batch(values: Values) -> dict[str, OptionValue]:
-    """Build an engine for gpu_batch_size, even if the run's flags beside it state less."""
+    """Build an engine for gpu_batch_size, even if the run's flags set a smaller batch."""
     size, run, flags = _batch_size(values), values["max_batch_size"], values[_BUILD]
     if size is None or run.value is None or "max_batch_size" in flags.value:
         return {}
@@ -253,21 +255,21 @@ def engine_batch(values: Values) -> dict[str, OptionValue]:
     return {}
 
 
-@rule("runtime flags may state numbers of servers and their sizes", _NVIDIA)
+@rule("runtime flags may set numbers of servers and their sizes", _NVIDIA)
 def runtime_options(values: Values) -> dict[str, OptionValue]:
     return _shared(values, _RUNTIME, RUNTIME_OPTIONS, only_options=True)
 
 
-@rule("build flags may state the layout", _NVIDIA)
+@rule("build flags may set the layout", _NVIDIA)
 def build_options(values: Values) -> dict[str, OptionValue]:
     return _shared(values, _BUILD, BUILD_OPTIONS, only_options=True)
 
 
-@rule("a limit that nothing states is the one that the engine is built for", _MPILLM)
+@rule("a limit that is not set is the engine's", _MPILLM)
 def limits_of_the_engine(values: Values) -> dict[str, OptionValue]:
-    stated = {name: values[name].value for name in LIMITS}
+    run_limits = {name: values[name].value for name in LIMITS}
     flags, changes = values[_RUNTIME], dict[str, OptionValue]()
-    for name, built in limits_of_engine(stated, values[_BUILD].value).items():
+    for name, built in limits_of_engine(run_limits, values[_BUILD].value).items():
         where = f"{values[_BUILD].key(name).where}: {_BUILD}"
         value = BY_NAME[name].check(built, f"{where} {name}")
         changes[name] = limit = OptionValue(value, Source.DEFAULT, where)
@@ -299,12 +301,12 @@ def policy_static(values: Values) -> dict[str, OptionValue]:
 # --- deadlines ---
 
 
-@rule("a test has at least twice its min_duration, where no deadline is stated", _MPILLM)
+@rule("a test has at least twice its min_duration, unless a deadline is set", _MPILLM)
 def time_for_the_test(values: Values) -> dict[str, OptionValue]:
-    least, limit = values["min_duration"], values["test_deadline"]
-    if least.value is None or 2 * least.value <= limit.value or limit.source >= Source.FILE:
+    duration, deadline = values["min_duration"], values["test_deadline"]
+    if duration.value is None or 2 * duration.value <= deadline.value or deadline.source >= Source.FILE:
         return {}
-    return {"test_deadline": least.implied("min_duration", 2 * least.value)}
+    return {"test_deadline": duration.implied("min_duration", 2 * duration.value)}
 
 
 RULES = (
@@ -325,7 +327,7 @@ RULES = (
     policy_static,
     time_for_the_test,
 )
-"""In this order: a rule that changes a value stands before those that read the value."""
+"""In this order: a rule that changes a value precedes the rules that read it."""
 
 Trace = list[tuple[Rule, str, OptionValue]]
 """Each change that a rule made: the option and its new value."""

@@ -1,4 +1,4 @@
-"""The values of a run's options, their sources, and those of a YAML's sections: identical on every rank."""
+"""The values of a run's options and of a YAML's sections, with their sources: identical on every rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.instance_run import Part
+from mpillm.options.instance_run import InstanceRun
 from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
 from mpillm.options.values import Values
 from mpillm.programs.load_clients.client_files import check_no_client_file
 
-if TYPE_CHECKING:  # what reads a YAML takes time to import, and few runs have one
+if TYPE_CHECKING:  # slow to import, and few runs have a YAML
     from disagg import DisaggConfig
     from mpillm.options.disagg_values import YamlValue
 
@@ -28,13 +28,13 @@ class RunConfig(Values, AllFields):
     """The values of all fields, and the source of each."""
 
     def __init__(self, layers: Layers) -> None:
-        """Resolve what sources state. Raises ConfigError naming the source."""
+        """Resolve the values of the sources. Raises ConfigError naming the source."""
         super().__init__(layers.resolved())
         self.layers = layers
         self.yaml: DisaggConfig | None = None
         self.sections: Mapping[str, RunConfig] = {}
-        self.half = ""  # of disaggregated serving, if the run is one: context or generation
-        self.part: Part | None = None
+        self.disagg_role = ""  # context or generation, if the run is such a server
+        self.instance_run: InstanceRun | None = None
         self.launch_secret = ""  # of the servers that one mpirun has started
 
     @property
@@ -51,19 +51,19 @@ class RunConfig(Values, AllFields):
     @property
     def benchmark_name(self) -> str | None:
         """The workload's name, with the accuracy target if the user set one: llama2-70b-99.9."""
-        target = f"-{100 * self.accuracy_target:g}" if self.given("accuracy_target") else ""
+        target = f"-{100 * self.accuracy_target:g}" if self.is_user_set("accuracy_target") else ""
         return self.benchmark and self.benchmark + target
 
     @property
     def workload(self) -> workloads.Workload | None:
-        """The workload, scaled as this command wants it."""
+        """The workload, at the scale of this command."""
         return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
 
     def with_yaml(self) -> RunConfig:
         """Return the configuration with the values of the disaggregation YAML that it names, if any.
 
-        `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError:
-        names the file, or a value that the user set otherwise in a higher source. A dry run ignores a missing
+        `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError
+        names the file, or a different value of a higher source. A dry run ignores a missing
         file.
         """
         path = self.disagg_config
@@ -78,27 +78,29 @@ class RunConfig(Values, AllFields):
             content = read(read_text(path), path)
             check_no_client_file("--disagg_config", path, content)
             yaml = disagg.from_mapping(content, path)
-            whole = self._with_layer(
+            with_run_values = self._with_layer(
                 disagg_values.of_the_run(
-                    yaml, path, self.core_type == "trtllm_disagg", is_whole=self.server_role is None
+                    yaml, path, self.core_type == "trtllm_disagg", is_one_run=self.server_role is None
                 )
             )
             sections = {
-                name: whole._with_layer(
-                    disagg_values.of_a_section(name, server, path, is_whole=self.server_role is None)
+                name: with_run_values._with_layer(
+                    disagg_values.of_a_section(name, server, path, is_one_run=self.server_role is None)
                 )
                 for name, server in yaml.sections
             }
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
-        whole.yaml, whole.sections = yaml, sections
-        for name in whole.option_values if sections else ():  # what all sections have alike is the run's
+        with_run_values.yaml, with_run_values.sections = yaml, sections
+        for name in (
+            with_run_values.option_values if sections else ()
+        ):  # a value that all sections share is the run's
             first, *others = (section.option_values[name] for section in sections.values())
             if all(other.value == first.value for other in others):
-                whole.option_values[name] = (
+                with_run_values.option_values[name] = (
                     max(first, *others, key=lambda one: one.source) if others else first
                 )
-        return whole
+        return with_run_values
 
     def _with_layer(self, yaml: Mapping[str, YamlValue]) -> RunConfig:
         """Return the configuration with a YAML's values, which higher sources must not contradict."""
@@ -108,7 +110,7 @@ class RunConfig(Values, AllFields):
             own = self.option_values[name]
             if own.source > Source.YAML and not same(name, own.value, value.value):
                 raise ConfigError(f"{self.named(name)}, but {value.where} is {text}: leave one of them out")
-        values = {name: stated.value for name, stated in yaml.items()}
+        values = {name: yaml_value.value for name, yaml_value in yaml.items()}
         return RunConfig(self.layers.with_layer(Source.YAML, values))
 
     def in_section(self, section: str) -> RunConfig:
@@ -125,18 +127,18 @@ class RunConfig(Values, AllFields):
         """How many ranks are clients of each server that the run starts; 0: it starts none."""
         if not self.server:
             return 0
-        if self.server == "tritonserver" and not self.given("clients_per_server"):
+        if self.server == "tritonserver" and not self.is_user_set("clients_per_server"):
             return self.triton_num_frontends_per_model
-        return self.clients_per_server if self.given("clients_per_server") else self.server_nodes
+        return self.clients_per_server if self.is_user_set("clients_per_server") else self.server_nodes
 
     def passed_over(self) -> str:
-        """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
-        said = [
+        """Return a text about settings without effect in a file in NVIDIA's form; "" if there are none."""
+        settings = [
             f"{name} {one.value}"
             for name, one in self.option_values.items()
             if name not in BY_NAME and one.source is Source.FILE
         ]
-        return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
+        return f"{self.config_file}: without effect here: {', '.join(settings)}" if settings else ""
 
     def named(self, name: str) -> str:
         """Return, for messages, the option with its value and, unless that is from the command line, its
@@ -185,8 +187,8 @@ class RunConfig(Values, AllFields):
         for name, value in self.values.items():
             if value != other.get(name):
                 source, where = self.option_value(name).source, self.where(name)
-                there, here = masked_value(other.get(name)), masked_value(value)
-                return f"--{name} is {there!r} there and {here!r} here" + (
+                other_value, own_value = masked_value(other.get(name)), masked_value(value)
+                return f"--{name} is {other_value!r} there and {own_value!r} here" + (
                     f" ({where})" if source is Source.YAML else ""
                 )
         return ""

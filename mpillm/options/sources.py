@@ -1,4 +1,4 @@
-"""Sources of options' values, and what one source states."""
+"""Sources of options' values, and the values of one source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.options.field import AutoConfStrategy, Field
 
 
 class Source(enum.IntEnum):
-    """The sources of values: the higher wins."""
+    """The sources of values; a higher one takes precedence."""
 
     DEFAULT = 0
     WORKLOAD = 1  # a workload's defaults
@@ -103,4 +103,4 @@ def command_line_values(fields: Iterable[Field], texts: Mapping[str, str]) -> di
 
 
 COMMAND_LINE = "command line"
-"""Where values of the command line are."""
+"""The place of values from the command line."""

@@ -1,9 +1,11 @@
-"""Options that are stated and have no effect on what runs here: one rule for all commands.
+"""Options that are set and have no effect on a run: one rule for all commands.
 
-Each field declares who uses it (`Field.effect`, `fields.effects`). What nobody here uses is an error if what
-is measured depends on it, and otherwise a line. It is a line, too, where a higher source chose what leaves
-the value without effect (a file's `quantization` under `--core_type dummy` on the command line), in a
-disaggregation YAML, which others read as well, and for a command that measures nothing.
+Each field declares its uses (`Field.effect`, `fields.effects`). If nothing here uses a value, this is an
+error if the results depend on the value, and otherwise a line for the user. It is also only a line:
+
+- if a higher source makes the value unused, such as `--core_type dummy` a file's `quantization`;
+- in a disaggregation YAML, which other programs also read;
+- for a command that measures nothing.
 """
 
 from __future__ import annotations
@@ -22,131 +24,131 @@ from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.servers.kinds import kind_of
 
-_OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
-"""Commands whose options choose what is measured, and whose they are. Others are stages before them."""
+_COMMANDS_OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
+"""By command: the commands whose options it uses. Other commands are stages before these."""
 
 _OF_ENGINES = ("model", "checkpoint", "build")
 
-SIZES_OF_HALVES = {
+SERVER_SIZES = {
     "context": ("ctx_tp_size", "ctx_pp_size"),
     "generation": ("gen_tp_size", "gen_pp_size"),
     "": ("tensor_parallelism", "pipeline_parallelism"),
 }
-"""The options with the sizes of a server that the run starts, by its half of disaggregated serving."""
+"""The options with the sizes of a server that the run starts, by the server's role."""
 
-OF_CLIENTS = ("max_concurrency", "trtllm_backend", "triton_backend")
-"""Runtime flags, beside options, that a client reads; the others are its server's."""
+CLIENT_FLAGS = ("max_concurrency", "trtllm_backend", "triton_backend")
+"""Runtime flags, other than options, that a client reads; the others are its server's."""
 
-_MOST_NAMED = 24  # flags that a message lists
+_MAX_NAMED = 24  # flags that a message lists
 
 
-class Idle(NamedTuple):
-    """A value that is stated in vain."""
+class UnusedOption(NamedTuple):
+    """A value that is set and has no effect."""
 
     name: str  # of the option
-    said: str  # with its value and, unless that is the command line, its source
-    why: str
+    text: str  # with its value and, unless that is the command line, its source
+    cause: str
     is_error: bool
 
 
-class _Why(NamedTuple):
+class _Cause(NamedTuple):
     text: str
-    of: str = ""  # the option that decided so, if one did
+    of: str = ""  # the option that causes it, if one does
     is_other_command: bool = False
 
 
-def check_idle(config: RunConfig, command: str) -> list[str]:
-    """Return a line for each reason why something stated has no effect. Raises ConfigError if one may not."""
-    return told(idle(config, command))
+def check_unused(config: RunConfig, command: str) -> list[str]:
+    """Return a line for each cause of an unused option. Raises ConfigError if that is an error."""
+    return unused_option_lines(unused_options(config, command))
 
 
-def told(found: Sequence[Idle]) -> list[str]:
-    """As `check_idle`, of what was found."""
-    if errors := [one for one in found if one.is_error]:
+def unused_option_lines(unused: Sequence[UnusedOption]) -> list[str]:
+    """Do as `check_unused`, for options that were already collected."""
+    if errors := [option for option in unused if option.is_error]:
         raise ConfigError(
-            "\n".join(f"{one.said} has no effect {one.why}" for one in errors),
-            about=dict.fromkeys(one.name for one in errors),
+            "\n".join(f"{option.text} has no effect {option.cause}" for option in errors),
+            about=dict.fromkeys(option.name for option in errors),
         )
     reasons: dict[str, list[str]] = {}
-    for one in found:
-        reasons.setdefault(one.why, []).append(one.said)
-    return [f"no effect {why}: {', '.join(said)}" for why, said in reasons.items()]
+    for option in unused:
+        reasons.setdefault(option.cause, []).append(option.text)
+    return [f"no effect {cause}: {', '.join(texts)}" for cause, texts in reasons.items()]
 
 
-def idle(config: RunConfig, command: str) -> list[Idle]:
-    """Return what is stated and has no effect in `command`, or, if that is a stage, in any command after it.
+def unused_options(config: RunConfig, command: str) -> list[UnusedOption]:
+    """Return the options without effect in `command` or, if that is a stage, in any command after it.
 
-    The sections of a YAML are looked at one by one; what one of them uses has its effect.
+    The sections of a YAML are examined separately: a value has an effect if one section uses it.
     """
-    found: list[Idle] = []
+    unused: list[UnusedOption] = []
     sections: Sequence[RunConfig] = [*config.sections.values()] or [config]
     for field in FIELDS:
-        stated: dict[tuple[Source, str], list[RunConfig]] = {}
+        set_in: dict[tuple[Source, str], list[RunConfig]] = {}
         for section in sections:
             value = section.option_values[field.name]
-            if _is_stated(field, value):
-                stated.setdefault((value.source, value.where), []).append(section)
-        for (source, _), where in stated.items():
-            whys = [why_idle(field, section, command) for section in where]
-            if (why := whys[0]) is not None and None not in whys:
-                said = where[0].named(field.name)
-                found += _judged(field.name, said, source, why, field.effect.measured, config, command)
+            if _is_set(field, value):
+                set_in.setdefault((value.source, value.where), []).append(section)
+        for (source, _), users in set_in.items():
+            causes = [_unused_cause(field, section, command) for section in users]
+            if (cause := causes[0]) is not None and None not in causes:
+                text = users[0].named(field.name)
+                unused += _checked(field.name, text, source, cause, field.effect.measured, config, command)
     for flags in (
         AllFields.trtllm_checkpoint_flags,
         AllFields.trtllm_build_flags,
         AllFields.trtllm_runtime_flags,
     ):
-        found += _idle_flags(config, flags, command)
-    return found
+        unused += _unused_flags(config, flags, command)
+    return unused
 
 
-def idle_in_all(configs: Sequence[RunConfig], command: str) -> list[Idle]:
-    """Return what is stated for several tests and has an effect in none."""
-    first, *others = (idle(config, command) for config in configs)
-    names = [{one.name for one in each} for each in others]
-    return [one for one in first if all(one.name in each for each in names)]
+def unused_in_all(configs: Sequence[RunConfig], command: str) -> list[UnusedOption]:
+    """Return the options of several tests that have an effect in none."""
+    first, *others = (unused_options(config, command) for config in configs)
+    names = [{option.name for option in names} for names in others]
+    return [option for option in first if all(option.name in names for names in names)]
 
 
-def _idle_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Idle]:
-    """Yield the keys of flags that have no effect; those that are options are looked at as options."""
+def _unused_flags(config: RunConfig, flags: Field, command: str) -> Iterator[UnusedOption]:
+    """Yield the keys of flags without effect; keys that are options are examined as options."""
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     known = names_of(flags, core)
     core_source = config.option_value("core_type").source
     for key, flag in config.option_values[flags.name].all_keys().items():
         field, value = KNOWN_FLAGS.get(key), flag.value
-        # a file that names no core has TensorRT-LLM's flags for whatever core
+        # a file without a core has TensorRT-LLM's flags for any core
         measured = flag.source is not Source.FILE or core_source is Source.FILE
         if flags is AllFields.trtllm_runtime_flags and field is not None:
-            if field in FIELDS or not _is_stated(field, flag._replace(value=field.check(value, key))):
+            if field in FIELDS or not _is_set(field, flag._replace(value=field.check(value, key))):
                 continue
-            why, measured = why_idle(field, config, command), measured and field.effect.measured
-        elif not _is_stated(flags, flag):
+            cause, measured = _unused_cause(field, config, command), measured and field.effect.measured
+        elif not _is_set(flags, flag):
             continue
-        elif key in (known or ()) and core in CLIENTS and not config.server and key not in OF_CLIENTS:
-            lacks = _lacking(Use(STAGES, (core,)), config, command)
-            why = lacks[1] if lacks else None
+        elif key in (known or ()) and core in CLIENTS and not config.server and key not in CLIENT_FLAGS:
+            missing = _lacking(Use(STAGES, (core,)), config, command)
+            cause = missing[1] if missing else None
         elif known is None or key in known:
             continue
         else:
-            has = f"; it has {', '.join(known)}" if known and len(known) <= _MOST_NAMED else ""
-            why = _Why(f"on the {core} core{nearest(key, known)}{has}", "core_type")
-        if why is not None:
-            said = f"{flag.where}: {flags.name} {key} {value}"
-            yield from _judged(flags.name, said, flag.source, why, measured, config, command)
+            has = f"; it has {', '.join(known)}" if known and len(known) <= _MAX_NAMED else ""
+            cause = _Cause(f"on the {core} core{nearest(key, known)}{has}", "core_type")
+        if cause is not None:
+            text = f"{flag.where}: {flags.name} {key} {value}"
+            yield from _checked(flags.name, text, flag.source, cause, measured, config, command)
 
 
-def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
+def _unused_cause(field: Field, config: RunConfig, command: str) -> _Cause | None:
     """Return why a field has no effect; None if it has one.
 
-    Of several uses, the one that lacks least is named.
+    With several uses, this is the use that lacks least.
     """
     if config.server and (field.effect is DISAGG or field in (AllFields.mode, AllFields.disagg_config)):
-        return None  # `own_servers` refuses a kind without halves
+        return None  # `own_servers` rejects a kind without roles
     if config.server and of_engine(field):
         kind = kind_of(config.server)
-        return None if kind.takes(field.name) else _Why(f"on a {kind.name} server", "server")
+        return None if kind.takes(field.name) else _Cause(f"on a {kind.name} server", "server")
     if not field.effect.uses:
-        return _Why(f"here ({field.effect.instead})" if field.effect.instead else "here")
+        return _Cause(f"here ({field.effect.instead})" if field.effect.instead else "here")
     lacking = [_lacking(use, config, command) for use in field.effect.uses]
     if None in lacking:
         return None
@@ -154,52 +156,52 @@ def why_idle(field: Field, config: RunConfig, command: str) -> _Why | None:
 
 
 def of_engine(field: Field) -> bool:
-    """Return whether an option is about the engine: a server that the run starts takes or lacks it."""
+    """Return whether an option is about the engine: a server of the run supports it or not."""
     return (field.group in _OF_ENGINES and field.name != "model_path") or field.name in SIZES
 
 
-def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Why] | None:
-    """Return what a use lacks, and how near it is; None: nothing."""
+def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | None:
+    """Return how close the use is to being met, and what it lacks; None if it is met."""
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     lacks_core = bool(use.cores) and core in WITH_BACKENDS and core not in use.cores
-    if use.commands and command in _OF and not set(_OF[command]).intersection(use.commands):
+    if use.commands and command in _COMMANDS_OF and not set(_COMMANDS_OF[command]).intersection(use.commands):
         of_servers = (
-            "; servers that it does not start have settings of their own"
+            "; servers that it does not start have their own settings"
             if use.commands == STAGES and core in CLIENTS
             else ""
         )
-        said = f"on {command} (it is for {' and '.join(use.commands)}{of_servers})"
-        return 4 if use.cores and not lacks_core else 0, _Why(said, is_other_command=True)
+        text = f"on {command} (it is for {' and '.join(use.commands)}{of_servers})"
+        return 4 if use.cores and not lacks_core else 0, _Cause(text, is_other_command=True)
     if lacks_core:
-        return 1, _Why(f"on the {core} core", "core_type")
+        return 1, _Cause(f"on the {core} core", "core_type")
     if use.scenarios and not set(use.scenarios).intersection(config.scenarios):
-        said = ", ".join(config.scenarios)
-        return 2, _Why(f"in scenario {said} (it is for {' and '.join(use.scenarios)})", "scenarios")
+        text = ", ".join(config.scenarios)
+        return 2, _Cause(f"in scenario {text} (it is for {' and '.join(use.scenarios)})", "scenarios")
     if use.needs is not None:
         name, value = use.needs
         if name not in BY_NAME:
             met = config.trtllm_build_flags.get(name) == value
             return (
-                None if met else (3, _Why(f"without {name} among trtllm_build_flags", "trtllm_build_flags"))
+                None if met else (3, _Cause(f"without {name} among trtllm_build_flags", "trtllm_build_flags"))
             )
-        there = getattr(config, name)
-        if (not there) if value is ANY else there != value:
-            wanted = "" if value is ANY else f" {BY_NAME[name].text(value)}"
-            return 3, _Why(f"without --{name}{wanted}", name)
+        set_value = getattr(config, name)
+        if (not set_value) if value is ANY else set_value != value:
+            value_text = "" if value is ANY else f" {BY_NAME[name].text(value)}"
+            return 3, _Cause(f"without --{name}{value_text}", name)
     return None
 
 
-def _is_stated(field: Field, value: OptionValue) -> bool:
+def _is_set(field: Field, value: OptionValue) -> bool:
     return value.source >= Source.YAML and value.value not in (None, {}, field.default)
 
 
-def _judged(
-    name: str, said: str, source: Source, why: _Why, measured: bool, config: RunConfig, command: str
-) -> Iterator[Idle]:
+def _checked(
+    name: str, text: str, source: Source, cause: _Cause, measured: bool, config: RunConfig, command: str
+) -> Iterator[UnusedOption]:
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
-    if why.is_other_command and (source is Source.FILE or (source is Source.YAML and core in CLIENTS)):
-        return  # a file is for several commands; a YAML of servers is theirs
-    is_chosen = source <= Source.FILE and config.option_value(why.of or name).source > source
-    is_copied = source is Source.FILE and why.of == "scenarios"  # NVIDIA's harness passes over them
-    is_error = measured and why.of != "" and command in _OF and source >= Source.FILE
-    yield Idle(name, said, why.text, is_error and not is_chosen and not is_copied)
+    if cause.is_other_command and (source is Source.FILE or (source is Source.YAML and core in CLIENTS)):
+        return  # a file is for several commands, and a YAML of servers is for the servers
+    is_chosen = source <= Source.FILE and config.option_value(cause.of or name).source > source
+    is_copied = source is Source.FILE and cause.of == "scenarios"  # NVIDIA's harness ignores them
+    is_error = measured and cause.of != "" and command in _COMMANDS_OF and source >= Source.FILE
+    yield UnusedOption(name, text, cause.text, is_error and not is_chosen and not is_copied)

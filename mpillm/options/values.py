@@ -1,4 +1,4 @@
-"""The values of a command's options, each with where it came from."""
+"""The values of a command's options, each with its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V = TypeVar("V", bound="Values")
 
 
 class Values(Options):
-    """Values of the fields that its class declares, as attributes of their types."""
+    """Values of the fields that the class declares, as attributes of their types."""
 
     def __init__(self, option_values: Mapping[str, OptionValue]) -> None:
         """`option_values`: by name."""
@@ -38,8 +38,8 @@ class Values(Options):
         """Return where the value is: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
         return self.option_value(name).where
 
-    def given(self, name: str) -> bool:
-        """Return whether the user set it, in another place than a disaggregation YAML."""
+    def is_user_set(self, name: str) -> bool:
+        """Return whether the user set it outside a disaggregation YAML."""
         source = self.option_value(name).source
         return source >= Source.FILE or source is Source.GENERATION
 
@@ -55,5 +55,5 @@ def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
 
 
 def own_values(fields: Sequence[Field], texts: Mapping[str, str]) -> dict[str, OptionValue]:
-    """Return the values of a command's own options, by name: those of a command line's texts, or defaults."""
+    """Return the values of a command's own options, by name: from a command line's texts, or defaults."""
     return default_values(fields) | command_line_values(fields, texts)

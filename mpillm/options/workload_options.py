@@ -12,10 +12,10 @@ _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prom
 
 
 def defaults_of(workload: Workload, scenario: str, test_mode: str = "PerformanceOnly") -> dict[Field, Any]:
-    """Return a workload's defaults; answers are greedy, unless it says otherwise.
+    """Return a workload's defaults; answers are greedy, unless the workload specifies sampling.
 
-    Every workload takes every scenario, as NVIDIA's harness does: submitters publish files for SingleStream,
-    and for Offline of interactive forms. A run says what no round has.
+    Every workload accepts every scenario, as in NVIDIA's harness: submitters publish files for SingleStream,
+    and for Offline of interactive forms. A run reports scenarios that no round has.
     """
     longest = workload.max_output_len
     if test_mode == "AccuracyOnly":

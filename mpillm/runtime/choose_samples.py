@@ -86,7 +86,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     try:
         folder = model_folder(config.model_path) if config.model_path else None
     except ConfigError as error:
-        if config.given("model_path"):
+        if config.is_user_set("model_path"):
             raise
         return NoTokenizer(str(error))
     core_class = BackendRegistry.get(config.core_type)
@@ -105,7 +105,7 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
         min((model.max_prompt_len for model in known if model.max_prompt_len is not None), default=None),
         config.end_ids or (),
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
-        bool(config.stop_words) or not config.given("stop_words"),
+        bool(config.stop_words) or not config.is_user_set("stop_words"),
     )
 
 
@@ -122,7 +122,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if ":" in config.dataset:
         return _loader_class(config.dataset).of(config)
     workload = config.workload
-    if workload is not None and workload.scaled and not config.given("dataset_path"):
+    if workload is not None and workload.scaled and not config.is_user_set("dataset_path"):
         made = run_directory() / DATASET
         write_dataset(workload, made)
         stated = config.option_value("dataset_path")

@@ -97,7 +97,7 @@ def _core_config(
     """`node_ranks`: how many ranks of its node belong to instances."""
     me, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
-    node_ranks = config.part.node_ranks if config.part else node_ranks
+    node_ranks = config.instance_run.node_ranks if config.instance_run else node_ranks
     config = config.in_section(instance.section)
     engine = EngineConfig.of(
         config.values,
@@ -128,8 +128,8 @@ def _client_config(config: RunConfig, plan: WorldPlan, instance: int, server: in
     return ClientConfig(
         server=server,
         names_model=kind is not None and kind.names_model,
-        server_wait_s=None if config.given("load_deadline") else _SERVER_WAIT_S,
-        first_token_wait_s=None if config.given("health_deadline") or kind else _FIRST_TOKEN_WAIT_S,
+        server_wait_s=None if config.is_user_set("load_deadline") else _SERVER_WAIT_S,
+        first_token_wait_s=None if config.is_user_set("health_deadline") or kind else _FIRST_TOKEN_WAIT_S,
         index=instance % clients_per_server,
         n_clients=clients_per_server,
         restarts=config.on_instance_loss == "restart",

@@ -102,7 +102,7 @@ class HarnessSession(ServeSession):
         self.takes_text = not self.direct  # otherwise the client's texts do not come here
         self.sends_text = prepared.dataset.sends_text
         for name in ("stop_words", "end_ids"):
-            if self.direct and planned.config.given(name):
+            if self.direct and planned.config.is_user_set(name):
                 raise ConfigError(
                     f"{planned.config.named(name)}: {self.kind.title} asks its servers itself: say with"
                     " --harness_args what ends an answer",

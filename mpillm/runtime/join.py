@@ -26,7 +26,7 @@ from mpillm.options.disagg_yaml import context_servers, disagg_config
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import (
     check_flags,
@@ -124,12 +124,12 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     """
     config = _agreed(config, reports)
     ranks = range(len(reports))
-    if config.part is None and config.world_size not in (None, len(ranks)):
+    if config.instance_run is None and config.world_size not in (None, len(ranks)):
         said = f"{config.named('world_size')}: the launcher has started {len(ranks)} ranks"
         raise ConfigError(said, about=["world_size"])
     core_class = BackendRegistry.get(config.core_type)
     yaml = disagg_config(config, len(ranks), core_class.is_client)
-    notes = [*filter(None, [config.passed_over()]), *check_idle(config, SERVE if serves else RUN)]
+    notes = [*filter(None, [config.passed_over()]), *check_unused(config, SERVE if serves else RUN)]
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += check_yaml(config)
@@ -160,7 +160,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         notes += share_lines(cores)
     outlives_losses = config.on_instance_loss == "continue"
     if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
-        if config.given("on_instance_loss"):
+        if config.is_user_set("on_instance_loss"):
             raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
@@ -180,7 +180,7 @@ def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldP
 
 def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
     """Raise ConfigError if the user wants guesses of a core that has none."""
-    if not core_class.speculates and config.given("speculative_config"):
+    if not core_class.speculates and config.is_user_set("speculative_config"):
         why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
         raise ConfigError(why, about=["speculative_config"])
 

@@ -14,11 +14,11 @@ from disagg.plan_table import ranges
 from launch.command import wrapped
 from mpillm.devices import Gpu
 from mpillm.options.columns import INDENT, WIDTH
-from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
-from mpillm.options.unused_options import SIZES_OF_HALVES, of_engine
+from mpillm.options.unused_options import SERVER_SIZES, of_engine
 from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MOST_RESTARTS
@@ -48,14 +48,14 @@ def gpus_of_servers(
         if len(free) < size:
             there = [other for owner, other in owners if plan.ranks[owner].node == node]
             needed = sum(_gpus_of_a_node(config, other) for other in there)
-            lower = f"--{SIZES_OF_HALVES[role][0]}"
+            lower = f"--{SERVER_SIZES[role][0]}"
             more = (
                 "" if role or size <= len(seen) else f", or raise --server_nodes to {-(-size // len(seen))}"
             )
             raise ConfigError(
                 f"node {node} has {len(seen)} GPUs, and its {len(there)} servers need {needed}:"
                 f" start fewer ranks, or lower {lower}{more}",
-                about=["server", SIZES_OF_HALVES[role][0]],
+                about=["server", SERVER_SIZES[role][0]],
             )
         used |= {seen[index].uuid for index in free}
         mine[rank] = tuple(free)
@@ -115,7 +115,7 @@ def server_specs(
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
     """Return the values that are stated for the servers of a role, and that the kind takes."""
-    of = config.in_section(HALVES[role]) if role else config
+    of = config.in_section(ROLE_SECTIONS[role]) if role else config
     values = {
         field.name: value
         for field in FIELDS
@@ -127,14 +127,14 @@ def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
 
 def _layout(config: RunConfig, role: str) -> dict[str, int]:
     """Return the sizes of a server, by the option of one that is no half."""
-    mine = zip(SIZES_OF_HALVES[""], SIZES_OF_HALVES[role], strict=True)
+    mine = zip(SERVER_SIZES[""], SERVER_SIZES[role], strict=True)
     return {name: config[BY_NAME[other]] or 1 for name, other in mine}
 
 
 def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
     """Return TensorRT-LLM's arguments in the section of a role, which no option of ours has."""
     sections = dict(config.yaml.sections) if config.yaml else {}
-    if role not in HALVES or (section := sections.get(HALVES[role])) is None:
+    if role not in ROLE_SECTIONS or (section := sections.get(ROLE_SECTIONS[role])) is None:
         return {}
     mappings = {
         name: dict(getattr(section, name)) for name in ("kv_cache_config", "cache_transceiver_config")

@@ -89,7 +89,7 @@ def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
     try:
         model_folder(model_path)
     except ConfigError as error:
-        return [_REFUSED.format(error)] if config.given("model_path") else []
+        return [_REFUSED.format(error)] if config.is_user_set("model_path") else []
     return []
 
 

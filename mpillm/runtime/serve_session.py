@@ -19,7 +19,7 @@ from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import Served
 from mpillm.errors import ExitCode
-from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.options import model_name, plain_name
 from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
@@ -68,7 +68,11 @@ class ServeSession(RunSession):
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:
-        part = f"{config.part.instance.kind}-{config.part.instance.index}" if config.part else "serve"
+        part = (
+            f"{config.instance_run.instance.kind}-{config.instance_run.instance.index}"
+            if config.instance_run
+            else "serve"
+        )
         return plain_name(f"{model_name(config)}-{part}")
 
     @classmethod
@@ -101,7 +105,7 @@ class ServeSession(RunSession):
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
         requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
-        if config.half:
+        if config.disagg_role:
             from mpillm.endpoint.disagg.server import DisaggServer
 
             self._disagg = DisaggServer(config, planned.models[0], self.url)
@@ -111,7 +115,7 @@ class ServeSession(RunSession):
             guard=guard_of(config, config.host),
             max_queue_size=config.max_queue_size,
             perf_metrics_max_requests=config.in_section(
-                HALVES.get(config.half, "")
+                ROLE_SECTIONS.get(config.disagg_role, "")
             ).perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
             block_tokens=_block_tokens(planned),
@@ -231,7 +235,7 @@ def _served(planned: Planned, takes_text: bool) -> Served:
     if not names:
         raise ConfigError(f"{config.named('served_model_name')}: names no model")
     given = {
-        name: getattr(config, name) if config.given(name) else None
+        name: getattr(config, name) if config.is_user_set(name) else None
         for name in ("temperature", "top_k", "top_p", "seed")
     }
     return Served(
@@ -242,7 +246,7 @@ def _served(planned: Planned, takes_text: bool) -> Served:
         max_output_len=config.max_output_len,
         min_output_len=config.min_output_len,
         gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
-        is_disagg=bool(config.half),
+        is_disagg=bool(config.disagg_role),
         **given,
     )
 
@@ -255,5 +259,5 @@ def _block_tokens(planned: Planned) -> int | None:
         return None  # the servers' own
     if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
         return 0
-    whole = all(core.role == "executor" for core in cores) and not config.half
+    whole = all(core.role == "executor" for core in cores) and not config.disagg_role
     return cores[0].engine.scheduler.tokens_per_block if whole and core_class.tells_reuse else None

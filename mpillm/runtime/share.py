@@ -18,7 +18,7 @@ from mpillm.comms.communicators import RunComms
 from mpillm.comms.start import node_name
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import of_instance
-from mpillm.options.instance_run import Part
+from mpillm.options.instance_run import InstanceRun
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import OptionValue, Source
 
@@ -54,7 +54,7 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     (mine,) = (instance for instance in instances if control.rank in instance.ranks)
     _keep_own_gpus(config, control, mine.ranks)
     node = control.Split_type(MPI.COMM_TYPE_SHARED)
-    part = Part(mine, node.size)
+    part = InstanceRun(mine, node.size)
     node.Free()
     world = cast("MPI.Intracomm", control.Split(mine.index, control.rank))
     host, _, port = mine.url.rpartition(":")
@@ -63,7 +63,7 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
         values["log_dir"] = str(Path(config.log_dir) / f"{mine.kind}_{mine.index}")
     where = f"{path}: {mine.section}.urls"
     made = copy.copy(config)
-    made.half, made.part = mine.kind, part
+    made.disagg_role, made.instance_run = mine.kind, part
     made.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
     made.option_values = config.option_values | {
         name: OptionValue(value, Source.YAML, where) for name, value in values.items()

@@ -16,12 +16,12 @@ from mpillm.options.disagg_values import (
     LEADER_READS,
     PERF_METRICS,
     ROUTER,
-    Place,
+    YamlKey,
     leaders_without_effect,
     without_effect,
     without_option,
 )
-from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.workloads.rounds import why_no_guesses
@@ -40,16 +40,16 @@ def check_yaml(config: RunConfig) -> list[str]:
             _check_guesses(config)
         return _of_own_servers(config) if config.server and config.yaml else []
     lines = []
-    if config.yaml and not (config.half or config.part):
+    if config.yaml and not (config.disagg_role or config.instance_run):
         lines += _of_the_leader(config, (PERF_METRICS.name,))
     for section, server in config.yaml.sections if config.yaml else ():
-        if config.half and section != HALVES[config.half]:
+        if config.disagg_role and section != ROLE_SECTIONS[config.disagg_role]:
             continue
         beyond = [place for place in without_option(server) if place is not ROUTER]
         _check_section(config, core.needs_model, section, server, beyond)
-        if not config.half:
+        if not config.disagg_role:
             lines += _of_the_router(config, section, server)
-        in_vain = without_effect(server, beyond, is_server=bool(config.half))
+        in_vain = without_effect(server, beyond, is_server=bool(config.disagg_role))
         if names := ", ".join(in_vain):
             lines.append(f"{section}: has no effect on the {config.core_type} core: {names}")
     if core.speculates:
@@ -119,7 +119,7 @@ def _of_the_router(config: RunConfig, section: str, server: ServerConfig) -> lis
 
 
 def _check_section(
-    config: RunConfig, needs_model: bool, section: str, server: ServerConfig, beyond: Collection[Place]
+    config: RunConfig, needs_model: bool, section: str, server: ServerConfig, beyond: Collection[YamlKey]
 ) -> None:
     """Raise ConfigError for what would be another measurement if it were ignored.
 
@@ -134,7 +134,7 @@ def _check_section(
     if not needs_model:
         return
     for place in beyond:
-        kinds = ", ".join(place.words.get(kind, kind) for kind in place.field.choices)
+        kinds = ", ".join(place.yaml_names.get(kind, kind) for kind in place.field.choices)
         raise ConfigError(
             f"{where}.{place.name} {place.value_in(server)}: the {config.core_type} core has {kinds}"
         )

@@ -14,7 +14,7 @@ from mpillm.options.layers import layers_of, user_layers
 from mpillm.options.options import parse, with_all
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import Source
-from mpillm.options.unused_options import idle_in_all, told
+from mpillm.options.unused_options import unused_in_all, unused_option_lines
 
 
 def parse_stage(
@@ -30,7 +30,7 @@ def tell_idle(configs: Sequence[RunConfig]) -> None:
     """Tell, on one rank, of options without effect in all commands after a stage, for each of its tests."""
     launcher = find_launcher()
     if launcher is None or launcher.first:
-        for line in told(idle_in_all(configs, "stage")):
+        for line in unused_option_lines(unused_in_all(configs, "stage")):
             print(f"mpillm: note: {line}", file=sys.stderr)
 
 

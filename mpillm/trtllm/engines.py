@@ -277,7 +277,7 @@ def checkpoint_stages(config: RunConfig) -> Operation:
 
 def _check_ours(config: RunConfig) -> None:
     for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
-        if config.given(name) and getattr(config, name) != "auto":
+        if config.is_user_set(name) and getattr(config, name) != "auto":
             raise ConfigError(
                 f"{config.named(name)}: {config.core_type} does not take it; use {CHECKPOINT_SOURCE}={flag}:…"
             )

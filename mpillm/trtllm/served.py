@@ -127,7 +127,10 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
             f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}"
         )
     if any(
-        map(config.given, ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"))
+        map(
+            config.is_user_set,
+            ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"),
+        )
     ):
         what = served(config)
         if not same("model_path", what.model, yaml.model):
@@ -145,11 +148,11 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
     if urls:
         ports["worker_start_port"] = "the first port of urls", int(urls[0].rpartition(":")[2])
     for name, (what_port, port) in ports.items():
-        if config.given(name) and getattr(config, name) != port:
+        if config.is_user_set(name) and getattr(config, name) != port:
             raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
     for section, server in yaml.sections:
         for place in (*CORE, ROUTER):
-            if config.given(place.field.name) and place.value_in(server) is None:
+            if config.is_user_set(place.field.name) and place.value_in(server) is None:
                 raise ConfigError(
                     f"{config.named(place.field.name)}, but there is no {section}.{place.name} in"
                     f" {path}; {again}"

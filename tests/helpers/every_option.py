@@ -8,7 +8,7 @@ from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import idle
+from mpillm.options.unused_options import unused_options
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {
@@ -86,5 +86,7 @@ def outcomes(core: str, field: Field) -> list[str]:
         config = config_of(**{**beside(field), **named(core), field.name: text_of(field)})
     except ConfigError:
         return ["error"] * len(COMMANDS)
-    found = [[one for one in idle(config, command) if one.name == field.name] for command in COMMANDS]
+    found = [
+        [one for one in unused_options(config, command) if one.name == field.name] for command in COMMANDS
+    ]
     return ["effect" if not each else "error" if each[0].is_error else "line" for each in found]

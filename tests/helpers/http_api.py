@@ -71,7 +71,7 @@ class Api:
         """Wait until no rank holds anything of any request."""
         await self.until(lambda: len(self.world.open) == 0 and not self.service.guard.active)
         self.world.settle()
-        self.world.check_idle()
+        self.world.check_unused()
 
 
 @asynccontextmanager

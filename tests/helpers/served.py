@@ -91,7 +91,7 @@ class World:
         row = {"max_output": n, "top_p": 1, "generation": NO_INSTANCE, "flags": RequestFlag.STREAM * stream}
         return self.open.open(row, prompt)
 
-    def check_idle(self) -> None:
+    def check_unused(self) -> None:
         """Check that no rank holds anything of any request."""
         assert len(self.open) == 0
         assert set(self.leader.owed().values()) == {0}

@@ -17,7 +17,7 @@ from mpillm.endpoint.disagg.instances import Arrival, ContextServer, GenerationS
 from mpillm.endpoint.disagg.kv_socket import KvStore
 from mpillm.endpoint.disagg.opaque_state import Seal
 from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
-from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.run_config import RunConfig
 from mpillm.roles.instance import InstanceRole
 
@@ -32,8 +32,8 @@ class DisaggServer:
 
         Raises ConfigError if the core can't be one.
         """
-        role = config.half
-        timeout_s = config.in_section(HALVES[role]).kv_transfer_timeout_ms / 1000
+        role = config.disagg_role
+        timeout_s = config.in_section(ROLE_SECTIONS[role]).kv_transfer_timeout_ms / 1000
         if not issubclass(BackendRegistry.get(config.core_type), HandsOverToRuns):
             raise ConfigError(
                 f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",
@@ -54,7 +54,11 @@ class DisaggServer:
         self._arrivals: dict[int, Arrival] = {}
         self._store = KvStore(config.host, timeout_s) if role == "context" else None
         host = socket.gethostname() if config.host in _ALL_ADDRESSES else config.host
-        name = config.part.instance.name if config.part else f"{role} server {url.removesuffix('/v1')}"
+        name = (
+            config.instance_run.instance.name
+            if config.instance_run
+            else f"{role} server {url.removesuffix('/v1')}"
+        )
         shape = dataclasses.replace(model.config, dtype="", quantization="none", kv_quantization="none")
         kv = KvFormat(
             f"model {hashlib.sha256(repr(shape).encode()).hexdigest()[:8]},"

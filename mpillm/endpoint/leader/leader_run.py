@@ -20,7 +20,7 @@ from mpillm.endpoint.leader.leader_service import LeaderService
 from mpillm.endpoint.leader.workers import Pool, Worker, new_session, wait_ready, watch
 from mpillm.errors import ExitCode
 from mpillm.options.disagg_values import router_arguments
-from mpillm.options.disagg_yaml import HALVES
+from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.run_config import RunConfig
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 
@@ -41,7 +41,7 @@ def lead(config: RunConfig) -> int:
     workers = [Worker(instance) for instance in served_instances(yaml, path)]
     contexts, generations = (
         _pool([worker for worker in workers if worker.kind == kind], config, section)
-        for kind, section in HALVES.items()
+        for kind, section in ROLE_SECTIONS.items()
     )
     bound = bind(yaml.hostname, yaml.port)
     log_to(sys.stdout, "%(asctime)s %(message)s", "%H:%M:%S", logging.WARNING)

@@ -32,8 +32,8 @@ from mpillm.options.fields.data import GenerationFields
 from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.results import OutputFields
-from mpillm.options.latency_limits import WORDS, limits_ms
-from mpillm.options.parsers import at_least_one, boolean, positive, rate, seconds
+from mpillm.options.latency_limits import ARGPARSE_OPTIONS, limits_ms
+from mpillm.options.parsers import boolean, one_or_more, positive, rate, seconds
 from mpillm.options.values import Values
 from mpillm.report.run_directory import display_path, series_folder
 
@@ -57,7 +57,7 @@ class Options(Values, group="benchmark"):
     )
     dataset_path = option("JSONL with prompts [default: random tokens]")
     num_prompts = option("requests [default: 1000; with --null 20000]", positive)
-    input_len = option("tokens of a random prompt [default: 1024; with --null 128]", at_least_one)
+    input_len = option("tokens of a random prompt [default: 1024; with --null 128]", one_or_more)
     output_len = option("tokens of an answer [default: 128; with --null 16]", positive)
     ignore_eos = option("answers don't stop at an end token", boolean, default=True)
     temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
@@ -70,7 +70,9 @@ class Options(Values, group="benchmark"):
     max_concurrency = option("most requests at once [default: no limit; with --null 64]", positive)
     num_warmups = option("requests before the test", positive, default=8)
     goodput = option(
-        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000", limits_ms, argparse_opts=WORDS
+        "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000",
+        limits_ms,
+        argparse_opts=ARGPARSE_OPTIONS,
     )
     metric_percentiles = option("percentiles of latencies, separated by commas", default="99")
     seed = option("seed of arrivals and random prompts", positive, default=1)
@@ -125,7 +127,7 @@ def main(config: Options) -> int:
     if dataset.note and not config.null:
         print(f"data set {dataset.name}:\n  {dataset.note}")
     kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
-    json_output.tell(kept)
+    json_output.set_figures(kept)
     if config.result_filename:
         write_json(Path(config.result_filename), kept)
     folder = series_folder(config.log_dir, "endpoint")

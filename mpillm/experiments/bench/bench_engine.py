@@ -129,7 +129,7 @@ def main(config: Options) -> int:
     others = load.so_far()
 
     n_output = len(prompts) * config.output_len
-    json_output.tell(
+    json_output.set_figures(
         {
             "prompts": len(prompts),
             "output_tokens": n_output,

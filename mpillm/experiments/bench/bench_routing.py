@@ -138,7 +138,7 @@ def main(config: Options) -> int:
     for what, unit, values in rows:  # a test is named in its first row
         shown = [None if math.isnan(value) else value for value in values]
         figures.append({"test": what or figures[-1]["test"], "figure": unit, "values": shown})
-    json_output.tell(figures)
+    json_output.set_figures(figures)
     print(
         f"{config.n} ranks, {config.control_ranks} of them control, {config.mode},"
         f" {config.traffic_distribution_policy}, {config.input_len} tokens in, {config.output_len} out;"

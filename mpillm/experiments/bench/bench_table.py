@@ -185,7 +185,7 @@ def main(config: Options) -> int:
     )
     n_failed = 0
     figures: list[dict[str, Any]] = []
-    json_output.tell(figures)
+    json_output.set_figures(figures)
     for model in config.models.split(","):
         for lengths in pairs:
             result, drawn = _run(config, model, *lengths)

@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
 def _check(config: RunConfig) -> None:
     """Raise ConfigError for what can't be advised on."""
     for name in _OURS:
-        if config.given(name):
+        if config.is_user_set(name):
             raise ConfigError(f"{config.named(name)}: advise proposes it; leave it out", about=[name])
     if BackendRegistry.get(config.core_type).is_client:
         raise ConfigError(
@@ -193,7 +193,7 @@ def _plans(
 
     Raises ConfigError if none can run.
     """
-    modes = [config.mode] if config.given("mode") else ["aggregated", "disaggregated"]
+    modes = [config.mode] if config.is_user_set("mode") else ["aggregated", "disaggregated"]
     plans: dict[Candidate, Planned] = {}
     refused: dict[str, str] = {}
     largest = plan_of([*words, "--mode=aggregated"], ranks).cores[0].engine.scheduler.max_batch_size

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"compare: runs of different scenarios ({', '.join(sorted(scenarios))})")
     result = compare(runs)
     _print(result)
-    json_output.tell(result)
+    json_output.set_figures(result)
     if options.output:
         write_json(Path(options.output), result)
     page = series_folder(options.log_dir, "compare") / "compare.html"

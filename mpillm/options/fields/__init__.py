@@ -68,8 +68,8 @@ SETS: dict[Field, tuple[Field, ...]] = {
 
 
 def command_fields(*groups: str, also: Iterable[str] = ()) -> list[Field]:
-    """Return a command's options: the fields of `groups`, those in `also`, and all that may set any."""
-    found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
-    while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
-        found |= setting
-    return [field for field in FIELDS if field in found]
+    """Return a command's options: the fields of `groups` and `also`, and all that may set them."""
+    selected = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
+    while setting := {field for field, others in SETS.items() if selected.intersection(others)} - selected:
+        selected |= setting
+    return [field for field in FIELDS if field in selected]

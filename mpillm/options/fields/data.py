@@ -6,16 +6,16 @@ from mpillm.options.effect import EVERYWHERE
 from mpillm.options.field import Options, option
 from mpillm.options.fields.effects import COMPUTING, SYNTHETIC, TEST, of_engines
 from mpillm.options.parsers import (
-    at_least_one,
     boolean,
     fraction,
     name_or_class,
     natural,
     not_negative,
+    one_or_more,
     positive,
     token_ids,
 )
-from mpillm.options.parsers import stop_words as words
+from mpillm.options.parsers import stop_words as parse_stop_words
 
 
 class DataFields(Options, group="data", effect=SYNTHETIC):
@@ -40,16 +40,16 @@ class DataFields(Options, group="data", effect=SYNTHETIC):
         effect=TEST,
     )
     dataset = option(
-        "prompts: those of dataset_path; synthetic: random tokens of given lengths;"
+        "prompts: from dataset_path; synthetic: random tokens of given lengths,"
         " or an LLMDataLoader of your own as package.module:Class",
         name_or_class(("prompts", "synthetic")),
         default="prompts",
         effect=TEST,
     )
     num_samples = option("size of the synthetic data set", positive, default=1024)
-    input_mean = option("synthetic: mean prompt length, tokens", at_least_one, default=128.0)
+    input_mean = option("synthetic: mean prompt length, tokens", one_or_more, default=128.0)
     input_stdev = option("synthetic: its standard deviation", not_negative, default=0.0)
-    output_mean = option("synthetic: mean answer length, tokens", at_least_one, default=32.0)
+    output_mean = option("synthetic: mean answer length, tokens", one_or_more, default=32.0)
     output_stdev = option("synthetic: its standard deviation", not_negative, default=0.0)
     apply_chat_template = option(
         "wrap prompts in the model's chat template, if it has one", boolean, default=True, effect=EVERYWHERE
@@ -66,11 +66,11 @@ class GenerationFields(Options, group="generation"):
     end_ids = option("token ids that end an answer [default: the model's]", token_ids)
     stop_words = option(
         "an answer ends after any of these: one word, or a JSON array of words and of token ids,"
-        ' as ["###", [13, 13]]',
-        words,
+        ' such as ["###", [13, 13]]',
+        parse_stop_words,
     )
     beam_width = option(
-        "beams of a search; with mpillm's own engine only requests to Triton may ask for more than 1",
+        "beams of a search; with mpillm's own engine only requests to Triton may have more than 1",
         positive,
         default=1,
         effect=of_engines(*COMPUTING),

@@ -23,7 +23,7 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
     health_deadline = _of_phase("health", 120.0)
     warmup_deadline = _of_phase("warmup", 300.0)
     ready_deadline = _of_phase("ready", 60.0)
-    test_deadline = _of_phase("test", 21600.0, "; unless stated, at least twice --min_duration")
+    test_deadline = _of_phase("test", 21600.0, "; unless set, at least twice --min_duration")
     drain_deadline = _of_phase("drain", 300.0)
     stop_deadline = _of_phase("stop", 60.0)
     stall_timeout = option(
@@ -38,13 +38,13 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
     grace = option("longest time for ranks to end after a failure, seconds", seconds, default=5.0)
     on_instance_loss = option(
         "what happens when an instance is lost during the test. fail: the run ends. continue: it goes on"
-        " without the instance, whose open requests are computed again elsewhere (the default of serve, where"
+        " without the instance, and others compute its open requests again (the default of serve, where"
         " that is possible). restart: a server of --server is started again and answers its open requests",
         default="fail",
         choices=("fail", "continue", "restart"),
     )
     build_deadline = option(
-        "longest time for one stage of generate-engines (a quantisation or a build), seconds",
+        "longest time for one stage of generate-engines (a quantization or a build), seconds",
         seconds,
         default=43200.0,
         effect=used_by(*MODELS, commands=STAGES, measured=False),

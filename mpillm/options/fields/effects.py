@@ -1,8 +1,8 @@
-"""Who uses options: what the `effect` of a field is made of. `config.idle` tells of values that nobody uses.
+"""Which commands and cores use an option: the parts of a field's `effect` (see `unused_options`).
 
-A command is one that measures or serves; the stages before it (`generate-engines`, `run-llm-server`, …) are
-given the same words, so that an option of any of them counts as used. Cores are named as in `core_names`; a
-backend that is not a core's usual one is part of the name. A core of your own may use every option.
+A command here measures or serves. The stages before it (`generate-engines`, `run-llm-server`, …) get the same
+arguments, so an option of any of them counts as used. Cores are named as in `core_names`, with the backend if
+it is not the core's usual one. A core of your own may use every option.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpillm.options.effect import Effect, Use
 RUN, SERVE, PLAN, SUBMISSION = "run", "serve", "plan", "submission"
 BOTH = (RUN, SERVE)
 STAGES = ("generate-engines", "run-llm-server")
-"""Commands before these, which make what they run or talk to."""
+"""Commands before these: they build their engines or start their servers."""
 
 LIBRARY = (*TRTLLM_EXECUTOR, *TRTLLM_HLAPI)
 COMPUTING = (*EMBEDDED, *LIBRARY, *TRTLLM_DISAGG)
-"""Cores that compute here, or whose servers read a YAML that is written here."""
+"""Cores that compute here, or whose servers read our YAML."""
 MODELS = (*COMPUTING, *TRTLLM_ENDPOINT, *TRITON)
 """All built-in cores with a model behind them."""
 CLIENTS = (*TRTLLM_DISAGG, *TRTLLM_ENDPOINT, *TRITON)
-"""Cores that are clients of servers, which `run-llm-server` or others start, unless a run does (--server)."""
+"""Cores that are clients of servers, started by `run-llm-server`, by others, or by the run (--server)."""
 
 
 def used_by(
@@ -48,8 +48,7 @@ def used_by(
 
 
 def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
-    """As `used_by`, of an option that says how an engine runs: a client's engine is its server's, which has
-    the option from a stage before the run."""
+    """Return the effect of an option of an engine; a client's server gets it in a stage before the run."""
     here, behind = (tuple(c for c in cores if (c in CLIENTS) is is_client) for is_client in (False, True))
     each = (BOTH, here), (STAGES, behind)
     return Effect(tuple(Use(commands, of, needs=needs) for commands, of in each if of))
@@ -57,7 +56,7 @@ def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
 
 COMPUTED = used_by(DEFAULT, *LIBRARY, *TRTLLM_DISAGG, *DUMMY)
 DISAGG = of_engines(*EMBEDDED, *TRTLLM_DISAGG, *DUMMY)
-"""Of disaggregated serving."""
+"""For disaggregated serving."""
 SIZED = of_engines(*MODELS, *DUMMY)
 BUILT = Effect(
     (
@@ -69,15 +68,15 @@ BUILT = Effect(
         ),
     )
 )
-"""Of an engine's size. By attention data parallelism a client knows how many requests its servers take."""
+"""For an engine's size. With attention data parallelism, it limits the requests of a client's servers."""
 TEST = used_by(commands=[RUN])
-"""Of a test."""
+"""For a test."""
 REPORTED = used_by(commands=[RUN], measured=False)
-"""Of what a test leaves."""
+"""For the records of a test."""
 SERVED = used_by(commands=[SERVE], measured=False)
 SYNTHETIC = used_by(commands=[RUN], needs=("dataset", "synthetic"))
 SUBMITTED = used_by(commands=[SUBMISSION], measured=False)
 TIME = used_by(measured=False)
 TOOLS = used_by(*LIBRARY, *CLIENTS, commands=STAGES, measured=False)
-"""Of where TensorRT-LLM's tools are, and their files."""
+"""For the location of TensorRT-LLM's tools and files."""
 SERVERS_OF_TRITON = used_by(*TRITON)

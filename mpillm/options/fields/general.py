@@ -1,4 +1,4 @@
-"""What to run, and where its values come from."""
+"""The test: workload, scenario, model, configuration file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ benchmark_names = names(*WORKLOADS, **_ALIASES, **_WITH_TARGET)
 
 
 class GeneralFields(Options, group="workload"):
-    """What to run, and where its values come from."""
+    """The test: workload, scenario, model, configuration file."""
 
     benchmarks = option(
-        f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)};"
-        " also llama2, moe, llama3_1-405b; the suffix -99 or -99.9 sets accuracy_target",
+        f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)},"
+        " or llama2, moe, llama3_1-405b; the suffix -99 or -99.9 sets accuracy_target",
         benchmark_names,
         aliases=("models",),
     )
@@ -37,7 +37,7 @@ class GeneralFields(Options, group="workload"):
         f" {INTERACTIVE} is Server with a workload's interactive form",
         names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
         default=("Offline",),
-        # of what serves, it chooses among a file's configurations alone
+        # in `serve`, it only selects among a file's configurations
         effect=Effect((Use((RUN,)), Use((SERVE,), needs=("config_file", ANY))), measured=False),
     )
     accuracy_target = option(

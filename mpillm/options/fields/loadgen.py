@@ -1,12 +1,12 @@
-"""The test: LoadGen's, or that of another client (--harness)."""
+"""The test: by LoadGen, or by a load client (--harness)."""
 
 from __future__ import annotations
 
 from mpillm.options.effect import ANY
 from mpillm.options.field import Options, option
 from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
-from mpillm.options.latency_limits import WORDS, whole_limits_ms
-from mpillm.options.parsers import boolean, kind_of_program, length_of_a_test, positive, rate, shell_words
+from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
+from mpillm.options.parsers import boolean, kind_of_program, length_of_a_test, positive, rate, shell_args
 from mpillm.programs.load_clients.kinds import KINDS
 from mpillm.workloads.rounds import ROUNDS
 
@@ -56,10 +56,10 @@ class LoadgenFields(Options, group="test", effect=TEST):
     goodput = option(
         "Server: latency limits in place of the workload's, milliseconds at the 99th percentile: ttft:500"
         " tpot:50 e2el:9000, or AIPerf's names time_to_first_token, inter_token_latency, request_latency;"
-        " a latency that is not named has no limit",
-        whole_limits_ms,
+        " a latency that is not listed has no limit",
+        integer_limits_ms,
         effect=used_by(commands=[RUN], scenarios=["Server"]),
-        argparse_opts=WORDS,
+        argparse_opts=ARGPARSE_OPTIONS,
     )
     require_valid = option(
         "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=REPORTED
@@ -73,7 +73,7 @@ _OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
 
 
 class OtherHarnessFields(Options, group="other harness"):
-    """Clients of other people that make the load in LoadGen's place."""
+    """Load clients, which replace LoadGen."""
 
     harness = option(
         "let this client make the load in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench,"
@@ -84,12 +84,12 @@ class OtherHarnessFields(Options, group="other harness"):
     )
     harness_args = option(
         "further options for the client's command line, as typed there",
-        shell_words,
+        shell_args,
         default=(),
         effect=_OF_A_HARNESS,
     )
     concurrency = option(
-        "requests that the client keeps open at once [default: all, in scenario Offline]",
+        "requests that the client keeps open simultaneously [default: all, in scenario Offline]",
         positive,
         effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
     )

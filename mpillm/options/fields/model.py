@@ -45,15 +45,15 @@ class ModelFields(Options, group="model"):
         effect=of_engines(*EMBEDDED, *TRTLLM_DISAGG),
     )
     quantization = option(
-        "type of the layers' weights; auto: the checkpoint's;"
-        " int8 (only on CPUs), fp8, mxfp4 (only experts) and int4 quantise an unquantised checkpoint as it is"
-        " loaded; none widens a checkpoint's MXFP4",
+        "type of the layers' weights. auto: the checkpoint's."
+        " int8 (only on CPUs), fp8, mxfp4 (only experts) and int4 quantize an unquantized checkpoint while"
+        " loading. none widens a checkpoint's MXFP4",
         default="auto",
         choices=("auto", "none", "int8", "fp8", "mxfp4", "int4"),
         effect=of_engines(*EMBEDDED),
     )
     kv_cache_dtype = option(
-        "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype;"
+        "type of the KV cache. auto: fp8 if the checkpoint has scales for it, otherwise dtype;"
         " fp8 without scales has scale 1",
         default="auto",
         choices=("auto", "bfloat16", "fp8"),
@@ -71,7 +71,7 @@ class ModelFields(Options, group="model"):
         choices=("auto", "cuda", "cpu"),
         effect=used_by(DEFAULT, *LIBRARY),
     )
-    max_batch_size = option("maximum requests of an instance at once [default: the core's]", positive)
+    max_batch_size = option("maximum simultaneous requests of an instance [default: the core's]", positive)
     max_num_tokens = option(
         "maximum tokens of one engine step [default: the core's]", positive, effect=of_engines(*MODELS)
     )
@@ -116,22 +116,22 @@ class ModelFields(Options, group="model"):
         effect=of_engines(*EMBEDDED, *TRTLLM_EXECUTOR, *TRTLLM_DISAGG),
     )
     batch_scheduler_policy = option(
-        "when a request starts. max_util: once its prompt fits the KV cache; if the cache fills up later,"
-        " a request is evicted and computed again. no_evict: once its longest answer fits, too."
+        "when a request starts. max_util: once its prompt fits the KV cache. If the cache fills up later,"
+        " a request is evicted and computed again. no_evict: once its longest answer also fits."
         " static: in batches that run to their end",
-        one_of(*SCHEDULER_POLICIES, **{theirs.lower(): ours for ours, theirs in SCHEDULER_POLICIES.items()}),
+        one_of(*SCHEDULER_POLICIES, **{policy.lower(): name for name, policy in SCHEDULER_POLICIES.items()}),
         default="max_util",
         effect=of_engines(*MODELS),
     )
     enable_kv_cache_reuse = option(
-        "compute a prefix that several prompts share only once; MLPerf forbids it;"
-        " generation instances do not look up prompts that are handed over to them",
+        "compute a prefix that several prompts share only once; MLPerf forbids it."
+        " Generation instances do not look up the prompts of handoffs",
         boolean,
         default=False,
         effect=of_engines(*MODELS),
     )
     speculative_config = option(
-        "speculative decoding, with the same answers, as key:value,key:value (docs/explain/speculation.md):"
+        "speculative decoding, with the same answers: key:value,key:value (docs/explain/speculation.md):"
         " decoding_type (NGram, Draft_Target, Eagle, MTP), max_draft_len, max_matching_ngram_size,"
         " speculative_model, num_nextn_predict_layers, max_concurrency; MLPerf forbids it for all workloads"
         " that this engine runs",

@@ -1,4 +1,4 @@
-"""What stays: run directories and submissions."""
+"""Results: run directories and submissions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mpillm.options.parsers import boolean, not_negative
 
 
 class OutputFields(Options, group="output"):
-    """What stays: run directories and submissions."""
+    """Results: run directories and submissions."""
 
     log_dir = option(f"the run directory [default: {RUNS}/<time>-<model>-<scenario>]")
     save_outputs = option("write every answer to outputs.jsonl", boolean, default=False, effect=REPORTED)
     price_per_gpu_hour = option(
-        "price of a GPU per hour; the page then shows the price of a million tokens",
+        "price of a GPU per hour; the HTML report then shows the price of a million tokens",
         not_negative,
         effect=TIME,
     )
-    submitter = option("who submits", effect=SUBMITTED, group="submission")
+    submitter = option("the submitting organization", effect=SUBMITTED, group="submission")
     division = option(
         "the submission's division",
         default="closed",

@@ -1,7 +1,7 @@
 """The known keys of trtllm_runtime_flags and trtllm_build_flags: their values, and the harness's defaults.
 
-TensorRT-LLM's flags vary with the model, so its cores receive keys that are unknown here; ours refuse them
-(`config.flags`).
+TensorRT-LLM's flags vary with the model, so its cores receive keys that are unknown here; our cores reject
+them (`options.flags`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ RUNTIME_FLAGS: dict[str, Field] = {
     "max_batch_size": ModelFields.max_batch_size,
     "max_num_tokens": ModelFields.max_num_tokens,
 }
-# Triton's templates' names for some of them, and their words for values.
+# Names of some flags in Triton's templates, and their values there.
 _BATCHING = {"V1": False, "v1": False, "inflight_batching": True, "inflight_fused_batching": True}
 OTHER_NAMES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "kv_cache_free_gpu_mem_fraction": ("kvcache_free_gpu_mem_frac", {}),
@@ -77,7 +77,7 @@ def _by_name(*options: Field) -> dict[str, Field]:
     return {option.name: option for option in options}
 
 
-# Options that the reference's files also state among the flags.
+# Options that NVIDIA's files also set among the flags.
 RUNTIME_OPTIONS = _by_name(
     TopologyFields.num_ctx_servers,
     TopologyFields.ctx_tp_size,
@@ -92,7 +92,7 @@ BUILD_OPTIONS = _by_name(
 
 
 def _of_client(why: str) -> Effect:
-    """Return the effect of a flag of how NVIDIA's harness feeds a server, which does the same."""
+    """Return the effect of a flag of NVIDIA's client; `why`: what replaces it here."""
     return Effect((), measured=False, instead=why)
 
 
@@ -113,7 +113,7 @@ KNOWN_FLAGS: dict[str, Field] = {
         effect=_of_client("each worker rank is a client: mpirun -n decides"),
     ),
 }
-"""Runtime flags with an effect of their own, or none; those of TensorRT-LLM that are only passed on lack."""
+"""Runtime flags with their own effect, or none; without the flags that are only passed on to TensorRT-LLM."""
 
 _SIZES = (*BUILD_OPTIONS, "tp_size", "pp_size", "moe_ep_size")
 OUR_BUILD_FLAGS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")

@@ -1,4 +1,4 @@
-"""Servers: those that a run starts and owns, those of `run-llm-server`, and those of Triton."""
+"""Servers: started by a run, started by `run-llm-server`, and Triton's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpillm.options.parsers import (
     positive,
     rate,
     seconds,
-    shell_words,
+    shell_args,
     urls,
 )
 from mpillm.programs.servers.kinds import KINDS
@@ -23,7 +23,7 @@ _OF_A_TRITONSERVER = Effect(
     (Use(BOTH, TRITON, needs=("server", "tritonserver")), Use(STAGES, TRITON)), measured=False
 )
 _OF_REPOSITORIES = used_by(*TRITON, commands=STAGES, measured=False)
-_OF_MADE_YAML = Effect(
+_OF_GENERATED_YAML = Effect(
     (
         Use(BOTH, (DEFAULT, *DUMMY), needs=("mode", "disaggregated")),
         Use(("generate-disagg-config", "run-llm-server")),
@@ -35,18 +35,18 @@ _OF_MADE_YAML = Effect(
 class OwnServerFields(
     Options, group="own servers", effect=used_by(*TRTLLM_ENDPOINT, *TRITON, needs=("server", ANY))
 ):
-    """Servers of other people that a run starts, owns and ends."""
+    """Servers that a run starts, owns and stops."""
 
     server = option(
-        "start the servers that the ranks are clients of, and stop them when the run ends: vllm, sglang,"
-        " trtllm-serve, tritonserver, mpillm, or command:WORDS, which must contain {port} and may contain"
+        "start the ranks' servers, and stop them when the run ends: vllm, sglang,"
+        " trtllm-serve, tritonserver, mpillm, or command:WORDS. WORDS must contain {port} and may contain"
         " {model}, {name}, {host}, {tp}, {pp} and {devices}; this also sets --core_type",
         kind_of_program(KINDS),
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
     )
     server_args = option(
         "further options for each server's command line, as typed there",
-        shell_words,
+        shell_args,
         default=(),
     )
     server_memory_limit = option(
@@ -60,7 +60,7 @@ class OwnServerFields(
         effect=used_by(*TRTLLM_ENDPOINT, needs=("server", ANY)),
     )
     clients_per_server = option(
-        "ranks that are clients of each server, of which the first owns it; unless this is given, one on"
+        "ranks that are clients of each server, of which the first owns it; unless this is set, one on"
         " each of its nodes",
         positive,
         default=1,
@@ -71,17 +71,17 @@ class ServerFields(Options, group="server"):
     """Servers that `run-llm-server` starts."""
 
     server_host = option(
-        "address that started endpoints and tritonservers listen on; they ask for no key; 0.0.0.0 means all",
+        "address that started endpoints and tritonservers listen on, without a key; 0.0.0.0 means all",
         choices=("127.0.0.1", "0.0.0.0"),
         default="127.0.0.1",
         effect=used_by(*CLIENTS, commands=STAGES, measured=False),
     )
-    server_port = option("port of a disaggregated leader", port, default=8000, effect=_OF_MADE_YAML)
+    server_port = option("port of a disaggregated leader", port, default=8000, effect=_OF_GENERATED_YAML)
     worker_start_port = option(
         "port of the first disaggregated worker; the others take the ports after it",
         port,
         default=8001,
-        effect=_OF_MADE_YAML,
+        effect=_OF_GENERATED_YAML,
     )
     tritonserver = option(
         "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",
@@ -90,7 +90,7 @@ class ServerFields(Options, group="server"):
 
 
 class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
-    """Triton servers, and the clients that talk to them."""
+    """Triton servers and their clients."""
 
     triton_server_urls = option("gRPC addresses of Triton servers, host:port,host:port", urls)
     triton_num_clients_per_server = option(
@@ -102,7 +102,7 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
         effect=_OF_REPOSITORIES,
     )
     triton_num_frontends_per_model = option(
-        "client ranks of each tritonserver that the run starts, as --clients_per_server",
+        "client ranks of each tritonserver that the run starts, like --clients_per_server",
         positive,
         default=1,
         effect=Effect(
@@ -146,7 +146,7 @@ class TritonFields(Options, group="triton", effect=SERVERS_OF_TRITON):
         effect=_OF_A_TRITONSERVER,
     )
     triton_text_models = option(
-        "write preprocessing, postprocessing, ensemble and tensorrt_llm_bls, too, and name the engine's model"
+        "also write preprocessing, postprocessing, ensemble and tensorrt_llm_bls, and name the engine's model"
         " tensorrt_llm: for clients that send text",
         boolean,
         default=False,

@@ -1,4 +1,4 @@
-"""The endpoint that `serve` puts in front of the ranks. The names that vLLM has, too, mean the same."""
+"""The endpoint that `serve` puts in front of the ranks. Names that vLLM also has mean the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServingFields(Options, group="serve", effect=SERVED):
         "the model's name in the API, or several with commas between them [default: the model's]"
     )
     max_queue_size = option(
-        "requests that wait for a first token; beyond this number clients are told to try again (429)",
+        "requests that wait for a first token; beyond this number, clients get status 429 and must retry",
         positive,
         default=1024,
     )
@@ -42,13 +42,13 @@ class ServingFields(Options, group="serve", effect=SERVED):
     )
     max_body_bytes = option("the largest body of a request", positive, default=1 << 24)
     server_role = option(
-        "this server's part in disaggregated serving over HTTP; worker: each instance of the YAML is a server"
-        " of its own; leader: it fronts the YAML's servers",
+        "this server's part in disaggregated serving over HTTP. worker: each instance of the YAML is a"
+        " separate server. leader: it routes to the YAML's servers",
         choices=("context", "generation", "worker", "leader"),
     )
     kv_transfer_timeout_ms = option(
-        "how long a context server keeps a KV cache that nobody fetches, and a generation server waits for"
-        " one, milliseconds",
+        "milliseconds after which a context server drops an unfetched KV cache, and a generation server stops"
+        " waiting for one",
         positive,
         default=60_000,
     )

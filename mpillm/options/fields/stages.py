@@ -10,17 +10,17 @@ from mpillm.options.parsers import batch_sizes, boolean, flag_dict, http_urls
 
 
 class CheckpointFields(Options, group="checkpoint"):
-    """Stage 1: the checkpoint, quantised or as it was published."""
+    """Stage 1: the checkpoint, quantized or as published."""
 
     llm_quantizer_outdir = option(
-        "folder of the quantised checkpoint", effect=used_by(*MODELS, commands=STAGES, measured=False)
+        "folder of the quantized checkpoint", effect=used_by(*MODELS, commands=STAGES, measured=False)
     )
     quantizer_lib_path_override = option(
-        "the TensorRT-LLM source tree for quantisation only [default: trtllm_lib_path]", effect=TOOLS
+        "the TensorRT-LLM source tree for quantization only [default: trtllm_lib_path]", effect=TOOLS
     )
     trtllm_lib_path = option("TensorRT-LLM's source tree, whose tools are run", effect=TOOLS)
     trtllm_checkpoint_flags = option(
-        "flags of the quantisation, key:value,key:value;"
+        "flags of the quantization, key:value,key:value;"
         " the environment variable TRTLLM_CHECKPOINT_FLAGS overrides them",
         flag_dict,
         default={},

@@ -27,7 +27,7 @@ class TopologyFields(Options, group="topology"):
         default=DEFAULT,
     )
     core_options = option(
-        "options of the core, as key:value,key:value",
+        "options of the core: key:value,key:value",
         flag_dict,
         default={},
         effect=used_by(*(name for name in WITH_BACKENDS if name not in TRTLLM_HLAPI)),
@@ -54,9 +54,10 @@ class TopologyFields(Options, group="topology"):
         one_or_two,
     )
     traffic_distribution_policy = option(
-        "which instance gets a request: the one that owes the fewest tokens, the next in turn, or one that"
-        " has cached the beginning of its prompt; NVIDIA's isl_load_balancing, which counts only prompts, is"
-        " treated as load_balancing, which counts prompts and longest answers",
+        "which instance gets a request. load_balancing: the instance with the fewest outstanding tokens,"
+        " counting prompts and longest answers. round_robin: the next in turn. kv_cache_aware: an instance"
+        " that has cached the beginning of the prompt. isl_load_balancing: treated as load_balancing;"
+        " NVIDIA's leader counts only prompts with it",
         default="load_balancing",
         choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
     )

@@ -22,7 +22,7 @@ from mpillm.errors import ExitCode
 from mpillm.files import write_text
 from mpillm.options.command_line import Parser
 from mpillm.options.disagg_values import CORE
-from mpillm.options.disagg_yaml import generated, stating
+from mpillm.options.disagg_yaml import generated, with_core_values
 from mpillm.options.fields import DEADLINES, command_fields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.run_config import RunConfig
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             return ExitCode.DONE
     else:
         made = generated(config, config.world_size)
-    made = stating(config, made)
+    made = with_core_values(config, made)
     if (for_servers := BackendRegistry.declared(config.core_type).disagg_yaml) is not None:
         made = found_at(for_servers)(config, made)
     text = disagg.dump(made)

@@ -25,7 +25,7 @@ from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN
 from mpillm.options.options import RUN_FIELDS, run_name, without
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import idle, idle_in_all, told
+from mpillm.options.unused_options import unused_in_all, unused_option_lines, unused_options
 from mpillm.stages.stage_options import parse_each
 
 _CONNECT_S = 2.0
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         argv = [*argv, "--server=tritonserver"]
         print(f"  each test starts its tritonservers, as none listens at {TRITON_URL}", flush=True)
         configs = parse(argv)
-    told(idle_in_all(configs, RUN))  # lines are printed by each run
+    unused_option_lines(unused_in_all(configs, RUN))  # lines are printed by each run
     for config in configs:
         check_core(config)
     tests = [test_of(config, argv, len(configs) > 1) for config in configs]
@@ -119,7 +119,7 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
     Those that only other tests of the same command use are left out.
     """
     name = run_name(config)
-    of_other_tests = [one.name for one in idle(config, RUN) if one.is_error]
+    of_other_tests = [one.name for one in unused_options(config, RUN) if one.is_error]
     log_dir = Path(config.log_dir or RUNS / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:
         log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")

@@ -74,4 +74,4 @@ def _show(run: JudgedRun, scores: Scores, checks: Sequence[Check]) -> None:
     for note in scores.notes:
         print(f"  {note}")
     print(run.path / (ACCURACY if run.client else "accuracy.txt"))
-    json_output.tell(read_json(run.path / "accuracy.json"))
+    json_output.set_figures(read_json(run.path / "accuracy.json"))

@@ -40,5 +40,5 @@ def main(argv: Sequence[str]) -> int:
     with as_written(run.path):
         result = verify(run, options.end_ids or run.workload.end_ids, options.evaluated)
     print(f"{result.test}: {result.samples} answers\n{result.text}{run.path / result.test}")
-    json_output.tell({"test": result.test, "samples": result.samples, "passed": result.passed})
+    json_output.set_figures({"test": result.test, "samples": result.samples, "passed": result.passed})
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

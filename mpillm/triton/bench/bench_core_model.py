@@ -19,7 +19,7 @@ from mpillm.errors import ExitCode, needs_extra
 from mpillm.files import write_json
 from mpillm.options import json_output
 from mpillm.options.field import option
-from mpillm.options.parsers import boolean, not_negative, positive, seconds, shell_words
+from mpillm.options.parsers import boolean, not_negative, positive, seconds, shell_args
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
 from mpillm.triton.bench.report import statistics_of, table
@@ -68,7 +68,7 @@ class Options(Values, group="benchmark"):
         "longest silence of a server with outstanding requests", seconds, default=300.0, aliases=("t",)
     )
     model_path = option("the model, with -i mpi")
-    run_options = option("more options of run, as one text, with -i mpi", shell_words, default=())
+    run_options = option("more options of run, as one text, with -i mpi", shell_args, default=())
     ranks = option("ranks of the run, with -i mpi", positive, default=3)
     seed = option("seed of lengths, tokens and arrivals", positive, default=420)
     result_filename = option("write the numbers as JSON to this file")
@@ -136,7 +136,7 @@ def _report(config: Options, statistics: dict[str, Any]) -> None:
     if "sum_ms" in statistics:
         print(f"[INFO] Total request latencies: {statistics['sum_ms']:.3f} ms")
     print("\n".join(table(statistics)))
-    json_output.tell(statistics)
+    json_output.set_figures(statistics)
     if config.result_filename:
         write_json(Path(config.result_filename), statistics)
 

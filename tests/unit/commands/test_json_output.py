@@ -81,7 +81,7 @@ def test_what_a_process_of_its_prints_is_on_stderr() -> None:
     """As the runs of ab do."""
     code = (
         "import subprocess; from mpillm.options import json_output as o;"
-        "o.begin(); subprocess.run(['echo', 'of a child']); print('of its own'); o.tell([1]); o.end()"
+        "o.begin(); subprocess.run(['echo', 'of a child']); print('of its own'); o.set_figures([1]); o.end()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -90,6 +90,6 @@ def test_what_a_process_of_its_prints_is_on_stderr() -> None:
 
 
 def test_figures_that_nobody_asked_for_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    json_output.tell({"a": 1})
+    json_output.set_figures({"a": 1})
     json_output.end()
     assert capsys.readouterr().out == ""

@@ -93,7 +93,7 @@ def test_every_option_is_on_the_page_and_a_field(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "default"), OPTIONS)
 def test_every_default_is_right(name: str, default: str) -> None:
-    assert default == (BY_NAME[name].shown_default or str(CLASS_DEFAULTS.get(name, "")))
+    assert default == (BY_NAME[name].default_text or str(CLASS_DEFAULTS.get(name, "")))
 
 
 def test_every_row_has_a_test() -> None:
@@ -109,9 +109,7 @@ def test_every_environment_variable(stage: str) -> None:
 
 def test_every_runtime_flag() -> None:
     flags = {row[0].strip("`"): row[1].strip("`") for row in ROWS if row[0].strip("`") in RUNTIME_FLAGS}
-    assert flags == {
-        name: field.shown_default for name, field in RUNTIME_FLAGS.items() if field.shown_default
-    }
+    assert flags == {name: field.default_text for name, field in RUNTIME_FLAGS.items() if field.default_text}
 
 
 def test_every_class() -> None:

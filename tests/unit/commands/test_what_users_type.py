@@ -129,7 +129,7 @@ def test_an_array_of_prompts(tmp_path: Path) -> None:
 def test_the_address_that_serve_prints() -> None:
     assert http_urls("http://10.0.0.7:8000/v1") == ("http://10.0.0.7:8000",)
     assert http_urls("localhost:8000/,https://b:443/v1/") == ("localhost:8000", "https://b:443")
-    with pytest.raises(ValueError, match="goes on behind /v1"):
+    with pytest.raises(ValueError, match="continues after /v1"):
         http_urls("http://localhost:8000/v1/completions")
 
 

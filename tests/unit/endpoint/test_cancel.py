@@ -45,7 +45,7 @@ def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool,
             if not answer.given_up
             else answer.tokens == expected[: len(answer.tokens)]
         )
-    world.check_idle()
+    world.check_unused()
 
 
 @pytest.mark.parametrize("disaggregated", [False, True])
@@ -76,7 +76,7 @@ def test_a_request_that_waits_at_the_leader_is_cancelled_there() -> None:
     assert sum(map(len, world.leader._waiting)) == 2
     world.open.give_up_all()
     world.settle()
-    world.check_idle()
+    world.check_unused()
 
 
 def test_requests_that_wait_for_room_at_a_generation_instance_are_cancelled() -> None:
@@ -89,7 +89,7 @@ def test_requests_that_wait_for_room_at_a_generation_instance_are_cancelled() ->
     world.open.give_up_all()
     world.settle()
     assert all(answer.ended for answer in answers)
-    world.check_idle()
+    world.check_unused()
 
 
 def test_numbers_of_the_metrics() -> None:

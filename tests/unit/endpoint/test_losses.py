@@ -81,7 +81,7 @@ def test_every_request_is_answered_once_whatever_is_lost_and_when(
             assert answer.ended and not answer.failed, (seed, answer.id)
             assert answer.tokens == whole(prompt, n), seed
             assert answer.released
-        world.check_idle()
+        world.check_unused()
 
 
 def test_cancelled_requests_of_a_lost_instance() -> None:
@@ -102,7 +102,7 @@ def test_cancelled_requests_of_a_lost_instance() -> None:
         for prompt, n, answer in asked:
             assert answer.ended and answer.released, seed
             assert answer.given_up or answer.tokens == whole(prompt, n)
-        world.check_idle()
+        world.check_unused()
 
 
 def test_a_stream_goes_on_where_it_was() -> None:

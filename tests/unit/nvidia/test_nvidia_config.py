@@ -18,7 +18,7 @@ from mpillm.options.command_line import Parser
 from mpillm.options.fields import FIELDS, AllFields
 from mpillm.options.options import parse, parse_run
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 from mpillm.trtllm.tool_options import BUILD
 
 # The form of such a file; the values are ours.
@@ -248,7 +248,7 @@ EXPORTS = {C.WorkloadSetting(): {
         " warmup_iterations 5, enable_metrics False,"
         " harness_use_hf_tokenizer True, dynamo_cluster {'prefill': {'nodes': 1}}"
     )
-    assert [line for line in check_idle(config, "run") if "sampler_type" in line], "told, not refused"
+    assert [line for line in check_unused(config, "run") if "sampler_type" in line], "told, not refused"
 
 
 def test_nothing_of_it_stays(top: Path) -> None:

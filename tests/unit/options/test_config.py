@@ -12,12 +12,11 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import BY_NAME, DEADLINES, FIELDS, AllFields
-from mpillm.options.latency_limits import whole_limits_ms
+from mpillm.options.latency_limits import integer_limits_ms
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.parsers import (
     Secret,
     accuracy,
-    at_least_one,
     boolean,
     flag_dict,
     fraction,
@@ -26,6 +25,7 @@ from mpillm.options.parsers import (
     length_of_a_test,
     natural,
     not_negative,
+    one_or_more,
     one_or_two,
     port,
     port_or_any,
@@ -33,7 +33,7 @@ from mpillm.options.parsers import (
     rate,
     seconds,
     secret,
-    shell_words,
+    shell_args,
     stop_words,
     token_ids,
     urls,
@@ -51,9 +51,9 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {"vllm": "vllm", "command:x {port}": "command:x {port}"},
         ["vlm", "", "command:x"],
     ),
-    shell_words: ({"--a 'b c'": ("--a", "b c"), "": ()}, ["'"]),
+    shell_args: ({"--a 'b c'": ("--a", "b c"), "": ()}, ["'"]),
     positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one", "1_000", "\u0661", "2147483648", "9" * 5000]),
-    whole_limits_ms: (
+    integer_limits_ms: (
         {
             "ttft:500": {"ttft": 500.0},
             "request_latency:9e3 tpot:50.0": {"e2el": 9000.0, "tpot": 50.0},
@@ -92,7 +92,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     ),
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
-    at_least_one: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
+    one_or_more: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (
         {"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False},
@@ -258,7 +258,7 @@ def test_every_option_has_a_default_of_its_own_kind() -> None:
         )
         assert config.where(field.name) == ("command line" if field.name == "core_type" else "default")
         assert field.choices == () or field.default in (None, *field.choices)
-        assert not field.shown_default or field.parse(field.shown_default, "--x") == field.default
+        assert not field.default_text or field.parse(field.default_text, "--x") == field.default
     assert len({name for field in FIELDS for name in (field.name, *field.aliases)}) == len(BY_NAME)
     assert len({field.name for field in FIELDS}) == len(FIELDS)
     assert {f"{phase}_deadline" for phase in DEADLINES} <= {field.name for field in FIELDS}
@@ -276,8 +276,8 @@ def test_every_option_has_a_default_of_its_own_kind() -> None:
 def test_hyphens_underscores_and_equals_signs(argv: list[str]) -> None:
     config = parse_run([*DUMMY, *argv])
     assert (config.max_output_len, config.save_outputs) == (5, True)
-    assert config.given("max_output_len")
-    assert not config.given("seed")
+    assert config.is_user_set("max_output_len")
+    assert not config.is_user_set("seed")
 
 
 def test_of_an_option_that_is_given_twice_the_last_counts() -> None:
@@ -364,7 +364,7 @@ def test_other_names_of_options(tmp_path: Path) -> None:
     config = parse_run([*DUMMY, "--models=llama2", "--trtllm_disagg_config_path", str(yaml)])
     assert (config.benchmarks, config.disagg_config) == (("llama2-70b",), str(yaml))
     assert config.where("models") == config.where("benchmarks") == "command line"
-    assert config.given("trtllm_disagg_config_path")
+    assert config.is_user_set("trtllm_disagg_config_path")
 
 
 def test_serve_computes_a_prompt_longer_than_a_step_in_several() -> None:

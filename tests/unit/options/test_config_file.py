@@ -307,7 +307,7 @@ def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[s
         "workload": "workload llama2-70b (tiny)",
     }
     assert config.where("max_output_len") == where.get(first, first)
-    assert config.given("max_output_len") == (first not in ("default", "workload"))
+    assert config.is_user_set("max_output_len") == (first not in ("default", "workload"))
 
 
 def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:

@@ -35,7 +35,7 @@ def test_the_yaml_file(tmp_path: Path) -> None:
     path.write_text(block("yaml", "name: offline"))
     for scenario, qps in (("Offline", None), ("Server", 12.5)):
         config = parse(["--config_file", str(path), "--scenarios", scenario], Parser(prog="mpillm x"), FIELDS)
-        assert (config.scenario, config.given("server_target_qps") and config.server_target_qps) == (
+        assert (config.scenario, config.is_user_set("server_target_qps") and config.server_target_qps) == (
             scenario,
             qps or False,
         )
@@ -53,4 +53,4 @@ def test_the_new_option() -> None:
         + block("python", "max_queue_size"),
         names,
     )
-    assert names["max_queue_size"].shown_default == "1000"  # type: ignore[attr-defined]
+    assert names["max_queue_size"].default_text == "1000"  # type: ignore[attr-defined]

@@ -458,7 +458,7 @@ def test_an_operation_that_is_bound_depends_on_what_it_says() -> None:
     assert HelpInfo.get_all_dependencies(Between) == {Between}
     HelpInfo.add_configurable_operation(Between)
     assert HelpInfo.fields([Between]) == [first]
-    with pytest.raises(ValueError, match="Before is no operation"):
+    with pytest.raises(ValueError, match="Before is not an operation"):
         HelpInfo.add_configurable_operation(Before)
 
 

@@ -20,7 +20,7 @@ from mpillm.options.fields import AllFields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run, parse_serve
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.runtime.core_configs import check_handoff, core_configs, what_runs
 from mpillm.runtime.rank_roles import prefix_routing
@@ -241,8 +241,8 @@ def test_a_whole_server_keeps_as_many_metrics_as_the_yaml_tells_its_leader(file:
     file.write_text(json.dumps({"perf_metrics_max_requests": 9, "executors": {}}))
     config = parse_serve([*DUMMY, "--disagg_config", str(file)])
     assert config.perf_metrics_max_requests == 9
-    assert check_yaml(config) == check_idle(config, SERVE) == []
-    (line,) = check_idle(config, RUN)
+    assert check_yaml(config) == check_unused(config, SERVE) == []
+    (line,) = check_unused(config, RUN)
     assert line.endswith(f"perf_metrics_max_requests 9 ({file}: perf_metrics_max_requests)")
 
 
@@ -257,7 +257,7 @@ def test_guesses_for_a_workload_that_may_have_none_are_refused(file: Path) -> No
         assert check_yaml(given(file, core=core, model="m", **sections)) == []
     dummy = given(file, "--benchmarks", "llama2-70b", core=DUMMY, **sections)
     assert check_yaml(dummy) == []
-    (line,) = check_idle(dummy, RUN)
+    (line,) = check_unused(dummy, RUN)
     assert "no effect on the dummy core: speculative_config" in line
 
 

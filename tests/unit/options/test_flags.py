@@ -136,7 +136,7 @@ def test_a_limit_that_nothing_states_is_the_engines(core_type: str) -> None:
     flags = "--trtllm_build_flags=max_batch_size:6,max_num_tokens:66"
     config = parse_run(["--core_type", core_type, flags, "--max_num_tokens", "65"])
     assert (config.max_batch_size, config.max_num_tokens) == (6, 65)
-    assert (config.where("max_batch_size"), config.given("max_batch_size")) == (
+    assert (config.where("max_batch_size"), config.is_user_set("max_batch_size")) == (
         "command line: trtllm_build_flags",
         False,
     )

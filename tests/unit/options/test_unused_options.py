@@ -17,7 +17,7 @@ from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_idle, idle
+from mpillm.options.unused_options import check_unused, unused_options
 from mpillm.runtime import choose_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.every_option import COMMANDS, config_of, outcomes
@@ -73,7 +73,9 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
             assert run[name][core] == expected, (name, core)
     assert run["trtllm_server_urls"]["torch"] == "error"
     alone = config_of(core_type="triton_grpc", triton_num_frontends_per_model="2")
-    named_in_vain = [one for one in idle(alone, "run") if one.name == "triton_num_frontends_per_model"]
+    named_in_vain = [
+        one for one in unused_options(alone, "run") if one.name == "triton_num_frontends_per_model"
+    ]
     assert [one.is_error for one in named_in_vain] == [False], "servers that others have started"
     assert made["server_target_qps"]["serve"]["torch"] == "line"
     assert {*run["build_deadline"].values(), *run["server_host"].values()} == {"line"}, (
@@ -163,14 +165,14 @@ def test_a_run_does_not_begin_with_what_would_measure_something_else(
 def test_what_cannot_change_the_measurement_is_a_line_for_each_reason() -> None:
     flags = "http_backend:openai_async,workers_per_core:4"
     config = on("trtllm_endpoint", "--trtllm_runtime_flags", flags, "--port", "99", "--host", "h")
-    assert check_idle(config, RUN) == [
+    assert check_unused(config, RUN) == [
         "no effect on run (it is for serve): --host h, --port 99",
         "no effect here (there is one client): command line: trtllm_runtime_flags http_backend openai_async",
         "no effect here (each worker rank is a client: mpirun -n decides): command line: trtllm_runtime_flags"
         " workers_per_core 4",
     ]
-    assert check_idle(on("trtllm_endpoint", "--trtllm_runtime_flags", "workers_per_core:2"), RUN) == []
-    assert check_idle(on("torch", "--beam_width", "1"), RUN) == []
+    assert check_unused(on("trtllm_endpoint", "--trtllm_runtime_flags", "workers_per_core:2"), RUN) == []
+    assert check_unused(on("torch", "--beam_width", "1"), RUN) == []
 
 
 def test_answers_of_a_stated_length_are_not_cut_short_in_silence() -> None:
@@ -185,10 +187,10 @@ def test_answers_of_a_stated_length_are_not_cut_short_in_silence() -> None:
 
 def test_ports_of_a_yaml_that_is_made_are_for_a_run_that_makes_one() -> None:
     ports = ("--server_port", "99", "--worker_start_port", "98")
-    assert check_idle(on("dummy", *ports), RUN) == [
+    assert check_unused(on("dummy", *ports), RUN) == [
         "no effect without --mode disaggregated: --server_port 99, --worker_start_port 98"
     ]
-    assert check_idle(on("dummy", *ports, "--mode", "disaggregated"), RUN) == []
+    assert check_unused(on("dummy", *ports, "--mode", "disaggregated"), RUN) == []
 
 
 @pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
@@ -203,34 +205,36 @@ def test_what_describes_a_server_that_a_run_does_not_start_is_told_of(
     )
     words = [*(f"--{size}=2" for size in sizes), "--max_num_tokens=64"]
     words += ["--enable_kv_cache_reuse=true", "--trtllm_checkpoint_flags=qformat:fp8"]
-    (line,) = check_idle(on(core, *words), RUN)
+    (line,) = check_unused(on(core, *words), RUN)
     assert line.startswith(
         "no effect on run (it is for generate-engines and run-llm-server; servers that it does not start have"
-        " settings of their own): --"
+        " their own settings): --"
     )
     for word in words[:3]:
         assert word.replace("=", " ") in line
     assert main(["plan", "--world_size=3", f"--core_type={core}", *words]) == 0
-    assert "settings of their own): --" in " ".join(capsys.readouterr().out.split())
+    assert "their own settings): --" in " ".join(capsys.readouterr().out.split())
     ours = ["--server", "vllm", "--tensor_parallelism=2", "--max_num_tokens=64"]
-    assert check_idle(parse_run(ours), RUN) == []
+    assert check_unused(parse_run(ours), RUN) == []
 
 
 def test_flags_of_a_server_that_a_run_does_not_start_are_told_of() -> None:
     flags = "--trtllm_runtime_flags=num_postprocess_workers:4,max_concurrency:8"
-    (line,) = check_idle(on("trtllm_endpoint", flags), RUN)
-    assert line.endswith("own): command line: trtllm_runtime_flags num_postprocess_workers 4")
+    (line,) = check_unused(on("trtllm_endpoint", flags), RUN)
+    assert line.endswith("settings): command line: trtllm_runtime_flags num_postprocess_workers 4")
     triton = "--trtllm_runtime_flags=triton_backend:python,decoupled_mode:true,use_inflight_batching:false"
-    (line,) = check_idle(on("triton_grpc", triton), RUN)
-    assert "own): " in line and "decoupled_mode True" in line and "use_inflight_batching False" in line
-    assert check_idle(on("triton_grpc", triton), "run-llm-server") == []
+    (line,) = check_unused(on("triton_grpc", triton), RUN)
+    assert "settings): " in line and "decoupled_mode True" in line and "use_inflight_batching False" in line
+    assert check_unused(on("triton_grpc", triton), "run-llm-server") == []
 
 
 def test_what_tells_a_client_how_much_its_server_takes_has_its_effect() -> None:
     flags = "--trtllm_build_flags=enable_attention_dp:true"
-    assert check_idle(on("trtllm_endpoint", flags, "--tensor_parallelism=2", "--max_batch_size=3"), RUN) == []
-    (line,) = check_idle(on("trtllm_endpoint", "--trtllm_build_flags=gemm_plugin:auto"), RUN)
-    assert "settings of their own): --trtllm_build_flags" in line
+    assert (
+        check_unused(on("trtllm_endpoint", flags, "--tensor_parallelism=2", "--max_batch_size=3"), RUN) == []
+    )
+    (line,) = check_unused(on("trtllm_endpoint", "--trtllm_build_flags=gemm_plugin:auto"), RUN)
+    assert "their own settings): --trtllm_build_flags" in line
 
 
 def test_a_yaml_of_servers_is_theirs(tmp_path: Path) -> None:
@@ -240,18 +244,18 @@ def test_a_yaml_of_servers_is_theirs(tmp_path: Path) -> None:
         f'{{"perf_metrics_max_requests": 4, "context_servers": {section},'
         f' "generation_servers": {section.replace("a:1", "a:2")}}}'
     )
-    assert check_idle(on("trtllm_disagg", "--disagg_config", str(file)).with_yaml(), RUN) == []
+    assert check_unused(on("trtllm_disagg", "--disagg_config", str(file)).with_yaml(), RUN) == []
 
 
 def test_a_core_of_your_own_may_use_every_option() -> None:
-    assert check_idle(on("mine.cores:Core", "--quantization", "int8"), RUN) == []
+    assert check_unused(on("mine.cores:Core", "--quantization", "int8"), RUN) == []
 
 
 def test_a_file_may_hold_more_than_a_core_of_the_command_line_uses(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("scenario: Offline\nquantization: int8\nport: 99\n")
     words = ["--config_file", str(file)]
-    assert check_idle(on("dummy", *words), RUN) == [
+    assert check_unused(on("dummy", *words), RUN) == [
         f"no effect on the dummy core: quantization int8 ({file}:2)"
     ]
     file.write_text("scenario: Offline\nquantization: int8\ncore_type: dummy\n")
@@ -263,14 +267,14 @@ def test_a_file_may_hold_more_than_a_core_of_the_command_line_uses(tmp_path: Pat
     ):
         parse_run(words)
     file.write_text("scenario: Offline\ntrtllm_build_flags: {gemm_plugin: auto}\n")
-    assert len(check_idle(parse_run(words), RUN)) == 1, "the flags of TensorRT-LLM are for whatever core"
+    assert len(check_unused(parse_run(words), RUN)) == 1, "the flags of TensorRT-LLM are for whatever core"
 
 
 def test_a_file_with_the_values_of_another_scenario_is_told_of(tmp_path: Path) -> None:
     """Submitters copy files between scenarios, and NVIDIA's harness takes them."""
     file = tmp_path / "mine.yaml"
     file.write_text("scenario: SingleStream\ncore_type: dummy\nserver_target_qps: 9\n")
-    (line,) = check_idle(parse_run(["--config_file", str(file)]), RUN)
+    (line,) = check_unused(parse_run(["--config_file", str(file)]), RUN)
     assert line == f"no effect in scenario SingleStream (it is for Server): server_target_qps 9.0 ({file}:3)"
     with pytest.raises(ConfigError, match=r"server_target_qps 8\.0 has no effect in scenario SingleStream"):
         parse_run(["--config_file", str(file), "--server_target_qps", "8"])
@@ -279,7 +283,7 @@ def test_a_file_with_the_values_of_another_scenario_is_told_of(tmp_path: Path) -
 def test_a_yaml_of_others_is_told_of(tmp_path: Path) -> None:
     file = tmp_path / "disagg.yaml"
     file.write_text('{"executors": {"speculative_config": {"decoding_type": "NGram"}, "max_batch_size": 3}}')
-    assert check_idle(on("dummy", "--disagg_config", str(file)), RUN) == [
+    assert check_unused(on("dummy", "--disagg_config", str(file)), RUN) == [
         "no effect on the dummy core: speculative_config decoding_type:NGram"
         f" ({file}: executors.speculative_config)"
     ]
@@ -303,6 +307,6 @@ def test_one_string_of_options_serves_all_stages(capsys: pytest.CaptureFixture[s
 
 
 def test_serve_tells_of_options_of_runs() -> None:
-    assert check_idle(parse_serve([*DUMMY, "--min_duration", "5"]), "serve") == [
+    assert check_unused(parse_serve([*DUMMY, "--min_duration", "5"]), "serve") == [
         "no effect on serve (it is for run): --min_duration 5.0"
     ]

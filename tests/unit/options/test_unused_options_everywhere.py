@@ -18,7 +18,7 @@ from mpillm.options.effect import Effect
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.options import parse_run
-from mpillm.options.unused_options import idle, of_engine
+from mpillm.options.unused_options import of_engine, unused_options
 from mpillm.programs.servers.kinds import kind_of
 from tests.helpers.every_option import beside, named, text_of
 
@@ -44,7 +44,7 @@ def outcome(field: Field, words: Sequence[str]) -> str:
         config = parse_run(words)
     except ConfigError as error:
         return "error" if "has no effect" in str(error) else f"refused: {error}"
-    return "line" if any(one.name == field.name for one in idle(config, "run")) else "effect"
+    return "line" if any(one.name == field.name for one in unused_options(config, "run")) else "effect"
 
 
 @pytest.mark.parametrize("server", SERVERS)

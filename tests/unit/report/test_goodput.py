@@ -59,9 +59,9 @@ def test_a_files_limits_and_those_of_a_command_line_are_the_same() -> None:
     ("word", "message"),
     [
         ("ttf:500", r"no latency 'ttf' \(did you mean 'ttft'\?\)"),
-        ("ttft", "expected limits in whole milliseconds, at least 1, as ttft:500"),
-        ("ttft:0.5", "expected limits in whole milliseconds, at least 1, as ttft:500"),
-        ("ttft:fast", "expected limits in whole milliseconds, at least 1, as ttft:500"),
+        ("ttft", "expected limits in whole milliseconds, at least 1, such as ttft:500"),
+        ("ttft:0.5", "expected limits in whole milliseconds, at least 1, such as ttft:500"),
+        ("ttft:fast", "expected limits in whole milliseconds, at least 1, such as ttft:500"),
         ("ttft:5 time_to_first_token:6", "ttft has two limits"),
     ],
 )

@@ -18,9 +18,9 @@ from mpillm.options.disagg_yaml import context_servers, disagg_config, server_ra
 from mpillm.options.fields import FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.layers import layers_of
-from mpillm.options.option_conflicts import check_together
+from mpillm.options.option_conflicts import check_conflicts
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_idle
+from mpillm.options.unused_options import check_unused
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_specs
 from mpillm.runtime.yaml_effects import check_yaml
 
@@ -81,8 +81,8 @@ def test_where_servers_listen_and_what_is_said() -> None:
 
 def test_a_server_over_two_nodes() -> None:
     config = config_of(tensor_parallelism="16", server_nodes="2")
-    check_together(config)
-    check_idle(config, RUN)
+    check_conflicts(config)
+    check_unused(config, RUN)
     assert config.clients_of_a_server == 2 and ranks_of(config) == 3
     plan = disagg.plan(disagg.generate("aggregated", 3), 3, ["a", "a", "b"], 2, nodes_per_server=2)
     gpus = gpus_of_servers(config, plan, [EIGHT] * 3)
@@ -115,7 +115,7 @@ def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: st
         del stated["tensor_parallelism"]
     config = RunConfig(layers_of(stated, FIELDS))
     with pytest.raises(ConfigError, match=why):
-        check_together(config)
+        check_conflicts(config)
 
 
 def test_a_value_that_the_server_can_not_take() -> None:
@@ -153,7 +153,7 @@ def test_context_servers_come_first() -> None:
     ]
     gpus = gpus_of_servers(config, plan, [EIGHT] * 8)
     assert gpus == {2: (0, 1), 3: (2, 3), 4: (4, 5, 6, 7), 6: (0, 1, 2, 3)}
-    check_idle(config, RUN)
+    check_unused(config, RUN)
     assert ranks_of(config) == 2 + 2 + 2, "one generation server, as nothing says how many"
     plans = server_specs(config, plan, gpus)
     assert [(one.host, one.reached_at) for one in plans] == [
@@ -194,8 +194,8 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"clients_per_server": "2"}, "with --clients_per_server 2 other ranks would not hear of it"),
-        ({"harness": "aiperf"}, "the client of --harness aiperf may ask a server itself"),
+        ({"clients_per_server": "2"}, "with --clients_per_server 2 other ranks would not detect the restart"),
+        ({"harness": "aiperf"}, "the client of --harness aiperf may use a server itself"),
         ({"server": "tritonserver"}, "a tritonserver server is not started again"),
         ({"server": ""}, "the run starts no servers"),
     ],
@@ -205,7 +205,7 @@ def test_servers_that_are_not_started_again(options: dict[str, str], why: str) -
     stated = {name: value for name, value in stated.items() if value}
     config = RunConfig(layers_of(stated, FIELDS))
     with pytest.raises(ConfigError, match=f"--on_instance_loss restart.*: {why}"):
-        check_together(config)
+        check_conflicts(config)
 
 
 YAML = """
@@ -234,7 +234,7 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     assert (context.role, first.role, second.role) == ("context", "generation", "generation")
     assert context.values["max_batch_size"] == 4 and second.values["max_batch_size"] == 64
     assert "tensor_parallelism" not in context.values and second.values["tensor_parallelism"] == 2
-    assert check_idle(config, RUN) == []
+    assert check_unused(config, RUN) == []
     told = check_yaml(config)
     assert f"{path}: has no effect on mpillm's leader: port" in told
     theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config.backend, urls, attn_backend"

@@ -43,7 +43,9 @@ def test_a_tiny_workload_gets_its_data_set_once(tmp_path: Path) -> None:
     config = parse_run(list(TINY))
     load_samples(config, [Model()], lambda: tmp_path / "run")
     assert config.dataset_path == str(tmp_path / "run" / "dataset")
-    assert config.where("dataset_path") == "workload mixtral-8x7b (tiny)" and not config.given("dataset_path")
+    assert config.where("dataset_path") == "workload mixtral-8x7b (tiny)" and not config.is_user_set(
+        "dataset_path"
+    )
 
 
 def test_a_persons_own(tmp_path: Path) -> None:

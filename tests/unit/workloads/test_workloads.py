@@ -96,7 +96,7 @@ def test_the_names_are_the_fields() -> None:
 def test_official_values(name: str) -> None:
     model, n_samples, max_output_len, ttft, tpot = OFFICIAL[name]
     config = options(name, "--server_target_qps", "8")
-    assert config.where("max_output_len") == f"workload {name}" and not config.given("max_output_len")
+    assert config.where("max_output_len") == f"workload {name}" and not config.is_user_set("max_output_len")
     assert config.max_output_len == max_output_len and config.min_output_len == (
         2 if name == "mixtral-8x7b" else 1
     )
@@ -138,7 +138,7 @@ def test_an_accuracy_run_with_a_data_set_of_its_own() -> None:
     assert "needs 4395" in loadgen(config, 4394)["error"] and "error" not in loadgen(config, 4395)
     config = options("gpt-oss-120b", "--compliance_test", "TEST07", scenario="Offline")
     assert config.max_output_len == 10240 and loadgen(config, 990)["performance_sample_count"] == 990
-    with pytest.raises(ConfigError, match="gpt-oss-120b is asked for TEST07 and TEST09"):
+    with pytest.raises(ConfigError, match="gpt-oss-120b needs TEST07 and TEST09"):
         options("gpt-oss-120b", "--compliance_test", "TEST06")
 
 
@@ -164,7 +164,9 @@ def test_a_person_goes_before_the_workload() -> None:
     config = options(
         "llama2-70b", "--max_output_len", "7", "--model_path", "llama2-70b", "--load_format", "dummy"
     )
-    assert (config.max_output_len, config.model_path) == (7, "llama2-70b") and config.given("max_output_len")
+    assert (config.max_output_len, config.model_path) == (7, "llama2-70b") and config.is_user_set(
+        "max_output_len"
+    )
     assert options("llama2-70b", "--dataset", "synthetic").dataset == "synthetic"
     with pytest.raises(ConfigError, match="exclude each other"):
         options("llama2-70b", "--dataset", "synthetic", "--dataset_path", "x")
